@@ -1,0 +1,174 @@
+/*
+ * fa_call: a problem after api.c has checked and normalised it. Backends read only this; they check nothing again.
+ * Also the errors that every file passes up.
+ */
+#ifndef FA_CALL_H
+#define FA_CALL_H
+
+#include "dropout.h"
+#include "flashattn.h"
+#include "mask.h"
+#include "numeric.h"
+
+/* ---- errors (error.c) ---- */
+
+#if defined(__GNUC__)
+#define FA_PRINTF(format_argument, first) __attribute__((format(printf, format_argument, first)))
+#else
+#define FA_PRINTF(format_argument, first)
+#endif
+
+/* Keep one sentence for flash_attn_last_error and return `status`. */
+flash_attn_status fa_fail(flash_attn_status status, const char *format, ...) FA_PRINTF(2, 3);
+
+#define FA_TRY(expression)                         \
+    do {                                           \
+        flash_attn_status fa_status = (expression); \
+        if (fa_status != FLASH_ATTN_OK)            \
+            return fa_status;                      \
+    } while (0)
+
+/* ---- the normalised problem ---- */
+
+/*
+ * Tensors: strides explicit (never "all zero: contiguous"); a dimension that broadcasts has stride 0 and the full
+ * extent [batch, heads_q, ...] of what it is added to; shape of outputs filled in; absent: data NULL.
+ * k, v keep the caller's shape: [kv entries, rows, heads_k, d] or [pages, page_size, heads_k, d].
+ */
+typedef struct fa_call {
+    flash_attn_pass   pass;
+    flash_attn_tensor q, k, v, o, lse;
+    flash_attn_tensor bias, alibi_slopes, sinks;
+    flash_attn_tensor descale_q, descale_k, descale_v;
+    flash_attn_tensor dout, dq, dk, dv, dbias, dsinks; /* backward */
+
+    int64_t batch, heads_q, heads_k, group; /* group = heads_q / heads_k */
+    int64_t head_dim, head_dim_v;
+    int64_t max_seqlen_q, max_seqlen_k; /* no sequence is longer */
+
+    float      scale, softcap; /* scale resolved; softcap 0: off */
+    fa_window  window;         /* every mask is a window; none: both FA_UNLIMITED */
+    fa_dropout dropout;        /* threshold 0: off */
+
+    flash_attn_slices slices; /* count 0: none */
+    flash_attn_pages  pages;  /* table NULL: none; row_stride resolved */
+    int64_t           page_size;
+
+    const int32_t *cu_seqlens_q, *cu_seqlens_k, *seqused_q, *seqused_k, *leftpad_k, *cache_batch_idx;
+    int32_t        num_splits; /* 0: by shape */
+    bool           deterministic;
+} fa_call;
+
+/* Where sequence b lies. For host memory. */
+typedef struct fa_sequence {
+    int64_t q_entry, q_row;   /* its first query is element [q_entry, q_row] of q, o, lse's rows */
+    int64_t kv_entry, kv_row; /* its first key is element [kv_entry, kv_row] of k and v (not paged) */
+    int     rows_q, rows_k;   /* rows that belong to it */
+    int     seqlen_q;         /* queries that count; rows seqlen_q .. rows_q - 1 get output 0, LSE -inf, gradient 0 */
+    int     key_begin, seqlen_k; /* keys [key_begin, seqlen_k) count: left padding, used length */
+    int     diagonal;            /* seqlen_k - seqlen_q, for mask.h */
+} fa_sequence;
+
+static inline fa_sequence fa_sequence_at(const fa_call *call, int64_t b)
+{
+    fa_sequence s = {.q_entry = b, .kv_entry = b, .rows_q = (int)call->q.shape[1], .rows_k = (int)call->k.shape[1]};
+    if (call->cu_seqlens_q) {
+        s.q_entry = 0;
+        s.q_row   = call->cu_seqlens_q[b];
+        s.rows_q  = call->cu_seqlens_q[b + 1] - call->cu_seqlens_q[b];
+    }
+    if (call->cu_seqlens_k) {
+        s.kv_entry = 0;
+        s.kv_row   = call->cu_seqlens_k[b];
+        s.rows_k   = call->cu_seqlens_k[b + 1] - call->cu_seqlens_k[b];
+    }
+    if (call->cache_batch_idx)
+        s.kv_entry = call->cache_batch_idx[b];
+    if (call->pages.table)
+        s.rows_k = (int)(call->pages.pages_per_seq * call->page_size); /* api.c: at most FA_MAX_SEQLEN */
+    s.seqlen_q  = call->seqused_q ? call->seqused_q[b] : s.rows_q;
+    s.seqlen_k  = call->seqused_k ? call->seqused_k[b] : s.rows_k;
+    s.key_begin = call->leftpad_k ? call->leftpad_k[b] : 0;
+    s.diagonal  = s.seqlen_k - s.seqlen_q;
+    return s;
+}
+
+/* Row j of sequence s's keys (or values) for key head h: its first element; step by stride[3]. */
+static inline char *fa_kv_at(const fa_call *call, const flash_attn_tensor *kv, const fa_sequence *s, int64_t b, int j,
+                             int64_t h)
+{
+    if (call->pages.table) {
+        int64_t page = call->pages.table[b * call->pages.row_stride + j / call->page_size];
+        return fa_at(kv, page, j % call->page_size, h, 0);
+    }
+    return fa_at(kv, s->kv_entry, s->kv_row + j, h, 0);
+}
+
+/* The block-mask slices of sequence b. */
+static inline fa_range fa_slices_of(const fa_call *call, int64_t b)
+{
+    fa_range all = {0, call->slices.count};
+    if (call->slices.offsets) {
+        all.begin = call->slices.offsets[b];
+        all.end   = call->slices.offsets[b + 1];
+    }
+    return all;
+}
+
+/* True if query i of sequence (b, s) may see key j: window, slices, padding. */
+static inline bool fa_sees(const fa_call *call, const fa_sequence *s, int64_t b, int i, int j)
+{
+    if (i >= s->seqlen_q || j < s->key_begin || j >= s->seqlen_k || !fa_window_sees(call->window, s->diagonal, i, j))
+        return false;
+    if (call->slices.count == 0)
+        return true;
+    fa_range own = fa_slices_of(call, b);
+    for (int n = own.begin; n < own.end; n++) {
+        const flash_attn_slice *slice = &call->slices.list[n];
+        if (fa_slice_sees(slice->q_begin, slice->q_end, slice->k_begin, slice->k_end, slice->kind, i, j))
+            return true;
+    }
+    return false;
+}
+
+/* ---- how to run ---- */
+
+typedef struct fa_cpu  fa_cpu;  /* cpu/: threads and the chosen micro-kernels */
+typedef struct fa_cuda fa_cuda; /* cuda/: driver, modules, tuning */
+
+struct flash_attn_context {
+    flash_attn_options options;
+    fa_cpu            *cpu;
+    fa_cuda           *cuda; /* made on the first CUDA call */
+};
+
+typedef struct fa_exec {
+    void  *stream;
+    void  *workspace; /* NULL: the backend allocates */
+    size_t workspace_bytes;
+    int    num_threads; /* resolved, >= 1 */
+} fa_exec;
+
+/* ---- the reference (reference.c): one thread, double, allocates one row of scores ---- */
+
+flash_attn_status fa_reference_forward(const fa_call *call);
+flash_attn_status fa_reference_backward(const fa_call *call);
+
+/* ---- the CPU backend (cpu/) ---- */
+
+flash_attn_status fa_cpu_create(fa_cpu **cpu, const flash_attn_options *options);
+void              fa_cpu_destroy(fa_cpu *cpu);
+void              fa_cpu_info(const fa_cpu *cpu, flash_attn_device_info *info);
+int               fa_cpu_num_threads(const fa_cpu *cpu);
+size_t            fa_cpu_workspace(const fa_cpu *cpu, const fa_call *call);
+void              fa_cpu_explain(const fa_cpu *cpu, const fa_call *call, const fa_exec *exec,
+                                 flash_attn_explanation *explanation);
+flash_attn_status fa_cpu_forward(fa_cpu *cpu, const fa_call *call, const fa_exec *exec);
+flash_attn_status fa_cpu_backward(fa_cpu *cpu, const fa_call *call, const fa_exec *exec);
+
+/* Merge and append are one thread's plain loops over memory, shared by CPU and REFERENCE (host.c). Arguments are
+ * checked and normalised by api.c. */
+void fa_host_merge(const flash_attn_partial *parts, int32_t num_parts, const flash_attn_partial *result);
+void fa_host_append(const flash_attn_append *append);
+
+#endif
