@@ -1,0 +1,138 @@
+/*
+ * What a launch passes to a kernel, shared by launch.c and the kernel text: one struct by value, as
+ *     extern "C" __global__ void NAME(const __grid_constant__ fa_args args).
+ * Pointers are device memory; null means absent. Strides are in elements and 64 bits wide; offsets must be computed in
+ * 64 bits. Sizes are those of fa_call (src/call.h), from which launch.c fills this.
+ *
+ * What every kernel owes: a length, page id or cache entry read from device memory is bounded by the sizes here before
+ * it is used, so that a bad one reads or writes nothing outside the tensors.
+ */
+#ifndef FA_ARGS_H
+#define FA_ARGS_H
+
+#include "dropout.h"
+#include "mask.h"
+
+typedef long long fa_i64;
+
+typedef struct fa_view {
+    void  *data;
+    fa_i64 stride[4];
+    int    dtype; /* FA_F32 ... */
+    int    reserved;
+} fa_view;
+
+/* A block mask's slice as flash_attn_slice has it. */
+typedef struct fa_slice {
+    int q_begin, q_end, k_begin, k_end, kind;
+} fa_slice;
+
+typedef struct fa_args {
+    fa_view q, k, v, o;      /* [entries, rows, heads, d]; paged: k, v are [num_pages, page_size, heads_k, d] */
+    fa_view lse;             /* [entries, heads_q, rows, 1] float, natural log */
+    fa_view bias;            /* [batch, heads_q, rows, keys]; stride 0 where it broadcasts */
+    fa_view alibi_slopes;    /* [batch, heads_q, 1, 1] float */
+    fa_view sinks;           /* [1, heads_q, 1, 1], any dtype; backward needs it only for dsinks */
+    fa_view descale_q, descale_k, descale_v; /* [batch, heads_k, 1, 1] float; F8E4M3 alone */
+
+    fa_view dout;            /* backward, read: as o */
+    fa_view dq, dk, dv;      /* backward, written: as q, k, v; each may be absent */
+    fa_view dbias;           /* backward, FA_HAS_DBIAS: indexed as bias; float workspace zeroed by launch.c, added to
+                                atomically */
+    fa_view dbias_out;       /* the caller's, of dbias_extent, for backward_convert.cu */
+    fa_view dsinks;          /* backward, written by backward_dsinks.cu: [1, heads_q, 1, 1] float */
+
+    const int *cu_seqlens_q, *cu_seqlens_k; /* [batch + 1] */
+    const int *seqused_q, *seqused_k, *leftpad_k, *cache_batch_idx; /* [batch] */
+    const int *page_table;   /* [batch, page_row_stride] */
+    const fa_slice *slices;  /* device copy of the whole list */
+    const int *slice_offsets; /* [batch + 1]; null: all slices hold for every sequence */
+
+    /* Workspace. "token" is a row of q counted over all entries: entry * q_rows + row. tokens = q_entries * q_rows. */
+    float *o_partial;   /* [num_splits][heads_q][tokens][FA_HEAD_DIM_V]; an empty part's rows need not be written */
+    float *lse_partial; /* [num_splits][heads_q][tokens], natural log, -inf where the part saw nothing: always written */
+    float *delta;       /* [heads_q][tokens]: rowsum(dO * O), by backward_rowsum.cu */
+    float *dq_accum;    /* [heads_q][tokens][FA_HEAD_DIM] sum of dS K without the scale; zeroed by backward_rowsum.cu */
+    float *dk_accum, *dv_accum; /* FA_HAS_KV_ACCUM: [heads_k][kv tokens][FA_HEAD_DIM], [...][FA_HEAD_DIM_V]; zeroed by
+                                   launch.c; kv tokens = kv_entries * kv_rows */
+    int   *dq_turn;     /* FA_DETERMINISTIC: [batch * heads_q][tiles of q], zeroed by launch.c: key tiles added so far */
+
+    fa_i64 page_row_stride;
+
+    int dbias_extent[4];                   /* as stored: 1 where it broadcasts */
+    int batch, heads_q, heads_k, group;    /* group = heads_q / heads_k */
+    int head_dim, head_dim_v;              /* the true ones */
+    int q_entries, q_rows;                 /* q.shape[0], q.shape[1] */
+    int kv_entries, kv_rows;               /* k.shape[0], k.shape[1]; paged: num_pages, page_size */
+    int pages_per_seq, num_slices;
+    int max_seqlen_q, max_seqlen_k;        /* no sequence is longer */
+    int tiles_q, tiles_k;                  /* ceil(max_seqlen_q / FA_TILE_Q), ceil(max_seqlen_k / FA_TILE_K) */
+    int num_splits, split_keys;            /* part p works on keys [p * split_keys, (p + 1) * split_keys) */
+    int group_blocks;                      /* backward: blocks that share a key head; each does group / group_blocks
+                                              query heads. 1 without FA_HAS_KV_ACCUM */
+    float scale, scale_log2, softcap;      /* scale_log2 = scale * log2(e) */
+
+    fa_window  window;
+    fa_dropout dropout;                    /* of element (i, j): batch_head = batch index * heads_q + head */
+} fa_args;
+
+/*
+ * Grids are one-dimensional, for batch * heads may pass 65,535. blockIdx.x counts, fastest first:
+ *   forward_*           tile of q (turned round when masked: the longest first), split, head, batch
+ *                       = tiles_q * num_splits * heads_q * batch
+ *   backward_rowsum     tile of q, head, batch
+ *   backward_*          tile of k, block of the group, key head, batch = tiles_k * group_blocks * heads_k * batch
+ *   backward_convert    dq_accum -> dq: one warp a row; dk_accum, dv_accum -> dk, dv likewise; dbias -> dbias_out
+ *   backward_dsinks     head: one block sums over all rows, in a fixed order
+ *   combine             one warp a row: tokens * heads_q rows
+ */
+
+/* Merge (flash_attn_merge): one warp a row of [batch, seqlen_q, heads]. */
+#define FA_MERGE_MAX_PARTS 32
+typedef struct fa_merge_part {
+    fa_view o;              /* [b, sq, hq, dv] */
+    float  *lse;            /* [b, hq, sq] */
+    fa_i64  lse_stride[3];
+} fa_merge_part;
+
+typedef struct fa_merge_args {
+    fa_merge_part part[FA_MERGE_MAX_PARTS];
+    fa_merge_part result;
+    int num_parts, batch, seqlen_q, heads, head_dim_v;
+} fa_merge_args;
+
+/* Append (flash_attn_append_kv): one warp a row of k_new, v_new and q. A row that does not fit is not written. */
+typedef struct fa_append_args {
+    fa_view k_new, v_new, k_cache, v_cache, cos, sin, q, q_out;
+    const int *cache_seqlens, *cache_batch_idx, *leftpad_k, *page_table;
+    fa_i64 page_row_stride;
+    int batch, seqlen_new, heads_k, head_dim, head_dim_v;
+    int cache_entries, cache_rows; /* k_cache.shape[0], [1]; paged: num_pages, page_size */
+    int pages_per_seq;
+    int seqlen_q, heads_q;         /* of q; 0: no q */
+    int rotary_dim, rotary_rows, interleaved, q_at_end; /* rotary_dim 0: no rotation; rotary_rows = cos.shape[0] */
+} fa_append_args;
+
+/* Host data into device memory through a launch's parameters, so that a captured graph keeps its own copy. */
+#define FA_UPLOAD_WORDS 960
+typedef struct fa_upload_args {
+    unsigned int *to;
+    int           count; /* words used, at most FA_UPLOAD_WORDS */
+    unsigned int  word[FA_UPLOAD_WORDS];
+} fa_upload_args;
+
+/* For kernels that use the tensor memory accelerator: a second parameter, const __grid_constant__ fa_maps maps. */
+typedef struct fa_map {
+#if defined(__CUDACC_RTC__) || defined(__CUDACC__)
+    alignas(64)
+#else
+    _Alignas(64)
+#endif
+    unsigned long long word[16]; /* a CUtensorMap */
+} fa_map;
+
+typedef struct fa_maps {
+    fa_map q, k, v, o, dout, dq, dk, dv;
+} fa_maps;
+
+#endif
