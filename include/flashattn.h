@@ -132,7 +132,11 @@ typedef struct flash_attn_options {
     flash_attn_parallel_for parallel_for; /* NULL: the library's own threads */
     void                   *pool;         /* first argument of parallel_for */
     bool                    no_amx_split; /* do not run float32 and float16 as exact bfloat16 pieces on AMX */
-    uint64_t                reserved[8];
+    const char             *kernel;        /* CUDA: run this kernel, by the name that explain gives; NULL: the best */
+    const char             *kernel_folder; /* CUDA: look here first for kernels that flash_attn_compile built; NULL: none */
+    const char             *nvrtc_path;    /* CUDA: the compiler's library, libnvrtc.so; NULL: one that the process has
+                                              loaded, else the system's */
+    uint64_t                reserved[5];
 } flash_attn_options;
 
 /* Threads, compiled GPU kernels and tuning belong to a context. NULL for a context means one that the process shares,
@@ -309,6 +313,13 @@ FLASH_ATTN_API flash_attn_status flash_attn_workspace_size(flash_attn_context *c
  * capture them. Data pointers may be NULL; no tensor is touched. */
 FLASH_ATTN_API flash_attn_status flash_attn_prepare(flash_attn_context *context, const flash_attn_problem *problem,
                                                     flash_attn_pass pass);
+
+/* Build ahead, without a GPU, all CUDA kernels that a call would run on a GPU of compute capability `arch` (80 for 8.0,
+ * 90, ...), and put them into `folder`, which is made if missing. A context whose options name that folder as
+ * kernel_folder, in the same version of the library, loads them without NVRTC. Pointers may be NULL as in
+ * flash_attn_prepare. Errors: INVALID (folder, arch), UNSUPPORTED, COMPILE. */
+FLASH_ATTN_API flash_attn_status flash_attn_compile(flash_attn_context *context, const flash_attn_problem *problem,
+                                                    flash_attn_pass pass, int32_t arch, const char *folder);
 
 typedef struct flash_attn_explanation {
     char     kernel[64];      /* "forward_avx512", "backward_sm80" */

@@ -1,0 +1,103 @@
+/*
+ * From a key to machine code: kernel text + constants -> NVRTC -> cubin, kept on disk between processes. No GPU is
+ * needed here; loading the cubin and launching it is launch.c's.
+ */
+#ifndef FA_CUDA_JIT_H
+#define FA_CUDA_JIT_H
+
+#include "cuda/driver.h"
+#include "cuda/kernels/constants.h"
+
+/* ---- the texts (generated at build from src/cuda/kernels and src/cuda/ladder) ---- */
+
+typedef struct fa_text {
+    const char *name; /* "forward_sm80.cu", "tile.cuh", "mask.h" */
+    const char *text;
+} fa_text;
+
+extern const fa_text fa_texts[];
+extern const int     fa_num_texts;
+
+/* ---- keys ---- */
+
+/* One variant of one kernel. Only int members, zeroed before use, so that it compares and hashes as bytes. */
+typedef struct fa_key {
+    int kernel; /* FA_KERNEL_* (tune.h) */
+#define X(member, constant) int member;
+    FA_KEY_FIELDS(X)
+#undef X
+} fa_key;
+
+enum { FA_KEY_LINE_BYTES = 1024 };
+
+/* "forward_sm80 arch=90 dtype=2 head_dim=128 ...": every field, for logs, the disk cache and explain. */
+void     fa_key_line(const fa_key *key, char *line, size_t line_bytes);
+uint64_t fa_key_hash(const fa_key *key);
+/* "#define FA_ARCH 90\n..." ; returns the length that it needs, as snprintf does. */
+int fa_key_constants(const fa_key *key, char *text, size_t text_bytes);
+
+/* FNV-1a, 64 bits (Fowler, Noll, Vo), going on from `hash`; begin with FA_HASH_START. */
+#define FA_HASH_START 0xCBF29CE484222325u
+uint64_t fa_hash_bytes(uint64_t hash, const void *bytes, size_t count);
+
+/* ---- building ---- */
+
+/* What ptxas reports about a kernel, and what its text says of shared memory. */
+typedef struct fa_resources {
+    int  registers, stack_bytes, spill_bytes;
+    int  shared_bytes; /* dynamic: the value of fa_shared_bytes in the text; 0: none */
+    char warning[200]; /* first line with a (C75xx) remark: a tensor-core pipeline that the compiler broke; "" */
+} fa_resources;
+
+typedef struct fa_binary {
+    unsigned char *cubin; /* malloc */
+    size_t         bytes;
+    fa_resources   resources;
+    bool           compiled; /* by this call; false: found on disk */
+} fa_binary;
+
+typedef struct fa_jit {
+    fa_nvrtc nvrtc;
+    int      nvrtc_state; /* 0: not tried, 1: loaded */
+    char    *nvrtc_path;  /* option; NULL: search */
+    char   **edited;      /* [fa_num_texts] from FLASH_ATTN_KERNEL_DIR; NULL entry: the built-in text */
+    char    *folder;      /* of cubins built ahead; NULL: none */
+    int      cache;       /* descriptor of the private folder; -1: memory only */
+    int      driver_version; /* part of the cache's key; 0 without a driver */
+} fa_jit;
+
+/* options may be NULL. Fails only on memory or on a FLASH_ATTN_KERNEL_DIR that cannot be read. */
+flash_attn_status fa_jit_init(fa_jit *jit, const flash_attn_options *options, int driver_version);
+void              fa_jit_free(fa_jit *jit);
+
+/* Find on disk or compile. The caller serialises calls on one fa_jit. Frees nothing; on OK the caller frees cubin. */
+flash_attn_status fa_jit_build(fa_jit *jit, const fa_key *key, fa_binary *binary);
+
+/* Compile without looking on disk: for tests, and to fill a folder. */
+flash_attn_status fa_jit_compile(fa_jit *jit, const fa_key *key, fa_binary *binary);
+
+/* Write a binary into a folder for machines without NVRTC. */
+flash_attn_status fa_jit_export(fa_jit *jit, const fa_key *key, const fa_binary *binary, const char *folder);
+
+/* ---- the disk (cache.c) ---- */
+
+/* The private cache folder's descriptor, made if missing, or -1: refused, impossible, or off under AT_SECURE. */
+int fa_cache_open(void);
+
+/* A folder that the caller names, for reading or to fill (created 0755 if `create`). -1 with errno. */
+int fa_cache_open_folder(const char *path, bool create);
+
+/* Read the entry of `identity` (any text). False if there is none or it is not wholly right. */
+bool fa_cache_read(int folder, const char *identity, fa_binary *binary);
+
+/* Store it, atomically. False if that failed; then nothing is left behind. */
+bool fa_cache_write(int folder, const char *identity, const fa_binary *binary);
+
+/* Hold an entry's lock, so that one process builds it while the others wait. -1: could not in 20 s, go on without. */
+int  fa_cache_lock(int folder, const char *identity);
+void fa_cache_unlock(int lock);
+
+/* True in a program that runs with more rights than its caller: no variable is read, no cache is used. */
+bool fa_secure_mode(void);
+
+#endif

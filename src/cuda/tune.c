@@ -1,0 +1,87 @@
+#include "cuda/tune.h"
+
+const fa_kernel_names fa_kernels[FA_NUM_KERNELS] = {
+#define X(enumerator, name, file) [FA_KERNEL_##enumerator] = {name, file},
+    FA_KERNELS(X)
+#undef X
+};
+
+/*
+ * The first row that fits is taken, so the special stand before the general. Shared memory of a block is 99 KB on 8.6,
+ * 8.9 and 12.0, 163 KB on 8.0, 227 KB on 9.0 and 10.0.
+ */
+const fa_tune_row fa_tune_rows[] = {
+    /* arch    kernel               dtypes        head masks      few  tile_q tile_k warps stages blocks variant why */
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 64, FA_ON_ANY, 0, 128, 128, 4, 1, 1, 0,
+     "FlashAttention-2's tile for head_dim 64: four warps, 32 query rows each"},
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 128, FA_ON_ANY, 0, 128, 64, 4, 1, 1, 0,
+     "FlashAttention-2's tile for head_dim 128: 64 KB of shared memory, two blocks a multiprocessor on 8.0 and 9.0"},
+    {80, 80, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 256, FA_ON_ANY, 0, 128, 64, 8, 1, 1, 0,
+     "128 KB of shared memory; eight warps of 16 rows, for O alone takes 128 registers"},
+    {86, 89, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 256, FA_ON_ANY, 0, 64, 64, 4, 1, 1, 0,
+     "96 KB of shared memory, all that a block may have here"},
+    {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 256, FA_ON_ANY, 0, 128, 64, 8, 1, 1, 0,
+     "128 KB of shared memory; eight warps of 16 rows, for O alone takes 128 registers"},
+    {120, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 256, FA_ON_ANY, 0, 64, 64, 4, 1, 1, 0,
+     "96 KB of shared memory, all that a block may have here"},
+};
+const int fa_num_tune_rows = sizeof fa_tune_rows / sizeof *fa_tune_rows;
+
+int fa_tune_arch(int device_arch)
+{
+    static const int built_for[] = {120, 100, 90, 89, 86, 80};
+    for (size_t i = 0; i < sizeof built_for / sizeof *built_for; i++)
+        if (built_for[i] <= device_arch && built_for[i] / 10 == device_arch / 10)
+            return built_for[i];
+    return 0;
+}
+
+static bool is_backward(enum fa_kernel_id kernel) { return kernel == FA_KERNEL_BACKWARD_SM80; }
+
+/* How far a row fits: the sentence of UNSUPPORTED comes from the row that came furthest. */
+enum fit { FIT_NO_KERNEL, FIT_NO_ARCH, FIT_NO_DTYPE, FIT_NO_HEAD_DIM, FIT_NO_MASK, FIT_WHOLLY };
+
+static enum fit fit_of(const fa_tune_row *row, const fa_call *call, int arch, int mask, const char *name)
+{
+    if (is_backward(row->kernel) != (call->pass == FLASH_ATTN_BACKWARD) ||
+        (name && strcmp(fa_kernels[row->kernel].name, name) != 0))
+        return FIT_NO_KERNEL;
+    if (arch < row->arch_min || arch > row->arch_max)
+        return FIT_NO_ARCH;
+    if (!(row->dtypes >> call->q.dtype & 1))
+        return FIT_NO_DTYPE;
+    if (call->head_dim > row->head_dim || call->head_dim_v > row->head_dim)
+        return FIT_NO_HEAD_DIM;
+    if (!(row->masks >> mask & 1) || (row->max_queries && call->max_seqlen_q > row->max_queries))
+        return FIT_NO_MASK;
+    return FIT_WHOLLY;
+}
+
+flash_attn_status fa_tune_choose(const fa_call *call, int arch, int mask, const char *name, const fa_tune_row **row)
+{
+    static const char *const dtypes[] = {"float32", "float16", "bfloat16", "float8_e4m3"};
+    enum fit                 best     = FIT_NO_KERNEL;
+    const char              *pass     = call->pass == FLASH_ATTN_BACKWARD ? "backward" : "forward";
+    for (int i = 0; i < fa_num_tune_rows; i++) {
+        enum fit fit = fit_of(&fa_tune_rows[i], call, arch, mask, name);
+        if (fit == FIT_WHOLLY) {
+            *row = &fa_tune_rows[i];
+            return FLASH_ATTN_OK;
+        }
+        best = fit > best ? fit : best;
+    }
+    switch (best) {
+    case FIT_NO_ARCH:
+        return fa_fail(FLASH_ATTN_UNSUPPORTED, "no CUDA %s kernel for compute capability %d.%d", pass, arch / 10, arch % 10);
+    case FIT_NO_DTYPE:
+        return fa_fail(FLASH_ATTN_UNSUPPORTED, "no CUDA %s kernel takes q of %s on compute capability %d.%d", pass,
+                       dtypes[call->q.dtype], arch / 10, arch % 10);
+    case FIT_NO_HEAD_DIM:
+        return fa_fail(FLASH_ATTN_UNSUPPORTED, "no CUDA %s kernel for %s holds head_dim %lld with head_dim_v %lld", pass,
+                       dtypes[call->q.dtype], (long long)call->head_dim, (long long)call->head_dim_v);
+    case FIT_NO_MASK:
+        return fa_fail(FLASH_ATTN_UNSUPPORTED, "no CUDA %s kernel for this mask", pass);
+    default:
+        return fa_fail(FLASH_ATTN_UNSUPPORTED, "no CUDA %s kernel%s%s", pass, name ? " named " : "", name ? name : "");
+    }
+}

@@ -1,0 +1,67 @@
+/* Which kernel and which tiles: data, with the reason beside each row. */
+#ifndef FA_CUDA_TUNE_H
+#define FA_CUDA_TUNE_H
+
+#include "call.h"
+
+/* X(enumerator, entry name, file) */
+#define FA_KERNELS(X)                                               \
+    X(FORWARD_SM80, "forward_sm80", "forward_sm80.cu")              \
+    X(BACKWARD_SM80, "backward_sm80", "backward_sm80.cu")           \
+    X(COMBINE, "combine", "combine.cu")                             \
+    X(BACKWARD_ROWSUM, "backward_rowsum", "backward_rowsum.cu")     \
+    X(BACKWARD_CONVERT, "backward_convert", "backward_convert.cu")  \
+    X(BACKWARD_DSINKS, "backward_dsinks", "backward_dsinks.cu")     \
+    X(MERGE, "merge", "merge.cu")                                   \
+    X(APPEND, "append", "append.cu")                                \
+    X(UPLOAD, "upload", "upload.cu")
+
+enum fa_kernel_id {
+#define X(enumerator, name, file) FA_KERNEL_##enumerator,
+    FA_KERNELS(X)
+#undef X
+    FA_NUM_KERNELS
+};
+
+typedef struct fa_kernel_names {
+    const char *name; /* entry and name in explain */
+    const char *file;
+} fa_kernel_names;
+
+extern const fa_kernel_names fa_kernels[FA_NUM_KERNELS];
+
+/* Sets of dtypes and masks in a row: bit n for value n. */
+enum {
+    FA_IN_F32    = 1 << FLASH_ATTN_F32,
+    FA_IN_F16    = 1 << FLASH_ATTN_F16,
+    FA_IN_BF16   = 1 << FLASH_ATTN_BF16,
+    FA_IN_F8     = 1 << FLASH_ATTN_F8E4M3,
+    FA_IN_16_BIT = FA_IN_F16 | FA_IN_BF16,
+    FA_ON_NONE   = 1, /* FA_MASK_* (constants.h) */
+    FA_ON_CAUSAL = 2,
+    FA_ON_WINDOW = 4,
+    FA_ON_ANY    = 7
+};
+
+typedef struct fa_tune_row {
+    int            arch_min, arch_max; /* compute capability, 80 for 8.0 */
+    enum fa_kernel_id kernel;
+    unsigned       dtypes;
+    int            head_dim; /* the largest that it holds, of Q and of V */
+    unsigned       masks;
+    int            max_queries; /* for so few queries at most; 0: any number */
+    int            tile_q, tile_k, warps, stages, min_blocks, variant;
+    const char    *why;
+} fa_tune_row;
+
+extern const fa_tune_row fa_tune_rows[];
+extern const int         fa_num_tune_rows;
+
+/* The architecture that kernels are built for on a GPU of compute capability `device_arch`: the latest one that the
+ * table knows, of the same major number and not above. 0: none. */
+int fa_tune_arch(int device_arch);
+
+/* The first row that fits. name: only rows of that kernel; NULL: any. UNSUPPORTED says what is lacking. */
+flash_attn_status fa_tune_choose(const fa_call *call, int arch, int mask, const char *name, const fa_tune_row **row);
+
+#endif
