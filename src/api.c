@@ -1,0 +1,203 @@
+/* The public calls: check, normalise, choose the device. */
+#include "check.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+/* ---- which backend: the one place that knows them ---- */
+
+static flash_attn_status no_cuda(flash_attn_device device)
+{
+    return fa_fail(FLASH_ATTN_NO_DEVICE, "device.type is CUDA (%d), but this library was built without CUDA",
+                   device.index);
+}
+
+static flash_attn_status run_on(flash_attn_context *context, flash_attn_device device, const fa_call *call,
+                                const fa_exec *exec)
+{
+    bool forward = call->pass == FLASH_ATTN_FORWARD;
+    switch (device.type) {
+    case FLASH_ATTN_CPU:
+        return forward ? fa_cpu_forward(context->cpu, call, exec) : fa_cpu_backward(context->cpu, call, exec);
+    case FLASH_ATTN_REFERENCE: return forward ? fa_reference_forward(call) : fa_reference_backward(call);
+    case FLASH_ATTN_CUDA: break;
+    }
+    return no_cuda(device);
+}
+
+static flash_attn_status workspace_on(flash_attn_context *context, flash_attn_device device, const fa_call *call,
+                                      size_t *bytes)
+{
+    switch (device.type) {
+    case FLASH_ATTN_CPU: *bytes = fa_cpu_workspace(context->cpu, call); return FLASH_ATTN_OK;
+    case FLASH_ATTN_REFERENCE: *bytes = 0; return FLASH_ATTN_OK;
+    case FLASH_ATTN_CUDA: break;
+    }
+    return no_cuda(device);
+}
+
+/* ---- how to run ---- */
+
+static flash_attn_status check_exec(const flash_attn_context *context, flash_attn_device device,
+                                    const flash_attn_exec *given, fa_exec *out)
+{
+    flash_attn_exec exec = given ? *given : (flash_attn_exec){0};
+    FA_TRY(fa_check_reserved("exec.reserved", exec.reserved, 8));
+    FA_TRY(fa_check_reserved_int("exec", exec.reserved0));
+    if (exec.num_threads < 0)
+        return fa_fail(FLASH_ATTN_INVALID, "exec.num_threads is %d, expected 0 or more", exec.num_threads);
+    if (exec.stream && device.type != FLASH_ATTN_CUDA)
+        return fa_fail(FLASH_ATTN_INVALID,
+                       "exec.stream is given with device.type %d, expected NULL: only CUDA has streams",
+                       (int)device.type);
+    if (!exec.workspace && exec.workspace_bytes != 0)
+        return fa_fail(FLASH_ATTN_INVALID,
+                       "exec.workspace is NULL with workspace_bytes %zu, expected memory, or 0 bytes",
+                       exec.workspace_bytes);
+    if (exec.workspace_bytes > (size_t)INT64_MAX / 4 || (uintptr_t)exec.workspace > UINTPTR_MAX - exec.workspace_bytes)
+        return fa_fail(FLASH_ATTN_INVALID, "exec.workspace_bytes is %zu: from %p it leaves the address space",
+                       exec.workspace_bytes, exec.workspace);
+    int threads = fa_cpu_num_threads(context->cpu);
+    *out        = (fa_exec){.stream          = exec.stream,
+                            .workspace       = exec.workspace,
+                            .workspace_bytes = exec.workspace_bytes,
+                            .num_threads     = exec.num_threads && exec.num_threads < threads ? exec.num_threads : threads};
+    return FLASH_ATTN_OK;
+}
+
+static flash_attn_status check_workspace(flash_attn_context *context, flash_attn_device device, const fa_call *call,
+                                         const fa_exec *exec)
+{
+    if (!exec->workspace)
+        return FLASH_ATTN_OK;
+    size_t needed = 0;
+    FA_TRY(workspace_on(context, device, call, &needed));
+    if (exec->workspace_bytes < needed)
+        return fa_fail(FLASH_ATTN_NO_MEMORY, "exec.workspace_bytes is %zu, expected at least %zu",
+                       exec->workspace_bytes, needed);
+    return FLASH_ATTN_OK;
+}
+
+static flash_attn_status run(flash_attn_context *context, const flash_attn_problem *problem,
+                             const flash_attn_grads *grads, flash_attn_pass pass, const flash_attn_exec *exec)
+{
+    fa_call call;
+    fa_exec how;
+    FA_TRY(fa_context_of(&context));
+    FA_TRY(fa_normalise(problem, grads, pass, FA_RUN, &call));
+    FA_TRY(check_exec(context, problem->device, exec, &how));
+    FA_TRY(check_workspace(context, problem->device, &call, &how));
+    FA_TRY(fa_check_memory(&call, how.workspace, how.workspace_bytes));
+    return run_on(context, problem->device, &call, &how);
+}
+
+flash_attn_status flash_attn_forward(flash_attn_context *context, const flash_attn_problem *problem,
+                                     const flash_attn_exec *exec)
+{
+    return run(context, problem, NULL, FLASH_ATTN_FORWARD, exec);
+}
+
+flash_attn_status flash_attn_backward(flash_attn_context *context, const flash_attn_problem *problem,
+                                      const flash_attn_grads *grads, const flash_attn_exec *exec)
+{
+    return run(context, problem, grads, FLASH_ATTN_BACKWARD, exec);
+}
+
+/* ---- what a call would do ---- */
+
+flash_attn_status flash_attn_workspace_size(flash_attn_context *context, const flash_attn_problem *problem,
+                                            flash_attn_pass pass, size_t *bytes)
+{
+    fa_call call;
+    if (!bytes)
+        return fa_fail(FLASH_ATTN_INVALID, "bytes is NULL, expected a place for the size");
+    FA_TRY(fa_context_of(&context));
+    FA_TRY(fa_normalise(problem, NULL, pass, FA_PLAN, &call));
+    return workspace_on(context, problem->device, &call, bytes);
+}
+
+flash_attn_status flash_attn_prepare(flash_attn_context *context, const flash_attn_problem *problem,
+                                     flash_attn_pass pass)
+{
+    fa_call call;
+    FA_TRY(fa_context_of(&context)); /* threads and tables of the CPU are made with the context */
+    FA_TRY(fa_normalise(problem, NULL, pass, FA_PLAN, &call));
+    return problem->device.type == FLASH_ATTN_CUDA ? no_cuda(problem->device) : FLASH_ATTN_OK;
+}
+
+flash_attn_status flash_attn_explain(flash_attn_context *context, const flash_attn_problem *problem,
+                                     flash_attn_pass pass, flash_attn_explanation *explanation)
+{
+    fa_call call;
+    size_t  workspace_bytes = 0;
+    if (!explanation)
+        return fa_fail(FLASH_ATTN_INVALID, "explanation is NULL, expected a place for it");
+    FA_TRY(fa_context_of(&context));
+    FA_TRY(fa_normalise(problem, NULL, pass, FA_PLAN_LENGTHS, &call));
+    FA_TRY(workspace_on(context, problem->device, &call, &workspace_bytes));
+    flash_attn_explanation result = {.num_splits = 1, .num_threads = 1, .num_tasks = 1, .tile_q = 1, .tile_k = 1};
+    FA_TRY(fa_count_work(&call, &result.flops, &result.bytes));
+    if (problem->device.type == FLASH_ATTN_CPU) {
+        fa_exec how = {.num_threads = fa_cpu_num_threads(context->cpu)};
+        fa_cpu_explain(context->cpu, &call, &how, &result);
+    } else {
+        snprintf(result.kernel, sizeof result.kernel, "%s_reference",
+                 pass == FLASH_ATTN_FORWARD ? "forward" : "backward");
+        snprintf(result.reason, sizeof result.reason, "the formula in double precision, one row of scores at a time");
+    }
+    result.workspace_bytes = (int64_t)workspace_bytes;
+    *explanation           = result;
+    return FLASH_ATTN_OK;
+}
+
+flash_attn_status flash_attn_get_device_info(flash_attn_context *context, flash_attn_device device,
+                                             flash_attn_device_info *info)
+{
+    if (!info)
+        return fa_fail(FLASH_ATTN_INVALID, "info is NULL, expected a place for it");
+    FA_TRY(fa_check_device(device));
+    FA_TRY(fa_context_of(&context));
+    if (device.type == FLASH_ATTN_CUDA)
+        return no_cuda(device);
+    flash_attn_device_info result = {0};
+    fa_cpu_info(context->cpu, &result);
+    if (device.type == FLASH_ATTN_REFERENCE) {
+        snprintf(result.isa, sizeof result.isa, "double");
+        result.num_threads = 1;
+    }
+    *info = result;
+    return FLASH_ATTN_OK;
+}
+
+/* ---- the KV cache and merging ---- */
+
+flash_attn_status flash_attn_append_kv(flash_attn_context *context, const flash_attn_append *append,
+                                       const flash_attn_exec *exec)
+{
+    flash_attn_append checked;
+    fa_exec           how;
+    FA_TRY(fa_context_of(&context));
+    FA_TRY(fa_normalise_append(append, &checked));
+    FA_TRY(check_exec(context, checked.device, exec, &how));
+    if (checked.device.type == FLASH_ATTN_CUDA)
+        return no_cuda(checked.device);
+    fa_host_append(&checked);
+    return FLASH_ATTN_OK;
+}
+
+flash_attn_status flash_attn_merge(flash_attn_context *context, flash_attn_device device,
+                                   const flash_attn_partial *parts, int32_t num_parts, const flash_attn_partial *result,
+                                   const flash_attn_exec *exec)
+{
+    fa_exec how;
+    FA_TRY(fa_context_of(&context));
+    FA_TRY(fa_check_device(device));
+    FA_TRY(check_exec(context, device, exec, &how));
+    if (device.type == FLASH_ATTN_CUDA)
+        return no_cuda(device);
+    flash_attn_partial *checked;
+    FA_TRY(fa_normalise_merge(parts, num_parts, result, &checked));
+    fa_host_merge(checked, num_parts, &checked[num_parts]);
+    free(checked);
+    return FLASH_ATTN_OK;
+}

@@ -1,0 +1,123 @@
+/* Contexts: options, the environment, the context that a process shares. */
+#include "check.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#define MAX_THREADS 4096
+
+static const struct {
+    const char    *name;
+    flash_attn_isa isa;
+} isa_names[] = {{"scalar", FLASH_ATTN_ISA_SCALAR},
+                 {"neon", FLASH_ATTN_ISA_NEON},
+                 {"avx2", FLASH_ATTN_ISA_AVX2},
+                 {"avx512", FLASH_ATTN_ISA_AVX512},
+                 {"amx", FLASH_ATTN_ISA_AMX}};
+
+/* NULL when unset, empty, or when the process runs with raised privileges. */
+static const char *environment(const char *name)
+{
+    const char *value = secure_getenv(name);
+    return value && *value ? value : NULL;
+}
+
+static flash_attn_status threads_from_environment(int32_t *num_threads)
+{
+    const char *text = environment("FLASH_ATTN_NUM_THREADS");
+    if (!text)
+        return FLASH_ATTN_OK;
+    char *end;
+    errno      = 0;
+    long value = strtol(text, &end, 10);
+    if (errno != 0 || *end != '\0' || value < 1 || value > MAX_THREADS)
+        return fa_fail(FLASH_ATTN_INVALID, "the environment's FLASH_ATTN_NUM_THREADS is \"%.40s\", expected 1 to %d",
+                       text, MAX_THREADS);
+    *num_threads = (int32_t)value;
+    return FLASH_ATTN_OK;
+}
+
+static flash_attn_status isa_from_environment(flash_attn_isa *max_isa)
+{
+    const char *text = environment("FLASH_ATTN_MAX_ISA");
+    if (!text)
+        return FLASH_ATTN_OK;
+    for (size_t i = 0; i < sizeof isa_names / sizeof *isa_names; i++)
+        if (strcmp(text, isa_names[i].name) == 0) {
+            *max_isa = isa_names[i].isa;
+            return FLASH_ATTN_OK;
+        }
+    return fa_fail(FLASH_ATTN_INVALID,
+                   "the environment's FLASH_ATTN_MAX_ISA is \"%.40s\", expected scalar, neon, avx2, avx512 or amx",
+                   text);
+}
+
+static flash_attn_status resolve_options(const flash_attn_options *given, flash_attn_options *out)
+{
+    *out = given ? *given : (flash_attn_options){0};
+    FA_TRY(fa_check_reserved("options.reserved", out->reserved, 8));
+    if (out->num_threads < 0 || out->num_threads > MAX_THREADS)
+        return fa_fail(FLASH_ATTN_INVALID, "options.num_threads is %d, expected 0 to %d", out->num_threads,
+                       MAX_THREADS);
+    if ((unsigned)out->max_isa > FLASH_ATTN_ISA_AMX)
+        return fa_fail(FLASH_ATTN_INVALID, "options.max_isa is %d, expected 0 to %d", (int)out->max_isa,
+                       (int)FLASH_ATTN_ISA_AMX);
+    if (out->pool && !out->parallel_for)
+        return fa_fail(FLASH_ATTN_INVALID,
+                       "options.pool is given without options.parallel_for, expected both or neither");
+    if (out->num_threads == 0)
+        FA_TRY(threads_from_environment(&out->num_threads));
+    if (out->max_isa == FLASH_ATTN_ISA_AUTO)
+        FA_TRY(isa_from_environment(&out->max_isa));
+    return FLASH_ATTN_OK;
+}
+
+flash_attn_status flash_attn_create(flash_attn_context **context, const flash_attn_options *options)
+{
+    if (!context)
+        return fa_fail(FLASH_ATTN_INVALID, "context is NULL, expected a place for the new context");
+    flash_attn_options resolved;
+    FA_TRY(resolve_options(options, &resolved));
+    flash_attn_context *made = calloc(1, sizeof *made);
+    if (!made)
+        return fa_fail(FLASH_ATTN_NO_MEMORY, "no memory for a context of %zu bytes", sizeof *made);
+    made->options            = resolved;
+    flash_attn_status status = fa_cpu_create(&made->cpu, &made->options);
+    if (status != FLASH_ATTN_OK) {
+        free(made);
+        return status;
+    }
+    *context = made;
+    return FLASH_ATTN_OK;
+}
+
+void flash_attn_destroy(flash_attn_context *context)
+{
+    if (!context)
+        return;
+    fa_cpu_destroy(context->cpu);
+    free(context);
+}
+
+/* No lock, so that a fork at any moment leaves the child nothing to wait for: threads that come first together each
+ * make a context, and all but one give theirs up. */
+flash_attn_status fa_context_of(flash_attn_context **context)
+{
+    static _Atomic(flash_attn_context *) shared;
+
+    if (*context)
+        return FLASH_ATTN_OK;
+    flash_attn_context *current = atomic_load_explicit(&shared, memory_order_acquire);
+    if (!current) {
+        flash_attn_context *made;
+        FA_TRY(flash_attn_create(&made, NULL));
+        if (atomic_compare_exchange_strong(&shared, &current, made))
+            current = made;
+        else
+            flash_attn_destroy(made);
+    }
+    *context = current;
+    return FLASH_ATTN_OK;
+}
