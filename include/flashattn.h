@@ -23,6 +23,8 @@
  *  - Calls on different contexts, or on one context from several threads, are safe.
  *  - Every struct may be zeroed and partly filled; zero means the default. `reserved` must stay zero.
  *  - Nothing is read or written outside what a tensor's shape and strides describe.
+ *  - What is written shares no memory with what is read or otherwise written, nor with itself (stride 0); INVALID
+ *    otherwise. Interleaved views of one packed buffer, [b, s, 3, h, d], are told apart.
  *
  * Semantics, for all devices
  *  - Scores: s = scale * (q . k); then softcap * tanh(s / softcap); then + bias, + ALiBi; then the mask.
@@ -94,7 +96,7 @@ typedef struct flash_attn_tensor {
     void            *data;      /* first element, host or device memory as the problem's device says */
     flash_attn_dtype dtype;
     int32_t          reserved;  /* 0 */
-    int64_t          shape[4];  /* an output may leave all four 0: taken from the inputs */
+    int64_t          shape[4];  /* an output, and o, lse, dout of a backward, may leave all four 0: as q, k, v say */
     int64_t          stride[4]; /* in elements, any sign; all four 0: contiguous, last dimension fastest */
 } flash_attn_tensor;
 
@@ -143,8 +145,10 @@ typedef struct flash_attn_options {
  * made with default options on first use. */
 typedef struct flash_attn_context flash_attn_context;
 
-/* Make a context. options may be NULL. Errors: INVALID (context NULL, num_threads < 0 or > 4096, unknown max_isa),
- * NO_MEMORY. A cap below what the machine has is honoured; a tier that the machine lacks is never chosen. */
+/* Make a context. options may be NULL. FLASH_ATTN_NUM_THREADS (1 to 4096) and FLASH_ATTN_MAX_ISA (scalar, neon, avx2,
+ * avx512, amx) are read where the option is 0, and not at all in a process with raised privileges. Errors: INVALID
+ * (context NULL, num_threads < 0 or > 4096, unknown max_isa, a value of the environment that means nothing), NO_MEMORY.
+ * A cap below what the machine has is honoured; a tier that the machine lacks is never chosen. */
 FLASH_ATTN_API flash_attn_status flash_attn_create(flash_attn_context **context, const flash_attn_options *options);
 
 /* Free a context; NULL is allowed. No call on it may be running. */
@@ -199,7 +203,8 @@ typedef struct flash_attn_slices {
 /* A paged KV cache. k and v are then [num_pages, page_size, heads_k, head_dim]; key j of sequence b is row
  * j % page_size of page table[b * row_stride + j / page_size]. */
 typedef struct flash_attn_pages {
-    const int32_t *table;      /* [batch, pages_per_seq]; NULL: k and v are not paged */
+    const int32_t *table;      /* [batch, pages_per_seq]; NULL: k and v are not paged. Only entries of pages that hold keys
+                                  0 .. seqused_k - 1 are read. */
     int64_t        row_stride; /* in elements; 0: pages_per_seq */
     int32_t        pages_per_seq;
     int32_t        reserved;
@@ -223,7 +228,8 @@ typedef struct flash_attn_descale {
 /*
  * One attention problem. Letters: b = batch, sq = seqlen_q, sk = seqlen_k, hq = heads_q, hk = heads_k, d = head_dim,
  * dv = head_dim_v. hq is a multiple of hk (GQA, MQA): query head h reads key head h / (hq / hk).
- * d and dv are any numbers from 1 to 576 and may differ. A sequence has fewer than 2^29 positions.
+ * d and dv are any numbers from 1 to 576 and may differ. A sequence has fewer than 2^29 positions; b * hq < 2^31. b, sq
+ * and sk may be 0.
  */
 typedef struct flash_attn_problem {
     flash_attn_device device; /* default: CPU */
@@ -242,8 +248,8 @@ typedef struct flash_attn_problem {
     int32_t         window_left, window_right; /* with WINDOW: keys to the left and right of the diagonal, -1: no limit.
                                                   Otherwise 0 or -1. */
 
-    flash_attn_tensor bias;         /* added to the scores: [b or 1, hq or 1, sq or 1, sk], F32 or q's dtype; varlen:
-                                       sq and sk are at least the longest sequence. May hold -inf. */
+    flash_attn_tensor bias;         /* added to the scores: [b or 1, hq or 1, sq or 1, sk], F32 or q's dtype; varlen
+                                       or paged: sq and sk are at least the longest sequence. May hold -inf. */
     flash_attn_tensor alibi_slopes; /* F32 [b or 1, hq, 1, 1]: adds -slope * |i + seqlen_k - seqlen_q - j| */
     flash_attn_tensor sinks;        /* F32 or q's dtype [1, hq, 1, 1]: one more logit for each head that takes
                                        probability and gives no value */
@@ -253,13 +259,13 @@ typedef struct flash_attn_problem {
     const int32_t *cu_seqlens_k; /* likewise in k and v; not with pages */
     const int32_t *seqused_q;    /* [batch]: only the first so many queries count; other rows get o = 0, lse = -inf */
     const int32_t *seqused_k;    /* [batch]: only the first so many keys count (cache_seqlens of a KV cache) */
-    const int32_t *leftpad_k;    /* [batch]: keys before this one are padding. Positions stay as they are. */
+    const int32_t *leftpad_k;    /* [batch]: keys before this one, at most seqused_k, are padding. Positions stay. */
     const int32_t *cache_batch_idx; /* [batch]: sequence b reads batch entry cache_batch_idx[b] of k and v; not with
                                        cu_seqlens_k or pages */
     int32_t batch;                  /* number of sequences; needed with cu_seqlens_q, else 0 or q.shape[0] */
     int32_t max_seqlen_q;           /* longest sequence; CUDA needs it with cu_seqlens_q. CPU: 0 or an upper bound */
     int32_t max_seqlen_k;           /* likewise with cu_seqlens_k */
-    int32_t num_splits;             /* split the keys so often, for few queries on long keys; 0: by shape */
+    int32_t num_splits;             /* split the keys so often, for few queries on long keys; to 256; 0: by shape */
 
     flash_attn_pages   pages;
     flash_attn_slices  slices;
@@ -282,9 +288,9 @@ typedef struct flash_attn_grads {
 
 /* How to run a call. NULL or zero for the simple case. */
 typedef struct flash_attn_exec {
-    void    *stream;          /* CUDA: a CUstream of the device; NULL is the default stream */
+    void    *stream;          /* CUDA: a CUstream of the device; NULL is the default stream. NULL on the host. */
     void    *workspace;       /* scratch memory on the device, any alignment; NULL: the library allocates */
-    size_t   workspace_bytes; /* at least flash_attn_workspace_size */
+    size_t   workspace_bytes; /* at least flash_attn_workspace_size, or NO_MEMORY; 0 without workspace */
     int32_t  num_threads;     /* CPU: at most so many; 0: the context's number */
     int32_t  reserved0;
     uint64_t reserved[8];
@@ -297,14 +303,18 @@ FLASH_ATTN_API flash_attn_status flash_attn_forward(flash_attn_context *context,
                                                     const flash_attn_exec *exec);
 
 /* dQ, dK, dV and, if wanted, dbias and dsinks from dO, O and LSE (Algorithm 2). o and lse must be the forward's.
- * Not with pages or cache_batch_idx (UNSUPPORTED): a shared cache has no gradient of its own. */
+ * Not with pages or cache_batch_idx (UNSUPPORTED): a shared cache has no gradient of its own. Nor with F8E4M3. */
 FLASH_ATTN_API flash_attn_status flash_attn_backward(flash_attn_context *context, const flash_attn_problem *problem,
                                                      const flash_attn_grads *grads, const flash_attn_exec *exec);
 
 typedef enum flash_attn_pass { FLASH_ATTN_FORWARD = 0, FLASH_ATTN_BACKWARD = 1 } flash_attn_pass;
 
 /* Bytes of workspace that a call would take. With it given, a call allocates no memory on the device. It depends on
- * shapes and options, not on data, and not on the contents of length arrays. */
+ * shapes and options, not on data, and not on the contents of length arrays.
+ *
+ * Here and in the next functions data may be NULL: a tensor that the problem may do without (lse, bias, ...) then
+ * counts as given if it has a shape. Length arrays and pages.table count as given if they are not NULL, and are not
+ * read. A backward is planned with all its gradients, in the dtype of what they are gradients of. */
 FLASH_ATTN_API flash_attn_status flash_attn_workspace_size(flash_attn_context *context,
                                                            const flash_attn_problem *problem, flash_attn_pass pass,
                                                            size_t *bytes);
@@ -335,7 +345,7 @@ typedef struct flash_attn_explanation {
     uint64_t reserved[8];
 } flash_attn_explanation;
 
-/* What a call would run; data pointers may be NULL except the length arrays of a CPU problem. */
+/* What a call would run; data pointers may be NULL except the length arrays, which are read if they are on the host. */
 FLASH_ATTN_API flash_attn_status flash_attn_explain(flash_attn_context *context, const flash_attn_problem *problem,
                                                     flash_attn_pass pass, flash_attn_explanation *explanation);
 
@@ -357,7 +367,7 @@ typedef struct flash_attn_append {
     flash_attn_tensor k_cache, v_cache; /* [entries, capacity, hk, d or dv], or [pages, page_size, hk, d or dv] */
     const int32_t    *cache_seqlens;    /* [b]: keys held before the call; NULL: 0. Not changed. */
     const int32_t    *cache_batch_idx;  /* [b]: batch entry of the cache; NULL: b. No two alike. */
-    const int32_t    *leftpad_k;        /* [b]: rotary positions count from here; NULL: 0 */
+    const int32_t    *leftpad_k;        /* [b], at most cache_seqlens: rotary positions count from here; NULL: 0 */
     flash_attn_pages  pages;
     flash_attn_rotary rotary;
     flash_attn_tensor q, q_out;  /* [b, sq, hq, d]: rotated copy of q; q_out may be q itself; data NULL: none */
@@ -366,7 +376,8 @@ typedef struct flash_attn_append {
     uint64_t          reserved[8];
 } flash_attn_append;
 
-/* Errors: INVALID also when a row does not fit the cache; then nothing is written. */
+/* Errors: INVALID also when a row does not fit the cache or two sequences would write the same one; then nothing is
+ * written. F8E4M3 is copied, not rotated (UNSUPPORTED). */
 FLASH_ATTN_API flash_attn_status flash_attn_append_kv(flash_attn_context *context, const flash_attn_append *append,
                                                       const flash_attn_exec *exec);
 
@@ -381,7 +392,7 @@ typedef struct flash_attn_partial {
 /* Merge results over disjoint sets of keys into the result over all of them: lse = log sum exp(lse_i),
  * o = sum exp(lse_i - lse) o_i. An empty part (lse -inf) counts nothing, whatever its o holds; all empty: o = 0,
  * lse = -inf. result may be parts[0] (so a ring can accumulate); any other overlap is INVALID. Give sinks to one part
- * only. num_parts >= 1; all of one shape. */
+ * only. num_parts >= 1; all of one shape. result->lse may be absent. */
 FLASH_ATTN_API flash_attn_status flash_attn_merge(flash_attn_context *context, flash_attn_device device,
                                                   const flash_attn_partial *parts, int32_t num_parts,
                                                   const flash_attn_partial *result, const flash_attn_exec *exec);

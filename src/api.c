@@ -42,7 +42,7 @@ static flash_attn_status check_exec(const flash_attn_context *context, flash_att
                                     const flash_attn_exec *given, fa_exec *out)
 {
     flash_attn_exec exec = given ? *given : (flash_attn_exec){0};
-    FA_TRY(fa_check_reserved("exec.reserved", exec.reserved, 8));
+    FA_TRY(FA_CHECK_RESERVED("exec.reserved", exec.reserved));
     FA_TRY(fa_check_reserved_int("exec", exec.reserved0));
     if (exec.num_threads < 0)
         return fa_fail(FLASH_ATTN_INVALID, "exec.num_threads is %d, expected 0 or more", exec.num_threads);

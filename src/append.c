@@ -79,7 +79,7 @@ static flash_attn_status check_queries(flash_attn_append *a, bool with_keys, siz
 
 static flash_attn_status check_rotary(flash_attn_append *a, bool with_keys, sizes *size)
 {
-    FA_TRY(fa_check_reserved("rotary.reserved", a->rotary.reserved, 2));
+    FA_TRY(FA_CHECK_RESERVED("rotary.reserved", a->rotary.reserved));
     flash_attn_tensor *cosines = &a->rotary.cos, *sines = &a->rotary.sin;
     if (!cosines->data && !sines->data)
         return FLASH_ATTN_OK;
@@ -219,7 +219,7 @@ flash_attn_status fa_normalise_append(const flash_attn_append *append, flash_att
 {
     if (!append)
         return fa_fail(FLASH_ATTN_INVALID, "append is NULL, expected what to append");
-    FA_TRY(fa_check_reserved("append.reserved", append->reserved, 8));
+    FA_TRY(FA_CHECK_RESERVED("append.reserved", append->reserved));
     FA_TRY(fa_check_device(append->device));
     *out           = *append;
     bool with_keys = append->k_new.data != NULL, with_queries = append->q.data != NULL;

@@ -33,7 +33,11 @@ flash_attn_status fa_fail(flash_attn_status status, const char *format, ...) FA_
 /*
  * Tensors: strides explicit (never "all zero: contiguous"); a dimension that broadcasts has stride 0 and the full
  * extent [batch, heads_q, ...] of what it is added to; shape of outputs filled in; absent: data NULL.
- * k, v keep the caller's shape: [kv entries, rows, heads_k, d] or [pages, page_size, heads_k, d].
+ * k, v keep the caller's shape: [kv entries, rows, heads_k, d] or [pages, page_size, heads_k, d]. alibi_slopes, sinks,
+ * dsinks are [batch, heads_q, 1, 1], descales [batch, heads_k, 1, 1]; dbias has stride 0 where bias broadcasts: add
+ * there.
+ * When a call is only planned (workspace, prepare, explain), data that the caller did not give is an aligned address
+ * that is not NULL and not to be read, and all gradients of a backward are wanted.
  */
 typedef struct fa_call {
     flash_attn_pass   pass;

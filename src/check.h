@@ -42,6 +42,7 @@ flash_attn_status fa_view_output_layout(const char *name, flash_attn_tensor *t, 
 bool fa_view_is_empty(const flash_attn_tensor *t);
 
 /* Reserved words that a newer header may use. */
+#define FA_CHECK_RESERVED(name, words) fa_check_reserved(name, words, (int)(sizeof(words) / sizeof *(words)))
 flash_attn_status fa_check_reserved(const char *name, const uint64_t *reserved, int count);
 flash_attn_status fa_check_reserved_int(const char *name, int32_t reserved);
 

@@ -57,7 +57,7 @@ static flash_attn_status isa_from_environment(flash_attn_isa *max_isa)
 static flash_attn_status resolve_options(const flash_attn_options *given, flash_attn_options *out)
 {
     *out = given ? *given : (flash_attn_options){0};
-    FA_TRY(fa_check_reserved("options.reserved", out->reserved, 8));
+    FA_TRY(FA_CHECK_RESERVED("options.reserved", out->reserved));
     if (out->num_threads < 0 || out->num_threads > MAX_THREADS)
         return fa_fail(FLASH_ATTN_INVALID, "options.num_threads is %d, expected 0 to %d", out->num_threads,
                        MAX_THREADS);

@@ -194,7 +194,7 @@ static flash_attn_status normalise_gradients(const flash_attn_problem *p, const 
     flash_attn_grads  all     = {planned, planned, planned, planned, {.dtype = p->bias.dtype}, {0}, {0}};
     if (!grads)
         grads = &all;
-    FA_TRY(fa_check_reserved("grads.reserved", grads->reserved, 8));
+    FA_TRY(FA_CHECK_RESERVED("grads.reserved", grads->reserved));
     unsigned f32 = FA_BIT(FLASH_ATTN_F32), allowed = f32 | FA_BIT(p->q.dtype);
     call->dout = grads->dout;
     FA_TRY(fa_view_dtype("grads.dout", &grads->dout, allowed));
@@ -288,7 +288,7 @@ flash_attn_status fa_normalise(const flash_attn_problem *problem, const flash_at
         return fa_fail(FLASH_ATTN_INVALID, "pass is %d, expected FORWARD (0) or BACKWARD (1)", (int)pass);
     if (pass == FLASH_ATTN_BACKWARD && !plan && !grads)
         return fa_fail(FLASH_ATTN_INVALID, "grads is NULL, expected gradients");
-    FA_TRY(fa_check_reserved("problem.reserved", problem->reserved, 8));
+    FA_TRY(FA_CHECK_RESERVED("problem.reserved", problem->reserved));
     FA_TRY(fa_check_device(problem->device));
     *call = (fa_call){.pass            = pass,
                       .slices          = problem->slices,
