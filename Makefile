@@ -1,0 +1,63 @@
+# A thin face for CMake. Every goal sets up what it needs (scripts/setup.sh): as root it installs Debian's packages,
+# otherwise it says which are missing.
+#
+#     make            build the library, the command and the examples in build/
+#     make test       build and run every test
+#     make demo       build, check, train a small GPT for a minute, print the bench table: under three minutes
+#     make check      compare this machine's kernels with the reference
+#     make bench      time attention on this machine
+#     make install    PREFIX=/usr/local by default; DESTDIR is honoured
+#     make format     clang-format over the C sources
+#     make clean
+
+BUILD   ?= build
+PREFIX  ?= /usr/local
+JOBS    ?= $(shell nproc 2>/dev/null || echo 2)
+SECONDS_OF_TRAINING ?= 60
+FLAGS   ?=
+GENERATOR := $(shell command -v ninja >/dev/null 2>&1 && echo -G Ninja)
+# A build folder keeps the generator that it was made with.
+ifneq ($(wildcard $(BUILD)/CMakeCache.txt),)
+GENERATOR :=
+endif
+
+.PHONY: all build test demo check bench install format clean setup-build setup-test setup-format
+
+all: build
+
+setup-%:
+	@scripts/setup.sh $(if $(filter test,$*),build test,$*)
+
+build: setup-build
+	@cmake -S . -B $(BUILD) $(GENERATOR) -DCMAKE_BUILD_TYPE=Release -DCMAKE_INSTALL_PREFIX=$(PREFIX) \
+	    -DFLASH_ATTN_TESTS=OFF $(FLAGS) >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
+	@rm -f $(BUILD).log
+	cmake --build $(BUILD) -j $(JOBS)
+
+# The same folder, with the tests added.
+test: setup-test
+	@cmake -S . -B $(BUILD) $(GENERATOR) -DCMAKE_BUILD_TYPE=Release -DCMAKE_INSTALL_PREFIX=$(PREFIX) \
+	    -DFLASH_ATTN_TESTS=ON $(FLAGS) >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
+	@rm -f $(BUILD).log
+	cmake --build $(BUILD) -j $(JOBS)
+	cd $(BUILD) && ctest --output-on-failure -j $(JOBS)
+
+demo: build
+	$(BUILD)/cli/flashattn check --quick
+	$(BUILD)/examples/train_gpt --seconds $(SECONDS_OF_TRAINING)
+	$(BUILD)/cli/flashattn bench --quick
+
+check: build
+	$(BUILD)/cli/flashattn check
+
+bench: build
+	$(BUILD)/cli/flashattn bench
+
+install: build
+	cmake --install $(BUILD)
+
+format: setup-format
+	clang-format -i $$(git ls-files '*.c' '*.h')
+
+clean:
+	rm -rf $(BUILD)
