@@ -1,0 +1,223 @@
+#include "case_internal.h"
+
+#include <stdlib.h>
+
+/* One head of one sequence, all of it in doubles. Matrices are [seqlen_q, seqlen_k]. */
+typedef struct plain_head {
+    const case_instance    *x;
+    const flash_attn_dtype *rounding;
+    const case_sequence    *s;
+    int64_t                 b, h, kv_head;
+    double                 *q, *k, *v, *o, *dout, *dq, *dk, *dv;
+    double                 *S, *P, *dP, *cap_slope, *keep;
+    double                 *lse, *sink_prob;
+} plain_head;
+
+static double stored(const plain_head *t, double value) { return t->rounding ? round_to(value, *t->rounding) : value; }
+
+static double or_default(const flash_attn_tensor *t, int64_t b, int64_t h, double if_absent)
+{
+    return t->data ? get(t, t->shape[0] == 1 ? 0 : b, t->shape[1] == 1 ? 0 : h, 0, 0) : if_absent;
+}
+
+static double bias_at(const plain_head *t, int i, int j)
+{
+    const flash_attn_tensor *bias = &t->x->problem.bias;
+    return bias->data ? get(bias, t->b % bias->shape[0], t->h % bias->shape[1], i % bias->shape[2], j) : 0.0;
+}
+
+/* Any fair coin does here, since both runs toss the same. */
+static double keep_factor(const plain_head *t, int i, int j)
+{
+    float p = t->x->shape.dropout;
+    if (p == 0)
+        return 1;
+    uint64_t coin = ((uint64_t)(t->b * 97 + t->h) << 40) + ((uint64_t)i << 20) + (uint64_t)j;
+    return random_unit(&coin) < (double)p ? 0 : 1 / (1 - (double)p);
+}
+
+static void load_head(plain_head *t)
+{
+    const case_instance      *x = t->x;
+    const flash_attn_problem *p = &x->problem;
+    const int                 d = x->shape.head_dim, dv = x->shape.head_dim_v;
+    double                    dq = or_default(&p->descale.q, t->b, t->kv_head, 1);
+    double dk = or_default(&p->descale.k, t->b, t->kv_head, 1), dvs = or_default(&p->descale.v, t->b, t->kv_head, 1);
+    for (int i = 0; i < t->s->seqlen_q; i++) {
+        for (int c = 0; c < d; c++)
+            t->q[(int64_t)i * d + c] = dq * get(&p->q, t->s->q_entry, t->s->q_row + i, t->h, c);
+        for (int c = 0; c < dv && x->backward; c++)
+            t->dout[(int64_t)i * dv + c] = get(&x->grads.dout, t->s->q_entry, t->s->q_row + i, t->h, c);
+    }
+    for (int j = t->s->key_begin; j < t->s->seqlen_k; j++) {
+        int64_t at[2];
+        case_key_place(x, t->b, j, at);
+        for (int c = 0; c < d; c++)
+            t->k[(int64_t)j * d + c] = dk * get(&p->k, at[0], at[1], t->kv_head, c);
+        for (int c = 0; c < dv; c++)
+            t->v[(int64_t)j * dv + c] = dvs * get(&p->v, at[0], at[1], t->kv_head, c);
+    }
+}
+
+static double dot(const double *a, const double *b, int n)
+{
+    double sum = 0;
+    for (int c = 0; c < n; c++)
+        sum += a[c] * b[c];
+    return sum;
+}
+
+/* S = scores, -inf where masked */
+static void scores(plain_head *t)
+{
+    const flash_attn_problem *p = &t->x->problem;
+    const int                 d = t->x->shape.head_dim, nk = t->s->seqlen_k;
+    double                    scale = p->scale == 0 && !signbit(p->scale) ? 1 / sqrt(d) : (double)p->scale;
+    double                    slope = or_default(&p->alibi_slopes, t->b, t->h, 0), cap = (double)p->softcap;
+    for (int i = 0; i < t->s->seqlen_q; i++)
+        for (int j = 0; j < nk; j++) {
+            int64_t at       = (int64_t)i * nk + j;
+            t->cap_slope[at] = 1;
+            t->keep[at]      = keep_factor(t, i, j);
+            t->S[at]         = (double)-INFINITY;
+            if (!case_sees(t->x, t->b, i, j) || bias_at(t, i, j) == (double)-INFINITY)
+                continue;
+            double s = stored(t, scale * dot(t->q + (int64_t)i * d, t->k + (int64_t)j * d, d));
+            if (cap > 0) {
+                double tangent   = tanh(s / cap);
+                t->cap_slope[at] = 1 - tangent * tangent;
+                s                = stored(t, cap * tangent);
+            }
+            s += bias_at(t, i, j) - slope * fabs((double)i + nk - t->s->seqlen_q - j);
+            t->S[at] = stored(t, s);
+        }
+}
+
+static void forward(plain_head *t)
+{
+    const int dv = t->x->shape.head_dim_v, nk = t->s->seqlen_k;
+    double    sink = or_default(&t->x->problem.sinks, t->b, t->h, (double)-INFINITY);
+    scores(t);
+    for (int i = 0; i < t->s->seqlen_q; i++) {
+        double *S = t->S + (int64_t)i * nk, *P = t->P + (int64_t)i * nk, *o = t->o + (int64_t)i * dv;
+        double  max = sink, sum = 0;
+        for (int j = 0; j < nk; j++)
+            max = S[j] > max ? S[j] : max;
+        for (int j = 0; j < nk; j++)
+            sum += S[j] == (double)-INFINITY ? 0 : exp(S[j] - max);
+        sum += sink == (double)-INFINITY ? 0 : exp(sink - max);
+        t->lse[i]       = sum > 0 ? max + log(sum) : (double)-INFINITY;
+        t->sink_prob[i] = sink == (double)-INFINITY ? 0 : exp(sink - t->lse[i]);
+        memset(o, 0, sizeof *o * (size_t)dv);
+        for (int j = 0; j < nk; j++) {
+            P[j] = S[j] == (double)-INFINITY ? 0 : stored(t, exp(S[j] - t->lse[i]));
+            for (int c = 0; P[j] != 0 && c < dv; c++)
+                o[c] += P[j] * t->keep[(int64_t)i * nk + j] * t->v[(int64_t)j * dv + c];
+        }
+        for (int c = 0; c < dv; c++)
+            o[c] = stored(t, o[c]);
+    }
+}
+
+/* Delta is the row sum of dO times the stored O, which is what any backward that recomputes P is given. */
+static void backward(plain_head *t, flash_attn_tensor results[NUM_OUTPUTS])
+{
+    const int                 d = t->x->shape.head_dim, dv = t->x->shape.head_dim_v, nk = t->s->seqlen_k;
+    const flash_attn_problem *p     = &t->x->problem;
+    double                    scale = p->scale == 0 && !signbit(p->scale) ? 1 / sqrt(d) : (double)p->scale;
+    const flash_attn_tensor  *dbias = &results[OUT_DBIAS], *dsinks = &results[OUT_DSINKS];
+    for (int i = 0; i < t->s->seqlen_q; i++) {
+        const double *P = t->P + (int64_t)i * nk, *dout = t->dout + (int64_t)i * dv;
+        double       *dq = t->dq + (int64_t)i * d, delta = dot(dout, t->o + (int64_t)i * dv, dv);
+        memset(dq, 0, sizeof *dq * (size_t)d);
+        if (t->lse[i] == (double)-INFINITY || !t->x->row_sees[t->s->first_row + i])
+            continue;
+        for (int j = 0; j < nk; j++) {
+            int64_t at = (int64_t)i * nk + j;
+            if (t->S[at] == (double)-INFINITY)
+                continue;
+            double dP = stored(t, t->keep[at] * dot(dout, t->v + (int64_t)j * dv, dv));
+            double dS = stored(t, P[j] * (dP - delta));
+            for (int c = 0; c < dv; c++)
+                t->dv[(int64_t)j * dv + c] += P[j] * t->keep[at] * dout[c];
+            if (dbias->data) {
+                int64_t n[3] = {t->b % dbias->shape[0], t->h % dbias->shape[1], i % dbias->shape[2]};
+                set(dbias, n[0], n[1], n[2], j, get(dbias, n[0], n[1], n[2], j) + dS);
+            }
+            dS *= scale * t->cap_slope[at];
+            for (int c = 0; c < d; c++) {
+                dq[c] += dS * t->k[(int64_t)j * d + c];
+                t->dk[(int64_t)j * d + c] += dS * t->q[(int64_t)i * d + c];
+            }
+        }
+        if (dsinks->data)
+            set(dsinks, 0, t->h, 0, 0, get(dsinks, 0, t->h, 0, 0) - t->sink_prob[i] * delta);
+    }
+}
+
+static void store_queries(const plain_head *t, flash_attn_tensor results[NUM_OUTPUTS])
+{
+    const int d = t->x->shape.head_dim, dv = t->x->shape.head_dim_v;
+    for (int i = 0; i < t->s->rows_q; i++) {
+        bool    used = i < t->s->seqlen_q;
+        int64_t row  = t->s->q_row + i;
+        for (int c = 0; c < dv; c++)
+            set(&results[OUT_O], t->s->q_entry, row, t->h, c, used ? t->o[(int64_t)i * dv + c] : 0);
+        set(&results[OUT_LSE], t->s->q_entry, t->h, row, 0, used ? t->lse[i] : (double)-INFINITY);
+        for (int c = 0; c < d && t->x->backward; c++)
+            set(&results[OUT_DQ], t->s->q_entry, row, t->h, c, used ? stored(t, t->dq[(int64_t)i * d + c]) : 0);
+    }
+}
+
+static void store_keys(const plain_head *t, flash_attn_tensor results[NUM_OUTPUTS])
+{
+    const int d = t->x->shape.head_dim, dv = t->x->shape.head_dim_v;
+    for (int j = 0; j < t->s->rows_k; j++) {
+        int64_t entry = t->s->kv_entry, row = t->s->kv_row + j;
+        bool    used = j < t->s->seqlen_k;
+        for (int c = 0; c < d; c++)
+            set(&results[OUT_DK], entry, row, t->kv_head, c, used ? stored(t, t->dk[(int64_t)j * d + c]) : 0);
+        for (int c = 0; c < dv; c++)
+            set(&results[OUT_DV], entry, row, t->kv_head, c, used ? stored(t, t->dv[(int64_t)j * dv + c]) : 0);
+    }
+}
+
+bool case_plain(const case_instance *x, const flash_attn_dtype *rounding, flash_attn_tensor results[NUM_OUTPUTS])
+{
+    const test_case *c  = &x->shape;
+    const size_t     nq = (size_t)c->seqlen_q, nk = (size_t)c->seqlen_k, d = (size_t)c->head_dim,
+                 dv    = (size_t)c->head_dim_v;
+    const size_t pairs = nq * nk, q_part = nq * (2 * d + 2 * dv + 2), k_part = nk * (2 * d + 2 * dv);
+    double      *all = calloc(5 * pairs + q_part + k_part + 1, sizeof *all), *next = all;
+    plain_head   t = {.x = x, .rounding = rounding};
+    struct {
+        double **array;
+        size_t   count;
+    } const parts[] = {{&t.q, nq * d},     {&t.dq, nq * d}, {&t.o, nq * dv}, {&t.dout, nq * dv},    {&t.lse, nq},
+                       {&t.sink_prob, nq}, {&t.k, nk * d},  {&t.dk, nk * d}, {&t.v, nk * dv},       {&t.dv, nk * dv},
+                       {&t.S, pairs},      {&t.P, pairs},   {&t.dP, pairs},  {&t.cap_slope, pairs}, {&t.keep, pairs}};
+    if (!all)
+        return false;
+    for (size_t n = 0; n < sizeof parts / sizeof parts[0]; n++) {
+        *parts[n].array = next;
+        next += parts[n].count;
+    }
+    int group = c->heads_q / c->heads_k;
+    for (t.b = 0; t.b < c->batch; t.b++)
+        for (t.kv_head = 0; t.kv_head < c->heads_k; t.kv_head++) {
+            t.s = &x->sequences[t.b];
+            memset(t.dk, 0, sizeof *t.dk * nk * d);
+            memset(t.dv, 0, sizeof *t.dv * nk * dv);
+            for (t.h = t.kv_head * group; t.h < (t.kv_head + 1) * group; t.h++) {
+                load_head(&t);
+                forward(&t);
+                if (x->backward)
+                    backward(&t, results);
+                store_queries(&t, results);
+            }
+            if (x->backward)
+                store_keys(&t, results);
+        }
+    free(all);
+    return true;
+}

@@ -1,0 +1,74 @@
+/*
+ * Runs cases on a device and judges the answers. Uses the public header alone: expected values come from the REFERENCE
+ * device.
+ *
+ * Building a case makes its tensors: random values where something is used, and NaN in every other byte: guards before
+ * and after, gaps between strided elements, rows past a used length, left padding, pages that no sequence owns, queries
+ * that see nothing, keys that nobody sees. A run poisons the outputs, calls the device, and then checks that no byte
+ * outside the outputs has changed and that every number is within its tolerance.
+ *
+ * Tolerances, with M = max(1, max|expected|):
+ *   float32   o 5e-6 M, lse 5e-6 max(1, |lse|), gradients 1e-5 M; relative L2 5e-6 (1e-5 for gradients);
+ *   16 bit    twice (gradients: three times) the error of plain attention in the same precision, plus one rounding;
+ * relative L2 1e-3 (float16) or 5e-3 (bfloat16), or twice plain attention's where that is larger; lse as float32; all
+ * plus |lse| 2^-24, which scores of that size lose in float32 (o, lse, gradients); a mean error towards or away from
+ * zero of at most a tenth of the largest error (where there are enough numbers to tell); exactly 0 what a query that
+ * sees nothing gives, and the gradients of keys and pairs that nobody sees. Plain attention multiplies exactly and
+ * rounds each matrix that it stores (S, P, dP, dS and the results) to 16 bits, as the unfused operations of a framework
+ * do.
+ */
+#ifndef CASE_RUNNER_H
+#define CASE_RUNNER_H
+
+#include "cases.h"
+
+typedef struct case_instance case_instance;
+
+typedef enum case_verdict { CASE_PASSED, CASE_FAILED, CASE_SKIPPED } case_verdict;
+
+typedef struct case_result {
+    case_verdict verdict;
+    double       worst;       /* largest error as a part of what is allowed: 1 is the limit */
+    const char  *worst_of;    /* "o", "lse", "dq", ... */
+    char         reason[400]; /* why it failed or was skipped; else "" */
+} case_result;
+
+/* What case_build makes besides the inputs. */
+enum {
+    CASE_BACKWARD  = 1, /* gradients too, unless the case is forward_only or has a cache */
+    CASE_NO_EXPECT = 2  /* inputs only, for timing: case_run must not be called */
+};
+
+/* Tensors and expected values for a case; NULL if memory ran out or the reference failed (why then says so, if given).
+ * The same seed makes the same numbers. */
+case_instance *case_build(const test_case *shape, flash_attn_dtype dtype, unsigned flags, uint64_t seed, char *why,
+                          size_t why_bytes);
+void           case_free(case_instance *instance);
+
+/* The host memory problem: device CPU. Gradients are NULL if the case has none. Valid until case_free. */
+const flash_attn_problem *case_problem(const case_instance *instance);
+const flash_attn_grads   *case_grads(const case_instance *instance);
+bool                      case_has_backward(const case_instance *instance);
+
+/* Copies for a device with its own memory. */
+typedef struct case_memory {
+    void *(*upload)(void *user, const void *host, size_t bytes); /* NULL: no memory */
+    bool (*download)(void *user, void *host, const void *device, size_t bytes);
+    void (*release)(void *user, void *device);
+    void *user;
+} case_memory;
+
+typedef struct case_device {
+    flash_attn_context *context;
+    flash_attn_device   device;
+    int                 num_threads; /* 0: the context's */
+    const case_memory  *memory;      /* NULL: host memory */
+} case_device;
+
+/* Forward, and backward if built, on a device. A case that the device does not support is skipped. */
+case_result case_run(case_instance *instance, const case_device *device);
+
+/* The bytes of the outputs of the last case_run, hashed: equal runs give equal numbers. */
+uint64_t case_output_hash(const case_instance *instance);
+
+#endif
