@@ -143,7 +143,7 @@ typedef struct fa_cuda fa_cuda; /* cuda/: driver, modules, tuning */
 struct flash_attn_context {
     flash_attn_options options;
     fa_cpu            *cpu;
-    fa_cuda           *cuda; /* made on the first CUDA call */
+    _Atomic(fa_cuda *) cuda; /* made on the first CUDA call */
 };
 
 typedef struct fa_exec {
@@ -169,6 +169,22 @@ void              fa_cpu_explain(const fa_cpu *cpu, const fa_call *call, const f
                                  flash_attn_explanation *explanation);
 flash_attn_status fa_cpu_forward(fa_cpu *cpu, const fa_call *call, const fa_exec *exec);
 flash_attn_status fa_cpu_backward(fa_cpu *cpu, const fa_call *call, const fa_exec *exec);
+
+/* ---- the CUDA backend (cuda/): every function fails with NO_DEVICE where there is no such device ---- */
+
+void              fa_cuda_destroy(fa_cuda *cuda);
+flash_attn_status fa_cuda_info(flash_attn_context *context, int32_t device, flash_attn_device_info *info);
+flash_attn_status fa_cuda_workspace(flash_attn_context *context, int32_t device, const fa_call *call, size_t *bytes);
+/* Fills all but flops, bytes and workspace_bytes. Compiles the kernel if need be. */
+flash_attn_status fa_cuda_explain(flash_attn_context *context, int32_t device, const fa_call *call,
+                                  flash_attn_explanation *explanation);
+flash_attn_status fa_cuda_prepare(flash_attn_context *context, int32_t device, const fa_call *call);
+flash_attn_status fa_cuda_run(flash_attn_context *context, int32_t device, const fa_call *call, const fa_exec *exec);
+flash_attn_status fa_cuda_merge(flash_attn_context *context, int32_t device, const flash_attn_partial *parts,
+                                int32_t num_parts, const flash_attn_partial *result, const fa_exec *exec);
+flash_attn_status fa_cuda_append(flash_attn_context *context, const flash_attn_append *append, const fa_exec *exec);
+/* Needs no device: build the call's kernels for this compute capability into a folder. */
+flash_attn_status fa_cuda_compile(flash_attn_context *context, const fa_call *call, int32_t arch, const char *folder);
 
 /* Merge and append are one thread's plain loops over memory, shared by CPU and REFERENCE (host.c). Arguments are
  * checked and normalised by api.c. */

@@ -89,7 +89,7 @@ typedef struct fa_args {
  *   combine             one warp a row: tokens * heads_q rows
  */
 
-/* Merge (flash_attn_merge): one warp a row of [batch, seqlen_q, heads]. */
+/* Merge (flash_attn_merge): one warp a row of [batch, seqlen_q, heads]. dtypes are in the views. */
 #define FA_MERGE_MAX_PARTS 32
 typedef struct fa_merge_part {
     fa_view o;              /* [b, sq, hq, dv] */
@@ -103,7 +103,8 @@ typedef struct fa_merge_args {
     int num_parts, batch, seqlen_q, heads, head_dim_v;
 } fa_merge_args;
 
-/* Append (flash_attn_append_kv): one warp a row of k_new, v_new and q. A row that does not fit is not written. */
+/* Append (flash_attn_append_kv): one warp a row: first batch * seqlen_new * heads_k rows (k_new with v_new), then batch *
+ * seqlen_q * heads_q rows of q. A row that does not fit is not written. dtypes are in the views. */
 typedef struct fa_append_args {
     fa_view k_new, v_new, k_cache, v_cache, cos, sin, q, q_out;
     const int *cache_seqlens, *cache_batch_idx, *leftpad_k, *page_table;

@@ -1,0 +1,278 @@
+/* What api.c calls for a CUDA problem. */
+#include "cuda/cuda.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+/* ---- the two passes ---- */
+
+static flash_attn_status upload_lists(const fa_place *place, const fa_call *call, const fa_plan *plan,
+                                      const fa_kernel *upload)
+{
+    FA_TRY(fa_upload(place, upload, (void *)plan->args.slices, call->slices.list, plan->slices_bytes));
+    return fa_upload(place, upload, (void *)plan->args.slice_offsets, call->slices.offsets, plan->offsets_bytes);
+}
+
+static flash_attn_status launch_all(const fa_place *place, const fa_call *call, fa_plan *plan)
+{
+    /* All kernels first: if one cannot be built, nothing has been written. */
+    fa_kernel *kernels[FA_MAX_LAUNCHES];
+    for (int i = 0; i < plan->num_launches; i++)
+        FA_TRY(fa_kernel_get(place, &plan->launch[i].key, &kernels[i]));
+    if (plan->zero_bytes > 0)
+        FA_TRY(fa_driver_check(place->driver,
+                               place->driver->cuMemsetD8Async((CUdeviceptr)(uintptr_t)plan->zero, 0, plan->zero_bytes,
+                                                              place->stream),
+                               "clearing the workspace (cuMemsetD8Async)"));
+    for (int i = 0; i < plan->num_launches; i++)
+        if (plan->launch[i].key.kernel == FA_KERNEL_UPLOAD)
+            FA_TRY(upload_lists(place, call, plan, kernels[i]));
+        else
+            FA_TRY(fa_kernel_launch(place, kernels[i], plan->launch[i].blocks, &plan->args));
+    return FLASH_ATTN_OK;
+}
+
+/* Stream-ordered where the device can; else cuMemAlloc, whose free waits for the work. */
+static flash_attn_status run_in_own_memory(const fa_place *place, const fa_call *call, fa_plan *plan)
+{
+    const fa_driver *driver = place->driver;
+    CUdeviceptr      memory;
+    CUresult result = place->device->has_pools ? driver->cuMemAllocAsync(&memory, plan->workspace_bytes, place->stream)
+                                               : driver->cuMemAlloc_v2(&memory, plan->workspace_bytes);
+    if (result == CUDA_ERROR_OUT_OF_MEMORY)
+        return fa_fail(FLASH_ATTN_NO_MEMORY, "the device has no room for a workspace of %zu bytes", plan->workspace_bytes);
+    FA_TRY(fa_driver_check(driver, result, "allocating the workspace"));
+    fa_plan_place(call, plan, (char *)(uintptr_t)memory);
+    flash_attn_status status = launch_all(place, call, plan);
+    if (place->device->has_pools)
+        driver->cuMemFreeAsync(memory, place->stream);
+    else
+        driver->cuMemFree_v2(memory);
+    return status;
+}
+
+static flash_attn_status make_plan(const fa_place *place, const fa_call *call, fa_plan *plan)
+{
+    return fa_plan_make(call, place->device->built_for, place->cuda->forced_kernel, plan);
+}
+
+static flash_attn_status run_at(const fa_place *place, const fa_call *call, const fa_exec *exec)
+{
+    fa_plan plan;
+    FA_TRY(make_plan(place, call, &plan));
+    if (plan.workspace_bytes == 0)
+        return launch_all(place, call, &plan);
+    if (!exec->workspace)
+        return run_in_own_memory(place, call, &plan);
+    uintptr_t base = ((uintptr_t)exec->workspace + 255) / 256 * 256;
+    fa_plan_place(call, &plan, (char *)base);
+    return launch_all(place, call, &plan);
+}
+
+flash_attn_status fa_cuda_run(flash_attn_context *context, int32_t device, const fa_call *call, const fa_exec *exec)
+{
+    fa_place place;
+    FA_TRY(fa_place_enter(context, device, exec->stream, &place));
+    flash_attn_status status = run_at(&place, call, exec);
+    fa_place_leave(&place);
+    return status;
+}
+
+/* ---- before a call ---- */
+
+flash_attn_status fa_cuda_workspace(flash_attn_context *context, int32_t device, const fa_call *call, size_t *bytes)
+{
+    fa_cuda   *cuda;
+    fa_device *at;
+    fa_plan    plan;
+    FA_TRY(fa_cuda_of(context, &cuda));
+    FA_TRY(fa_device_get(cuda, device, &at));
+    FA_TRY(fa_plan_make(call, at->built_for, cuda->forced_kernel, &plan));
+    *bytes = plan.workspace_bytes > 0 ? plan.workspace_bytes + 255 : 0; /* the caller's may start anywhere */
+    return FLASH_ATTN_OK;
+}
+
+static flash_attn_status prepare_at(const fa_place *place, const fa_call *call)
+{
+    fa_plan    plan;
+    fa_kernel *kernel;
+    FA_TRY(make_plan(place, call, &plan));
+    for (int i = 0; i < plan.num_launches; i++)
+        FA_TRY(fa_kernel_get(place, &plan.launch[i].key, &kernel));
+    return FLASH_ATTN_OK;
+}
+
+flash_attn_status fa_cuda_prepare(flash_attn_context *context, int32_t device, const fa_call *call)
+{
+    fa_place place;
+    FA_TRY(fa_place_enter(context, device, NULL, &place));
+    flash_attn_status status = prepare_at(&place, call);
+    fa_place_leave(&place);
+    return status;
+}
+
+static flash_attn_status explain_at(const fa_place *place, const fa_call *call, flash_attn_explanation *explanation)
+{
+    fa_plan    plan;
+    fa_kernel *kernel;
+    FA_TRY(make_plan(place, call, &plan));
+    const fa_launch *main = &plan.launch[plan.main];
+    FA_TRY(fa_kernel_get(place, &main->key, &kernel));
+    snprintf(explanation->kernel, sizeof explanation->kernel, "%s", fa_kernels[main->key.kernel].name);
+    snprintf(explanation->reason, sizeof explanation->reason, "%s; %d registers a thread, built for sm_%d",
+             plan.row->why, kernel->resources.registers, main->key.arch);
+    explanation->tile_q        = plan.row->tile_q;
+    explanation->tile_k        = plan.row->tile_k;
+    explanation->num_splits    = plan.args.num_splits;
+    explanation->num_threads   = kernel->threads;
+    explanation->num_tasks     = main->blocks;
+    explanation->scratch_bytes = kernel->resources.shared_bytes;
+    return FLASH_ATTN_OK;
+}
+
+flash_attn_status fa_cuda_explain(flash_attn_context *context, int32_t device, const fa_call *call,
+                                  flash_attn_explanation *explanation)
+{
+    fa_place place;
+    FA_TRY(fa_place_enter(context, device, NULL, &place));
+    flash_attn_status status = explain_at(&place, call, explanation);
+    fa_place_leave(&place);
+    return status;
+}
+
+flash_attn_status fa_cuda_info(flash_attn_context *context, int32_t index, flash_attn_device_info *info)
+{
+    fa_cuda   *cuda;
+    fa_device *device;
+    size_t     bytes = 0;
+    int        l2    = 0;
+    FA_TRY(fa_cuda_of(context, &cuda));
+    FA_TRY(fa_device_get(cuda, index, &device));
+    FA_TRY(fa_driver_check(cuda->driver, cuda->driver->cuDeviceGetName(info->name, sizeof info->name, device->device),
+                           "cuDeviceGetName"));
+    cuda->driver->cuDeviceTotalMem_v2(&bytes, device->device);
+    cuda->driver->cuDeviceGetAttribute(&l2, CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE, device->device);
+    snprintf(info->isa, sizeof info->isa, "sm_%d", device->arch);
+    snprintf(info->features, sizeof info->features, "driver=%d.%d kernels=sm_%d shared_bytes=%d disk_cache=%s",
+             cuda->driver->version / 1000, cuda->driver->version % 1000 / 10, device->built_for, device->max_shared_bytes,
+             cuda->jit.cache >= 0 ? "on" : "off");
+    info->num_cores    = device->num_multiprocessors;
+    info->l2_bytes     = l2;
+    info->memory_bytes = (int64_t)bytes;
+    return FLASH_ATTN_OK;
+}
+
+/* ---- ahead of time ---- */
+
+static flash_attn_status export_kernel(fa_cuda *cuda, const fa_key *key, const char *folder)
+{
+    fa_binary binary;
+    FA_TRY(fa_jit_compile(&cuda->jit, key, &binary));
+    flash_attn_status status = fa_jit_export(&cuda->jit, key, &binary, folder);
+    free(binary.cubin);
+    return status;
+}
+
+flash_attn_status fa_cuda_compile(flash_attn_context *context, const fa_call *call, int32_t arch, const char *folder)
+{
+    fa_cuda *cuda;
+    fa_plan  plan;
+    int      built_for = arch > 0 && arch < 1000 ? fa_tune_arch(arch) : 0;
+    if (built_for == 0)
+        return fa_fail(FLASH_ATTN_INVALID, "arch is %d, expected a compute capability such as 80, 86, 89, 90, 100 or 120",
+                       arch);
+    FA_TRY(fa_cuda_of(context, &cuda));
+    FA_TRY(fa_plan_make(call, built_for, cuda->forced_kernel, &plan));
+    pthread_mutex_lock(&cuda->compile);
+    flash_attn_status status = FLASH_ATTN_OK;
+    for (int i = 0; i < plan.num_launches && status == FLASH_ATTN_OK; i++)
+        status = export_kernel(cuda, &plan.launch[i].key, folder);
+    pthread_mutex_unlock(&cuda->compile);
+    return status;
+}
+
+/* ---- merge and append ---- */
+
+static fa_merge_part merge_part(const flash_attn_partial *part)
+{
+    fa_merge_part out = {.o = fa_plan_view(&part->o), .lse = part->lse.data};
+    for (int i = 0; i < 3; i++)
+        out.lse_stride[i] = part->lse.stride[i];
+    return out;
+}
+
+static flash_attn_status launch_rows_at(const fa_place *place, enum fa_kernel_id id, int64_t rows, void *args)
+{
+    fa_kernel *kernel;
+    fa_key     key    = fa_plan_small_key(id, place->device->built_for);
+    int64_t    blocks = (rows + key.warps - 1) / key.warps;
+    if (blocks > INT32_MAX)
+        return fa_fail(FLASH_ATTN_UNSUPPORTED, "%s would need %lld blocks; CUDA allows %d in a launch", fa_kernels[id].name,
+                       (long long)blocks, INT32_MAX);
+    FA_TRY(fa_kernel_get(place, &key, &kernel));
+    return fa_kernel_launch(place, kernel, blocks, args);
+}
+
+/* A kernel with one warp for each row, that needs nothing but its arguments. */
+static flash_attn_status launch_rows(flash_attn_context *context, int32_t index, const fa_exec *exec,
+                                     enum fa_kernel_id id, int64_t rows, void *args)
+{
+    fa_place place;
+    FA_TRY(fa_place_enter(context, index, exec->stream, &place));
+    flash_attn_status status = launch_rows_at(&place, id, rows, args);
+    fa_place_leave(&place);
+    return status;
+}
+
+flash_attn_status fa_cuda_merge(flash_attn_context *context, int32_t device, const flash_attn_partial *parts,
+                                int32_t num_parts, const flash_attn_partial *result, const fa_exec *exec)
+{
+    const int64_t *shape = result->o.shape;
+    if (num_parts > FA_MERGE_MAX_PARTS)
+        return fa_fail(FLASH_ATTN_UNSUPPORTED, "num_parts is %d; on CUDA at most %d parts are merged at once", num_parts,
+                       FA_MERGE_MAX_PARTS);
+    fa_merge_args args = {.num_parts  = num_parts,
+                          .batch      = (int)shape[0],
+                          .seqlen_q   = (int)shape[1],
+                          .heads      = (int)shape[2],
+                          .head_dim_v = (int)shape[3],
+                          .result     = merge_part(result)};
+    for (int i = 0; i < num_parts; i++)
+        args.part[i] = merge_part(&parts[i]);
+    return launch_rows(context, device, exec, FA_KERNEL_MERGE, shape[0] * shape[1] * shape[2], &args);
+}
+
+flash_attn_status fa_cuda_append(flash_attn_context *context, const flash_attn_append *a, const fa_exec *exec)
+{
+    bool           has_new = a->k_new.data != NULL, has_q = a->q.data != NULL;
+    const int64_t *first   = has_new ? a->k_new.shape : a->q.shape;
+    fa_append_args args    = {.k_new           = fa_plan_view(&a->k_new),
+                              .v_new           = fa_plan_view(&a->v_new),
+                              .k_cache         = fa_plan_view(&a->k_cache),
+                              .v_cache         = fa_plan_view(&a->v_cache),
+                              .cos             = fa_plan_view(&a->rotary.cos),
+                              .sin             = fa_plan_view(&a->rotary.sin),
+                              .q               = fa_plan_view(&a->q),
+                              .q_out           = fa_plan_view(&a->q_out),
+                              .cache_seqlens   = a->cache_seqlens,
+                              .cache_batch_idx = a->cache_batch_idx,
+                              .leftpad_k       = a->leftpad_k,
+                              .page_table      = a->pages.table,
+                              .page_row_stride = a->pages.row_stride,
+                              .batch           = (int)first[0],
+                              .seqlen_new      = has_new ? (int)a->k_new.shape[1] : 0,
+                              .heads_k         = has_new ? (int)a->k_new.shape[2] : 0,
+                              .head_dim        = (int)first[3],
+                              .head_dim_v      = has_new ? (int)a->v_new.shape[3] : 0,
+                              .cache_entries   = (int)a->k_cache.shape[0],
+                              .cache_rows      = (int)a->k_cache.shape[1],
+                              .pages_per_seq   = a->pages.pages_per_seq,
+                              .seqlen_q        = has_q ? (int)a->q.shape[1] : 0,
+                              .heads_q         = has_q ? (int)a->q.shape[2] : 0,
+                              .rotary_dim      = a->rotary.cos.data ? 2 * (int)a->rotary.cos.shape[1] : 0,
+                              .rotary_rows     = (int)a->rotary.cos.shape[0],
+                              .interleaved     = a->rotary.interleaved,
+                              .q_at_end        = a->q_at_end};
+    int64_t rows = (int64_t)args.batch * ((int64_t)args.seqlen_new * args.heads_k + (int64_t)args.seqlen_q * args.heads_q);
+    return launch_rows(context, a->device.index, exec, FA_KERNEL_APPEND, rows, &args);
+}

@@ -1,0 +1,112 @@
+/* The CUDA backend's own parts: what a call will launch (plan.c), on which device and how (launch.c). */
+#ifndef FA_CUDA_H
+#define FA_CUDA_H
+
+#include "cuda/jit.h"
+#include "cuda/kernels/args.h"
+#include "cuda/tune.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+/* ---- a plan: all launches of one call, with their arguments ---- */
+
+enum { FA_MAX_LAUNCHES = 6 };
+
+typedef struct fa_launch {
+    fa_key  key;
+    int64_t blocks; /* 0: nothing to do. For upload: 1 */
+} fa_launch;
+
+typedef struct fa_plan {
+    const fa_tune_row *row;
+    fa_launch          launch[FA_MAX_LAUNCHES]; /* in order */
+    int                num_launches, main; /* main: the one that explain names */
+    fa_args            args;
+    void              *zero; /* part of the workspace to be zeroed before the first launch */
+    size_t             zero_bytes;
+    size_t             slices_bytes, offsets_bytes; /* host lists to be uploaded to args.slices, args.slice_offsets */
+    size_t             workspace_bytes;
+} fa_plan;
+
+/* Choose kernels and tiles for a GPU of this compute capability (as fa_tune_arch gives it) and fill in all but the
+ * workspace's addresses. name: that kernel only; NULL: the best. */
+flash_attn_status fa_plan_make(const fa_call *call, int arch, const char *name, fa_plan *plan);
+
+/* Give the workspace its place: plan->workspace_bytes from `base`, which is 256-byte aligned. */
+void fa_plan_place(const fa_call *call, fa_plan *plan, char *base);
+
+/* A launch of a kernel that has one row for all: upload, merge, append, combine, ... */
+fa_key fa_plan_small_key(enum fa_kernel_id kernel, int arch);
+int    fa_plan_threads(const fa_key *key);
+
+fa_view fa_plan_view(const flash_attn_tensor *t);
+
+/* ---- devices and loaded kernels ---- */
+
+enum { FA_MAX_DEVICES = 64, FA_KERNEL_BUCKETS = 512 };
+
+typedef struct fa_device {
+    atomic_int ready; /* 1: the fields below are set */
+    CUdevice   device;
+    CUcontext  primary; /* retained when first needed */
+    int        arch, built_for; /* compute capability; what kernels are built for, 0: none */
+    int        num_multiprocessors, max_shared_bytes;
+    bool       has_pools;
+} fa_device;
+
+typedef struct fa_kernel {
+    fa_key            key;
+    CUlibrary         library;
+    CUkernel          kernel;
+    fa_resources      resources;
+    int               threads;
+    atomic_bool       loaded;
+    bool              building; /* under fa_cuda.lock */
+    _Atomic uint64_t  devices;  /* bit i: set up on device i */
+    struct fa_kernel *next;
+} fa_kernel;
+
+struct fa_cuda {
+    const fa_driver     *driver; /* NULL: none; then kernels can only be compiled */
+    flash_attn_status    no_driver;
+    char                 why_not[256];
+    char                *forced_kernel; /* option; NULL: the best */
+    pthread_mutex_t      lock;    /* of devices' set-up and of who builds what */
+    pthread_mutex_t      compile; /* of jit */
+    pthread_cond_t       built;
+    fa_jit               jit;
+    fa_device            devices[FA_MAX_DEVICES];
+    _Atomic(fa_kernel *) kernels[FA_KERNEL_BUCKETS];
+};
+
+/* The context's CUDA part, made if this is the first CUDA call. Works without a driver. */
+flash_attn_status fa_cuda_of(flash_attn_context *context, fa_cuda **cuda);
+
+/* NO_DEVICE if there is no such device. */
+flash_attn_status fa_device_get(fa_cuda *cuda, int32_t index, fa_device **device);
+
+/* A place to run: a device whose context is current between enter and leave. */
+typedef struct fa_place {
+    fa_cuda         *cuda;
+    const fa_driver *driver;
+    fa_device       *device;
+    int              index;
+    bool             pushed;
+    CUstream         stream;
+} fa_place;
+
+/* NO_DEVICE if there is none. The current context stays if it is of that device; else the primary one is pushed. */
+flash_attn_status fa_place_enter(flash_attn_context *context, int32_t index, void *stream, fa_place *place);
+void              fa_place_leave(fa_place *place);
+
+/* A kernel ready to launch at a place: found, or built and loaded. */
+flash_attn_status fa_kernel_get(const fa_place *place, const fa_key *key, fa_kernel **kernel);
+
+/* Launch blocks of a kernel; arguments is the address of the one struct that it takes. blocks 0: nothing. */
+flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kernel, int64_t blocks, void *arguments);
+
+/* Copy host words to the device through launches of the kernel `upload`, so that a captured graph keeps its own copy. */
+flash_attn_status fa_upload(const fa_place *place, const fa_kernel *upload, void *to, const void *from, size_t bytes);
+
+#endif

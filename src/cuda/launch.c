@@ -1,0 +1,282 @@
+/* Devices, loaded kernels, launches. */
+#include "cuda/cuda.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+/* ---- the context's CUDA part ---- */
+
+static void free_cuda(fa_cuda *cuda)
+{
+    for (int i = 0; i < FA_KERNEL_BUCKETS; i++)
+        for (fa_kernel *kernel = cuda->kernels[i], *next; kernel; kernel = next) {
+            next = kernel->next;
+            if (kernel->loaded)
+                cuda->driver->cuLibraryUnload(kernel->library);
+            free(kernel);
+        }
+    for (int i = 0; i < FA_MAX_DEVICES; i++)
+        if (cuda->devices[i].primary)
+            cuda->driver->cuDevicePrimaryCtxRelease_v2(cuda->devices[i].device);
+    fa_jit_free(&cuda->jit);
+    pthread_mutex_destroy(&cuda->lock);
+    pthread_mutex_destroy(&cuda->compile);
+    pthread_cond_destroy(&cuda->built);
+    free(cuda->forced_kernel);
+    free(cuda);
+}
+
+void fa_cuda_destroy(fa_cuda *cuda)
+{
+    if (cuda)
+        free_cuda(cuda);
+}
+
+static flash_attn_status make_cuda(const flash_attn_options *options, fa_cuda **made)
+{
+    fa_cuda *cuda = calloc(1, sizeof *cuda);
+    if (!cuda)
+        return fa_fail(FLASH_ATTN_NO_MEMORY, "out of host memory for a CUDA context");
+    pthread_mutex_init(&cuda->lock, NULL);
+    pthread_mutex_init(&cuda->compile, NULL);
+    pthread_cond_init(&cuda->built, NULL);
+    cuda->jit.cache = -1;
+    cuda->no_driver = fa_driver_get(&cuda->driver);
+    if (cuda->no_driver != FLASH_ATTN_OK)
+        snprintf(cuda->why_not, sizeof cuda->why_not, "%s", flash_attn_last_error());
+    flash_attn_status status = FLASH_ATTN_OK;
+    if (options->kernel && !(cuda->forced_kernel = strdup(options->kernel)))
+        status = fa_fail(FLASH_ATTN_NO_MEMORY, "out of host memory for a CUDA context");
+    if (status == FLASH_ATTN_OK)
+        status = fa_jit_init(&cuda->jit, options, cuda->driver ? cuda->driver->version : 0);
+    if (status != FLASH_ATTN_OK) {
+        free_cuda(cuda);
+        return status;
+    }
+    *made = cuda;
+    return FLASH_ATTN_OK;
+}
+
+flash_attn_status fa_cuda_of(flash_attn_context *context, fa_cuda **cuda)
+{
+    *cuda = atomic_load_explicit(&context->cuda, memory_order_acquire);
+    if (*cuda)
+        return FLASH_ATTN_OK;
+    fa_cuda *made = NULL, *expected = NULL;
+    FA_TRY(make_cuda(&context->options, &made));
+    if (!atomic_compare_exchange_strong(&context->cuda, &expected, made)) { /* another thread was first */
+        free_cuda(made);
+        made = expected;
+    }
+    *cuda = made;
+    return FLASH_ATTN_OK;
+}
+
+/* ---- devices ---- */
+
+static int attribute(const fa_driver *driver, CUdevice device, int which)
+{
+    int value = 0;
+    return driver->cuDeviceGetAttribute(&value, which, device) == CUDA_SUCCESS ? value : 0;
+}
+
+static flash_attn_status set_up_device(fa_cuda *cuda, int index)
+{
+    const fa_driver *driver = cuda->driver;
+    fa_device       *device = &cuda->devices[index];
+    FA_TRY(fa_driver_check(driver, driver->cuDeviceGet(&device->device, index), "cuDeviceGet"));
+    device->arch = 10 * attribute(driver, device->device, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) +
+                   attribute(driver, device->device, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
+    device->built_for           = fa_tune_arch(device->arch);
+    device->num_multiprocessors = attribute(driver, device->device, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+    device->max_shared_bytes =
+        attribute(driver, device->device, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
+    device->has_pools = attribute(driver, device->device, CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED) != 0;
+    atomic_store_explicit(&device->ready, 1, memory_order_release);
+    return FLASH_ATTN_OK;
+}
+
+flash_attn_status fa_device_get(fa_cuda *cuda, int32_t index, fa_device **device)
+{
+    if (cuda->no_driver != FLASH_ATTN_OK)
+        return fa_fail(cuda->no_driver, "%s", cuda->why_not);
+    if (index < 0 || index >= cuda->driver->num_devices || index >= FA_MAX_DEVICES)
+        return fa_fail(FLASH_ATTN_NO_DEVICE, "device.index is %d, but there are %d CUDA devices", index,
+                       cuda->driver->num_devices);
+    *device = &cuda->devices[index];
+    if (atomic_load_explicit(&(*device)->ready, memory_order_acquire))
+        return FLASH_ATTN_OK;
+    pthread_mutex_lock(&cuda->lock);
+    flash_attn_status status = (*device)->ready ? FLASH_ATTN_OK : set_up_device(cuda, index);
+    pthread_mutex_unlock(&cuda->lock);
+    return status;
+}
+
+static flash_attn_status push_primary(fa_place *place)
+{
+    fa_cuda  *cuda   = place->cuda;
+    CUresult  result = CUDA_SUCCESS;
+    CUcontext primary;
+    pthread_mutex_lock(&cuda->lock);
+    if (!place->device->primary)
+        result = place->driver->cuDevicePrimaryCtxRetain(&place->device->primary, place->device->device);
+    primary = place->device->primary;
+    pthread_mutex_unlock(&cuda->lock);
+    FA_TRY(fa_driver_check(place->driver, result, "cuDevicePrimaryCtxRetain"));
+    FA_TRY(fa_driver_check(place->driver, place->driver->cuCtxPushCurrent_v2(primary), "cuCtxPushCurrent"));
+    place->pushed = true;
+    return FLASH_ATTN_OK;
+}
+
+flash_attn_status fa_place_enter(flash_attn_context *context, int32_t index, void *stream, fa_place *place)
+{
+    *place = (fa_place){.index = index, .stream = (CUstream)stream};
+    FA_TRY(fa_cuda_of(context, &place->cuda));
+    FA_TRY(fa_device_get(place->cuda, index, &place->device));
+    place->driver = place->cuda->driver;
+    if (place->device->built_for == 0)
+        return fa_fail(FLASH_ATTN_UNSUPPORTED,
+                       "CUDA device %d has compute capability %d.%d; kernels are for 8.0 to 8.9, 9.x, 10.x and 12.x", index,
+                       place->device->arch / 10, place->device->arch % 10);
+    CUdevice current;
+    if (place->driver->cuCtxGetDevice(&current) == CUDA_SUCCESS && current == place->device->device)
+        return FLASH_ATTN_OK;
+    return push_primary(place);
+}
+
+void fa_place_leave(fa_place *place)
+{
+    CUcontext ignored;
+    if (place->pushed)
+        place->driver->cuCtxPopCurrent_v2(&ignored);
+    place->pushed = false;
+}
+
+/* ---- kernels ---- */
+
+static flash_attn_status load(const fa_place *place, fa_kernel *kernel)
+{
+    fa_cuda          *cuda   = place->cuda;
+    const fa_driver  *driver = place->driver;
+    fa_binary         binary = {0};
+    pthread_mutex_lock(&cuda->compile);
+    flash_attn_status status = fa_jit_build(&cuda->jit, &kernel->key, &binary);
+    pthread_mutex_unlock(&cuda->compile);
+    if (status != FLASH_ATTN_OK)
+        return status;
+    status = fa_driver_check(driver, driver->cuLibraryLoadData(&kernel->library, binary.cubin, NULL, NULL, 0, NULL, NULL, 0),
+                             "loading a kernel (cuLibraryLoadData)");
+    free(binary.cubin); /* the driver keeps its own copy */
+    if (status != FLASH_ATTN_OK)
+        return status;
+    status = fa_driver_check(driver, driver->cuLibraryGetKernel(&kernel->kernel, kernel->library,
+                                                                fa_kernels[kernel->key.kernel].name),
+                             "finding a kernel (cuLibraryGetKernel)");
+    if (status != FLASH_ATTN_OK) {
+        driver->cuLibraryUnload(kernel->library);
+        return status;
+    }
+    kernel->resources = binary.resources;
+    kernel->threads   = fa_plan_threads(&kernel->key);
+    return FLASH_ATTN_OK;
+}
+
+static fa_kernel *find(fa_kernel *kernel, const fa_key *key)
+{
+    while (kernel && memcmp(&kernel->key, key, sizeof *key) != 0)
+        kernel = kernel->next;
+    return kernel;
+}
+
+/* One thread builds a key; others that want it wait. A failure is not kept: the next caller tries again. */
+static flash_attn_status build_once(const fa_place *place, const fa_key *key, _Atomic(fa_kernel *) *bucket,
+                                    fa_kernel **found)
+{
+    fa_cuda *cuda = place->cuda;
+    pthread_mutex_lock(&cuda->lock);
+    fa_kernel *kernel = find(*bucket, key);
+    if (!kernel) {
+        kernel = calloc(1, sizeof *kernel);
+        if (!kernel) {
+            pthread_mutex_unlock(&cuda->lock);
+            return fa_fail(FLASH_ATTN_NO_MEMORY, "out of host memory for a kernel's record");
+        }
+        kernel->key  = *key;
+        kernel->next = *bucket;
+        atomic_store_explicit(bucket, kernel, memory_order_release);
+    }
+    while (kernel->building)
+        pthread_cond_wait(&cuda->built, &cuda->lock);
+    flash_attn_status status = FLASH_ATTN_OK;
+    if (!kernel->loaded) {
+        kernel->building = true;
+        pthread_mutex_unlock(&cuda->lock);
+        status = load(place, kernel);
+        pthread_mutex_lock(&cuda->lock);
+        kernel->building = false;
+        if (status == FLASH_ATTN_OK)
+            atomic_store_explicit(&kernel->loaded, true, memory_order_release);
+        pthread_cond_broadcast(&cuda->built);
+    }
+    pthread_mutex_unlock(&cuda->lock);
+    *found = kernel;
+    return status;
+}
+
+/* Shared memory above 48 KB must be asked for, once a device; and a kernel's code is loaded now, not under a capture. */
+static flash_attn_status set_up_on_device(const fa_place *place, fa_kernel *kernel)
+{
+    const fa_driver *driver = place->driver;
+    int              shared = kernel->resources.shared_bytes;
+    CUfunction       function;
+    if (shared > place->device->max_shared_bytes)
+        return fa_fail(FLASH_ATTN_UNSUPPORTED, "%s needs %d bytes of shared memory; CUDA device %d has %d for a block",
+                       fa_kernels[kernel->key.kernel].name, shared, place->index, place->device->max_shared_bytes);
+    FA_TRY(fa_driver_check(driver,
+                           driver->cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared,
+                                                        kernel->kernel, place->device->device),
+                           "asking for shared memory (cuKernelSetAttribute)"));
+    FA_TRY(fa_driver_check(driver, driver->cuKernelGetFunction(&function, kernel->kernel),
+                           "loading a kernel (cuKernelGetFunction)"));
+    atomic_fetch_or_explicit(&kernel->devices, UINT64_C(1) << place->index, memory_order_release);
+    return FLASH_ATTN_OK;
+}
+
+flash_attn_status fa_kernel_get(const fa_place *place, const fa_key *key, fa_kernel **kernel)
+{
+    _Atomic(fa_kernel *) *bucket = &place->cuda->kernels[fa_key_hash(key) % FA_KERNEL_BUCKETS];
+    *kernel = find(atomic_load_explicit(bucket, memory_order_acquire), key);
+    if (!*kernel || !atomic_load_explicit(&(*kernel)->loaded, memory_order_acquire))
+        FA_TRY(build_once(place, key, bucket, kernel));
+    if (!(atomic_load_explicit(&(*kernel)->devices, memory_order_acquire) >> place->index & 1))
+        FA_TRY(set_up_on_device(place, *kernel));
+    return FLASH_ATTN_OK;
+}
+
+flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kernel, int64_t blocks, void *arguments)
+{
+    if (blocks == 0)
+        return FLASH_ATTN_OK;
+    CUlaunchConfig config = {.grid         = {(unsigned)blocks, 1, 1},
+                             .block        = {(unsigned)kernel->threads, 1, 1},
+                             .shared_bytes = (unsigned)kernel->resources.shared_bytes,
+                             .stream       = place->stream};
+    void    *parameters[] = {arguments};
+    CUresult result = place->driver->cuLaunchKernelEx(&config, (CUfunction)kernel->kernel, parameters, NULL);
+    if (result == CUDA_SUCCESS)
+        return FLASH_ATTN_OK;
+    return fa_driver_check(place->driver, result, fa_kernels[kernel->key.kernel].name);
+}
+
+flash_attn_status fa_upload(const fa_place *place, const fa_kernel *upload, void *to, const void *from, size_t bytes)
+{
+    fa_upload_args args;
+    for (size_t done = 0; done < bytes; done += sizeof args.word) {
+        size_t part = bytes - done < sizeof args.word ? bytes - done : sizeof args.word;
+        args.to     = (unsigned *)((char *)to + done);
+        args.count  = (int)(part / sizeof args.word[0]);
+        memcpy(args.word, (const char *)from + done, part);
+        FA_TRY(fa_kernel_launch(place, upload, 1, &args));
+    }
+    return FLASH_ATTN_OK;
+}

@@ -1,0 +1,332 @@
+/* From a call to launches: kernels, constants, arguments, workspace. Touches no device. */
+#include "cuda/cuda.h"
+
+#include <limits.h>
+
+#define LOG2_E 1.4426950408889634f
+
+static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* What the partial results' kernel etc. run with: enough warps to hide memory's latency, one row of work a warp. */
+enum { SMALL_WARPS = 4, ROWSUM_TILE_Q = 64, DSINKS_WARPS = 32, UPLOAD_WARPS = 8 };
+
+fa_view fa_plan_view(const flash_attn_tensor *t)
+{
+    fa_view view = {.data = t->data, .dtype = (int)t->dtype};
+    for (int i = 0; i < 4; i++)
+        view.stride[i] = t->stride[i];
+    return view;
+}
+
+/* Every row starts 16-byte aligned, lies in one piece and is a whole number of 16-byte pieces. Absent: true. */
+static bool is_aligned(const flash_attn_tensor *t)
+{
+    if (!t->data)
+        return true;
+    int64_t bytes = (int64_t)fa_dtype_bytes(t->dtype);
+    if ((uintptr_t)t->data % 16 != 0 || t->shape[3] * bytes % 16 != 0 || (t->stride[3] != 1 && t->shape[3] != 1))
+        return false;
+    for (int i = 0; i < 3; i++)
+        if (t->shape[i] > 1 && t->stride[i] * bytes % 16 != 0)
+            return false;
+    return true;
+}
+
+static int mask_kind(fa_window window)
+{
+    if (window.left < FA_UNLIMITED)
+        return FA_MASK_WINDOW;
+    return window.right < FA_UNLIMITED ? FA_MASK_CAUSAL : FA_MASK_NONE;
+}
+
+static fa_key main_key(const fa_call *call, const fa_tune_row *row, int arch)
+{
+    bool   backward = call->pass == FLASH_ATTN_BACKWARD;
+    fa_key key;
+    memset(&key, 0, sizeof key);
+    key.kernel      = (int)row->kernel;
+    key.arch        = arch;
+    key.dtype       = (int)call->q.dtype;
+    key.dtype_o     = (int)call->o.dtype;
+    key.dtype_dout  = backward ? (int)call->dout.dtype : 0;
+    key.dtype_bias  = call->bias.data ? (int)call->bias.dtype : 0;
+    key.head_dim    = (int)ceil_div(call->head_dim, 32) * 32;
+    key.head_dim_v  = (int)ceil_div(call->head_dim_v, 32) * 32;
+    key.even_d      = key.head_dim == call->head_dim && key.head_dim_v == call->head_dim_v;
+    key.aligned     = is_aligned(&call->q) && is_aligned(&call->k) && is_aligned(&call->v) && is_aligned(&call->o) &&
+                  (!backward || (is_aligned(&call->dout) && is_aligned(&call->dq) && is_aligned(&call->dk) &&
+                                 is_aligned(&call->dv)));
+    key.tile_q      = row->tile_q;
+    key.tile_k      = row->tile_k;
+    key.warps       = row->warps;
+    key.stages      = row->stages;
+    key.min_blocks  = row->min_blocks;
+    key.variant     = row->variant;
+    key.mask        = mask_kind(call->window);
+    key.has_slices  = call->slices.count > 0;
+    key.has_softcap = call->softcap > 0;
+    key.has_bias    = call->bias.data != NULL;
+    key.has_alibi   = call->alibi_slopes.data != NULL;
+    key.has_dropout = call->dropout.threshold != 0;
+    key.has_paged   = call->pages.table != NULL;
+    key.has_dbias   = backward && call->dbias.data != NULL;
+    key.deterministic = backward && call->deterministic;
+    return key;
+}
+
+fa_key fa_plan_small_key(enum fa_kernel_id kernel, int arch)
+{
+    fa_key key;
+    memset(&key, 0, sizeof key);
+    key.kernel     = (int)kernel;
+    key.arch       = arch;
+    key.warps      = kernel == FA_KERNEL_UPLOAD ? UPLOAD_WARPS : kernel == FA_KERNEL_BACKWARD_DSINKS ? DSINKS_WARPS : SMALL_WARPS;
+    key.min_blocks = 1;
+    return key;
+}
+
+int fa_plan_threads(const fa_key *key) { return 32 * key->warps; }
+
+/* A helper of a pass: it shares with the main kernel only what it names here, so that few variants are built. */
+static fa_key helper_key(enum fa_kernel_id kernel, const fa_key *main)
+{
+    fa_key key     = fa_plan_small_key(kernel, main->arch);
+    key.dtype      = main->dtype;
+    key.dtype_o    = main->dtype_o;
+    key.dtype_dout = main->dtype_dout;
+    key.head_dim   = main->head_dim;
+    key.head_dim_v = main->head_dim_v;
+    key.even_d     = main->even_d;
+    key.aligned    = main->aligned;
+    if (kernel == FA_KERNEL_BACKWARD_ROWSUM)
+        key.tile_q = ROWSUM_TILE_Q;
+    if (kernel == FA_KERNEL_BACKWARD_CONVERT) {
+        key.has_kv_accum = main->has_kv_accum;
+        key.has_dbias    = main->has_dbias;
+    }
+    return key;
+}
+
+/* ---- arguments ---- */
+
+static void fill_tensors(const fa_call *call, fa_args *args)
+{
+    args->q            = fa_plan_view(&call->q);
+    args->k            = fa_plan_view(&call->k);
+    args->v            = fa_plan_view(&call->v);
+    args->o            = fa_plan_view(&call->o);
+    args->lse          = fa_plan_view(&call->lse);
+    args->bias         = fa_plan_view(&call->bias);
+    args->alibi_slopes = fa_plan_view(&call->alibi_slopes);
+    args->sinks        = fa_plan_view(&call->sinks);
+    args->descale_q    = fa_plan_view(&call->descale_q);
+    args->descale_k    = fa_plan_view(&call->descale_k);
+    args->descale_v    = fa_plan_view(&call->descale_v);
+    args->cu_seqlens_q    = call->cu_seqlens_q;
+    args->cu_seqlens_k    = call->cu_seqlens_k;
+    args->seqused_q       = call->seqused_q;
+    args->seqused_k       = call->seqused_k;
+    args->leftpad_k       = call->leftpad_k;
+    args->cache_batch_idx = call->cache_batch_idx;
+    args->page_table      = call->pages.table;
+    args->page_row_stride = call->pages.row_stride;
+    if (call->pass == FLASH_ATTN_BACKWARD) {
+        args->dout      = fa_plan_view(&call->dout);
+        args->dq        = fa_plan_view(&call->dq);
+        args->dk        = fa_plan_view(&call->dk);
+        args->dv        = fa_plan_view(&call->dv);
+        args->dbias_out = fa_plan_view(&call->dbias);
+        args->dsinks    = fa_plan_view(&call->dsinks);
+    }
+}
+
+static void fill_sizes(const fa_call *call, const fa_tune_row *row, fa_args *args)
+{
+    args->batch         = (int)call->batch;
+    args->heads_q       = (int)call->heads_q;
+    args->heads_k       = (int)call->heads_k;
+    args->group         = (int)call->group;
+    args->head_dim      = (int)call->head_dim;
+    args->head_dim_v    = (int)call->head_dim_v;
+    args->q_entries     = (int)call->q.shape[0];
+    args->q_rows        = (int)call->q.shape[1];
+    args->kv_entries    = (int)call->k.shape[0];
+    args->kv_rows       = (int)call->k.shape[1];
+    args->pages_per_seq = call->pages.pages_per_seq;
+    args->num_slices    = call->slices.count;
+    args->max_seqlen_q  = (int)call->max_seqlen_q;
+    args->max_seqlen_k  = (int)call->max_seqlen_k;
+    args->tiles_q       = (int)ceil_div(call->max_seqlen_q, row->tile_q);
+    args->tiles_k       = (int)ceil_div(call->max_seqlen_k, row->tile_k);
+    args->num_splits    = 1;
+    args->split_keys    = args->tiles_k * row->tile_k;
+    args->group_blocks  = 1;
+    args->scale         = call->scale;
+    args->scale_log2    = call->scale * LOG2_E;
+    args->softcap       = call->softcap;
+    args->window        = call->window;
+    args->dropout       = call->dropout;
+    for (int i = 0; i < 4; i++) /* what broadcasts is summed, hence stored once */
+        args->dbias_extent[i] = call->dbias.data && call->dbias.stride[i] != 0 ? (int)call->dbias.shape[i] : 1;
+}
+
+/*
+ * Parts of the keys, by absolute position. A caller's number is taken as it is. Otherwise only calls with few queries
+ * are split, into parts of a length that depends on the number of heads alone, never on the batch or on how many
+ * multiprocessors there are, for the order of sums must not: with 32 keys for each head, a context of 4096 keys gives
+ * 128 blocks at batch 1, about one for each multiprocessor of a large GPU.
+ */
+static void choose_splits(const fa_call *call, const fa_tune_row *row, fa_args *args)
+{
+    int64_t keys = args->max_seqlen_k, part = keys;
+    if (call->num_splits > 1)
+        part = ceil_div(keys, call->num_splits);
+    else if (call->num_splits == 0 && call->max_seqlen_q <= row->tile_q)
+        part = call->heads_q <= 8 ? 256 : call->heads_q >= 64 ? 2048 : 32 * call->heads_q;
+    part = ceil_div(part, row->tile_k) * row->tile_k;
+    if (keys == 0 || part >= keys)
+        return;
+    args->split_keys = (int)part;
+    args->num_splits = (int)ceil_div(keys, part);
+}
+
+/* Blocks of the backward that share a key head: enough to fill a large GPU twice when keys and heads alone do not. */
+static void choose_group_blocks(const fa_call *call, fa_args *args)
+{
+    enum { ENOUGH_BLOCKS = 256 };
+    int64_t blocks = (int64_t)args->tiles_k * call->heads_k * call->batch;
+    if (call->deterministic || blocks == 0)
+        return;
+    for (int n = 1; n <= call->group; n++)
+        if (call->group % n == 0) {
+            args->group_blocks = n;
+            if (blocks * n >= ENOUGH_BLOCKS)
+                break;
+        }
+}
+
+/* ---- launches ---- */
+
+static flash_attn_status add_launch(fa_plan *plan, const fa_key *key, int64_t blocks)
+{
+    if (blocks > INT_MAX)
+        return fa_fail(FLASH_ATTN_UNSUPPORTED, "%s would need %lld blocks; CUDA allows %d in a launch",
+                       fa_kernels[key->kernel].name, (long long)blocks, INT_MAX);
+    plan->launch[plan->num_launches++] = (fa_launch){*key, blocks};
+    return FLASH_ATTN_OK;
+}
+
+static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key *key)
+{
+    fa_args *args = &plan->args;
+    choose_splits(call, plan->row, args);
+    key->has_split = args->num_splits > 1;
+    plan->main     = plan->num_launches;
+    FA_TRY(add_launch(plan, key, (int64_t)args->tiles_q * args->num_splits * call->heads_q * call->batch));
+    if (!key->has_split)
+        return FLASH_ATTN_OK;
+    fa_key  combine = helper_key(FA_KERNEL_COMBINE, key);
+    int64_t rows    = call->q.shape[0] * call->q.shape[1] * call->heads_q;
+    combine.dtype   = 0; /* it sees only partial results and o */
+    return add_launch(plan, &combine, ceil_div(rows, combine.warps));
+}
+
+static flash_attn_status plan_backward(const fa_call *call, fa_plan *plan, fa_key *key)
+{
+    fa_args *args = &plan->args;
+    choose_group_blocks(call, args);
+    key->has_kv_accum = args->group_blocks > 1;
+    fa_key  rowsum = helper_key(FA_KERNEL_BACKWARD_ROWSUM, key), convert = helper_key(FA_KERNEL_BACKWARD_CONVERT, key);
+    int64_t row_tiles = ceil_div(call->max_seqlen_q, rowsum.tile_q);
+    int64_t rows      = call->q.shape[0] * call->q.shape[1] * call->heads_q;
+    if (key->has_kv_accum)
+        rows += call->k.shape[0] * call->k.shape[1] * call->heads_k;
+    if (key->has_dbias)
+        rows += (int64_t)args->dbias_extent[0] * args->dbias_extent[1] * args->dbias_extent[2];
+    FA_TRY(add_launch(plan, &rowsum, row_tiles * call->heads_q * call->batch));
+    plan->main = plan->num_launches;
+    FA_TRY(add_launch(plan, key, (int64_t)args->tiles_k * args->group_blocks * call->heads_k * call->batch));
+    FA_TRY(add_launch(plan, &convert, ceil_div(rows, convert.warps)));
+    if (call->dsinks.data) {
+        fa_key dsinks = fa_plan_small_key(FA_KERNEL_BACKWARD_DSINKS, key->arch);
+        FA_TRY(add_launch(plan, &dsinks, call->heads_q));
+    }
+    return FLASH_ATTN_OK;
+}
+
+/* ---- workspace ---- */
+
+typedef struct arena {
+    char  *base; /* NULL: only counting */
+    size_t used;
+} arena;
+
+static void *take(arena *a, int64_t count, size_t element_bytes)
+{
+    if (count == 0)
+        return NULL;
+    void *place = a->base ? a->base + a->used : NULL;
+    a->used += ((size_t)count * element_bytes + 255) / 256 * 256;
+    return place;
+}
+
+void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
+{
+    const fa_key *key    = &plan->launch[plan->main].key;
+    fa_args      *args   = &plan->args;
+    arena         a      = {base, 0};
+    int64_t       tokens = call->q.shape[0] * call->q.shape[1];
+    args->slices        = take(&a, plan->slices_bytes > 0 ? call->slices.count : 0, sizeof(fa_slice));
+    args->slice_offsets = take(&a, plan->offsets_bytes > 0 ? call->batch + 1 : 0, sizeof(int));
+    if (key->has_split) {
+        args->o_partial   = take(&a, args->num_splits * call->heads_q * tokens * key->head_dim_v, sizeof(float));
+        args->lse_partial = take(&a, args->num_splits * call->heads_q * tokens, sizeof(float));
+    }
+    if (call->pass == FLASH_ATTN_BACKWARD) {
+        args->delta    = take(&a, call->heads_q * tokens, sizeof(float));
+        args->dq_accum = take(&a, call->heads_q * tokens * key->head_dim, sizeof(float));
+        size_t  begin     = a.used;
+        int64_t kv_rows   = key->has_kv_accum ? call->heads_k * call->k.shape[0] * call->k.shape[1] : 0;
+        int64_t bias_size = (int64_t)args->dbias_extent[0] * args->dbias_extent[1] * args->dbias_extent[2];
+        args->dk_accum   = take(&a, kv_rows * key->head_dim, sizeof(float));
+        args->dv_accum   = take(&a, kv_rows * key->head_dim_v, sizeof(float));
+        args->dbias.data = take(&a, key->has_dbias ? bias_size * args->dbias_extent[3] : 0, sizeof(float));
+        args->dq_turn    = take(&a, key->deterministic ? call->batch * call->heads_q * args->tiles_q : 0, sizeof(int));
+        plan->zero       = base ? base + begin : NULL;
+        plan->zero_bytes = a.used - begin;
+    }
+    plan->workspace_bytes = a.used;
+}
+
+/* dbias is summed in a contiguous float array of dbias_extent. */
+static void fill_dbias(fa_args *args)
+{
+    fa_i64 stride = 1;
+    for (int i = 3; i >= 0; i--) {
+        args->dbias.stride[i] = args->dbias_extent[i] == 1 ? 0 : stride;
+        stride *= args->dbias_extent[i];
+    }
+    args->dbias.dtype = FA_F32;
+}
+
+flash_attn_status fa_plan_make(const fa_call *call, int arch, const char *name, fa_plan *plan)
+{
+    memset(plan, 0, sizeof *plan);
+    FA_TRY(fa_tune_choose(call, arch, mask_kind(call->window), name, &plan->row));
+    fill_tensors(call, &plan->args);
+    fill_sizes(call, plan->row, &plan->args);
+    fill_dbias(&plan->args);
+    plan->slices_bytes  = (size_t)call->slices.count * sizeof(fa_slice);
+    plan->offsets_bytes = call->slices.count > 0 && call->slices.offsets ? (size_t)(call->batch + 1) * sizeof(int) : 0;
+    if (plan->slices_bytes > 0) {
+        fa_key upload = fa_plan_small_key(FA_KERNEL_UPLOAD, arch);
+        FA_TRY(add_launch(plan, &upload, 1));
+    }
+    fa_key key = main_key(call, plan->row, arch);
+    if (call->pass == FLASH_ATTN_BACKWARD)
+        FA_TRY(plan_backward(call, plan, &key));
+    else
+        FA_TRY(plan_forward(call, plan, &key));
+    fa_plan_place(call, plan, NULL);
+    return FLASH_ATTN_OK;
+}
