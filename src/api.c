@@ -6,10 +6,10 @@
 
 /* ---- which backend: the one place that knows them ---- */
 
-static flash_attn_status no_cuda(flash_attn_device device)
+/* A value of device.type that fa_check_device has refused already; the compiler wants an answer all the same. */
+static flash_attn_status unknown_device(flash_attn_device device)
 {
-    return fa_fail(FLASH_ATTN_NO_DEVICE, "device.type is CUDA (%d), but this library was built without CUDA",
-                   device.index);
+    return fa_fail(FLASH_ATTN_INVALID, "device.type is %d, expected CPU (0), CUDA (1) or REFERENCE (2)", (int)device.type);
 }
 
 static flash_attn_status run_on(flash_attn_context *context, flash_attn_device device, const fa_call *call,
@@ -20,9 +20,9 @@ static flash_attn_status run_on(flash_attn_context *context, flash_attn_device d
     case FLASH_ATTN_CPU:
         return forward ? fa_cpu_forward(context->cpu, call, exec) : fa_cpu_backward(context->cpu, call, exec);
     case FLASH_ATTN_REFERENCE: return forward ? fa_reference_forward(call) : fa_reference_backward(call);
-    case FLASH_ATTN_CUDA: break;
+    case FLASH_ATTN_CUDA: return fa_cuda_run(context, device.index, call, exec);
     }
-    return no_cuda(device);
+    return unknown_device(device);
 }
 
 static flash_attn_status workspace_on(flash_attn_context *context, flash_attn_device device, const fa_call *call,
@@ -31,9 +31,9 @@ static flash_attn_status workspace_on(flash_attn_context *context, flash_attn_de
     switch (device.type) {
     case FLASH_ATTN_CPU: *bytes = fa_cpu_workspace(context->cpu, call); return FLASH_ATTN_OK;
     case FLASH_ATTN_REFERENCE: *bytes = 0; return FLASH_ATTN_OK;
-    case FLASH_ATTN_CUDA: break;
+    case FLASH_ATTN_CUDA: return fa_cuda_workspace(context, device.index, call, bytes);
     }
-    return no_cuda(device);
+    return unknown_device(device);
 }
 
 /* ---- how to run ---- */
@@ -122,7 +122,36 @@ flash_attn_status flash_attn_prepare(flash_attn_context *context, const flash_at
     fa_call call;
     FA_TRY(fa_context_of(&context)); /* threads and tables of the CPU are made with the context */
     FA_TRY(fa_normalise(problem, NULL, pass, FA_PLAN, &call));
-    return problem->device.type == FLASH_ATTN_CUDA ? no_cuda(problem->device) : FLASH_ATTN_OK;
+    return problem->device.type == FLASH_ATTN_CUDA ? fa_cuda_prepare(context, problem->device.index, &call)
+                                                   : FLASH_ATTN_OK;
+}
+
+flash_attn_status flash_attn_compile(flash_attn_context *context, const flash_attn_problem *problem,
+                                     flash_attn_pass pass, int32_t arch, const char *folder)
+{
+    fa_call call;
+    if (!problem)
+        return fa_fail(FLASH_ATTN_INVALID, "problem is NULL, expected a problem");
+    if (!folder || !*folder)
+        return fa_fail(FLASH_ATTN_INVALID, "folder is %s, expected a path", folder ? "empty" : "NULL");
+    flash_attn_problem on_gpu = *problem;
+    on_gpu.device             = (flash_attn_device){.type = FLASH_ATTN_CUDA};
+    FA_TRY(fa_context_of(&context));
+    FA_TRY(fa_normalise(&on_gpu, NULL, pass, FA_PLAN, &call));
+    return fa_cuda_compile(context, &call, arch, folder);
+}
+
+/* Lengths in device memory are not read: every sequence counts as the longest. */
+static void assume_longest(fa_call *call)
+{
+    flash_attn_tensor *of_q[] = {&call->q, &call->o, &call->dout, &call->dq}, *of_k[] = {&call->k, &call->v, &call->dk, &call->dv};
+    for (int i = 0; i < 4; i++) {
+        of_q[i]->shape[0] = of_k[i]->shape[0] = call->batch;
+        of_q[i]->shape[1] = call->max_seqlen_q;
+        of_k[i]->shape[1] = call->max_seqlen_k;
+    }
+    call->cu_seqlens_q = call->cu_seqlens_k = call->seqused_q = call->seqused_k = NULL;
+    call->leftpad_k = call->cache_batch_idx = call->pages.table = NULL;
 }
 
 flash_attn_status flash_attn_explain(flash_attn_context *context, const flash_attn_problem *problem,
@@ -136,11 +165,15 @@ flash_attn_status flash_attn_explain(flash_attn_context *context, const flash_at
     FA_TRY(fa_normalise(problem, NULL, pass, FA_PLAN_LENGTHS, &call));
     FA_TRY(workspace_on(context, problem->device, &call, &workspace_bytes));
     flash_attn_explanation result = {.num_splits = 1, .num_threads = 1, .num_tasks = 1, .tile_q = 1, .tile_k = 1};
+    if (problem->device.type == FLASH_ATTN_CUDA) {
+        FA_TRY(fa_cuda_explain(context, problem->device.index, &call, &result));
+        assume_longest(&call);
+    }
     FA_TRY(fa_count_work(&call, &result.flops, &result.bytes));
     if (problem->device.type == FLASH_ATTN_CPU) {
         fa_exec how = {.num_threads = fa_cpu_num_threads(context->cpu)};
         fa_cpu_explain(context->cpu, &call, &how, &result);
-    } else {
+    } else if (problem->device.type == FLASH_ATTN_REFERENCE) {
         snprintf(result.kernel, sizeof result.kernel, "%s_reference",
                  pass == FLASH_ATTN_FORWARD ? "forward" : "backward");
         snprintf(result.reason, sizeof result.reason, "the formula in double precision, one row of scores at a time");
@@ -157,10 +190,11 @@ flash_attn_status flash_attn_get_device_info(flash_attn_context *context, flash_
         return fa_fail(FLASH_ATTN_INVALID, "info is NULL, expected a place for it");
     FA_TRY(fa_check_device(device));
     FA_TRY(fa_context_of(&context));
-    if (device.type == FLASH_ATTN_CUDA)
-        return no_cuda(device);
     flash_attn_device_info result = {0};
-    fa_cpu_info(context->cpu, &result);
+    if (device.type == FLASH_ATTN_CUDA)
+        FA_TRY(fa_cuda_info(context, device.index, &result));
+    else
+        fa_cpu_info(context->cpu, &result);
     if (device.type == FLASH_ATTN_REFERENCE) {
         snprintf(result.isa, sizeof result.isa, "double");
         result.num_threads = 1;
@@ -180,7 +214,7 @@ flash_attn_status flash_attn_append_kv(flash_attn_context *context, const flash_
     FA_TRY(fa_normalise_append(append, &checked));
     FA_TRY(check_exec(context, checked.device, exec, &how));
     if (checked.device.type == FLASH_ATTN_CUDA)
-        return no_cuda(checked.device);
+        return fa_cuda_append(context, &checked, &how);
     fa_host_append(&checked);
     return FLASH_ATTN_OK;
 }
@@ -193,11 +227,13 @@ flash_attn_status flash_attn_merge(flash_attn_context *context, flash_attn_devic
     FA_TRY(fa_context_of(&context));
     FA_TRY(fa_check_device(device));
     FA_TRY(check_exec(context, device, exec, &how));
-    if (device.type == FLASH_ATTN_CUDA)
-        return no_cuda(device);
     flash_attn_partial *checked;
     FA_TRY(fa_normalise_merge(parts, num_parts, result, &checked));
-    fa_host_merge(checked, num_parts, &checked[num_parts]);
+    flash_attn_status status = FLASH_ATTN_OK;
+    if (device.type == FLASH_ATTN_CUDA)
+        status = fa_cuda_merge(context, device.index, checked, num_parts, &checked[num_parts], &how);
+    else
+        fa_host_merge(checked, num_parts, &checked[num_parts]);
     free(checked);
-    return FLASH_ATTN_OK;
+    return status;
 }

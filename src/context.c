@@ -74,6 +74,27 @@ static flash_attn_status resolve_options(const flash_attn_options *given, flash_
     return FLASH_ATTN_OK;
 }
 
+/* The caller's strings may be gone when the first CUDA call comes. */
+static bool copy_strings(flash_attn_options *options)
+{
+    const char **strings[] = {&options->kernel, &options->kernel_folder, &options->nvrtc_path};
+    bool         copied    = true;
+    for (size_t i = 0; i < sizeof strings / sizeof *strings; i++)
+        if (*strings[i]) {
+            *strings[i] = strdup(*strings[i]);
+            copied      = copied && *strings[i];
+        }
+    return copied;
+}
+
+static void free_context(flash_attn_context *context)
+{
+    free((void *)context->options.kernel);
+    free((void *)context->options.kernel_folder);
+    free((void *)context->options.nvrtc_path);
+    free(context);
+}
+
 flash_attn_status flash_attn_create(flash_attn_context **context, const flash_attn_options *options)
 {
     if (!context)
@@ -83,10 +104,14 @@ flash_attn_status flash_attn_create(flash_attn_context **context, const flash_at
     flash_attn_context *made = calloc(1, sizeof *made);
     if (!made)
         return fa_fail(FLASH_ATTN_NO_MEMORY, "no memory for a context of %zu bytes", sizeof *made);
-    made->options            = resolved;
-    flash_attn_status status = fa_cpu_create(&made->cpu, &made->options);
+    made->options = resolved;
+    flash_attn_status status;
+    if (copy_strings(&made->options))
+        status = fa_cpu_create(&made->cpu, &made->options);
+    else
+        status = fa_fail(FLASH_ATTN_NO_MEMORY, "no memory for a context's options");
     if (status != FLASH_ATTN_OK) {
-        free(made);
+        free_context(made);
         return status;
     }
     *context = made;
@@ -97,8 +122,9 @@ void flash_attn_destroy(flash_attn_context *context)
 {
     if (!context)
         return;
+    fa_cuda_destroy(context->cuda);
     fa_cpu_destroy(context->cpu);
-    free(context);
+    free_context(context);
 }
 
 /* No lock, so that a fork at any moment leaves the child nothing to wait for: threads that come first together each
