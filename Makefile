@@ -15,6 +15,7 @@ PREFIX  ?= /usr/local
 JOBS    ?= $(shell nproc 2>/dev/null || echo 2)
 SECONDS_OF_TRAINING ?= 60
 FLAGS   ?=
+CTEST_FLAGS ?=
 GENERATOR := $(shell command -v ninja >/dev/null 2>&1 && echo -G Ninja)
 # A build folder keeps the generator that it was made with.
 ifneq ($(wildcard $(BUILD)/CMakeCache.txt),)
@@ -40,7 +41,7 @@ test: setup-test
 	    -DFLASH_ATTN_TESTS=ON $(FLAGS) >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
 	@rm -f $(BUILD).log
 	cmake --build $(BUILD) -j $(JOBS)
-	cd $(BUILD) && ctest --output-on-failure -j $(JOBS)
+	cd $(BUILD) && ctest --output-on-failure -j $(JOBS) $(CTEST_FLAGS)
 
 demo: build
 	$(BUILD)/cli/flashattn check --quick
