@@ -1,0 +1,223 @@
+"""One attention call: arrays in, the C struct filled, arrays out. Everything above this file is names and defaults."""
+
+import ctypes
+import math
+import sys
+
+from . import _native
+from ._arrays import empty_like, is_torch, view
+from ._native import Append, Descale, Exec, Grads, Pages, Partial, Problem, Rotary, Slices, check, lib, pack_tensor
+
+_PROBLEM_BYTES, _GRADS_BYTES = ctypes.sizeof(Problem), ctypes.sizeof(Grads)
+_AT = {name: getattr(Problem, name).offset for name, _ in Problem._fields_}
+
+
+def _dims(found, name, dims):
+    """A view's shape and strides as four dimensions. dims says which of the four the array's own are."""
+    if len(found.shape) != len(dims):
+        raise _native.InvalidError(f"{name} has {len(found.shape)} dimensions {tuple(found.shape)}: expected {len(dims)}")
+    shape, stride = [1, 1, 1, 1], [1, 1, 1, 1]
+    for own, place in enumerate(dims):
+        shape[place], stride[place] = found.shape[own], found.stride[own]
+    return shape, stride
+
+
+_ALL = (0, 1, 2, 3)  # [batch, rows, heads, d]
+_PACKED = (1, 2, 3)  # varlen: [total, heads, d]
+
+
+def _put(buffer, offset, found, name, dims=_ALL):
+    if len(found.shape) == 4 and dims is _ALL:  # the hot path
+        shape, stride = found.shape, found.stride
+    else:
+        shape, stride = _dims(found, name, dims)
+    if not any(stride):  # the C struct reads four zeros as "contiguous"
+        if math.prod(shape) > 1:
+            raise _native.InvalidError(f"{name} is broadcast in every dimension: make it contiguous")
+        stride = (1, 1, 1, 1)
+    if found.dtype < 0:
+        raise _native.InvalidError(f"{name} is boolean or integer: expected float32, float16 or bfloat16")
+    pack_tensor(buffer, offset, found.data, found.dtype, *shape, *stride)
+
+
+def _lengths(array, name, device, keep):
+    """The address of a contiguous int32 array on the right device, copied if it is not one already."""
+    if array is None:
+        return None
+    found = view(array)
+    if found.dtype != -2 or (found.shape and found.stride[-1] != 1 and found.shape[-1] > 1):
+        if is_torch(array):
+            array = array.to(dtype=sys.modules["torch"].int32).contiguous()
+        else:
+            import numpy as np
+
+            array = np.ascontiguousarray(array, dtype=np.int32)
+        found = view(array)
+    if found.device != device:
+        raise _native.InvalidError(f"{name} is on another device than q")
+    keep.append(array)
+    return found.data
+
+
+def _stream(found):
+    """CUDA: PyTorch's current stream of the tensor's device."""
+    torch = sys.modules.get("torch")
+    return torch.cuda.current_stream(found.index).cuda_stream if torch is not None else None
+
+
+class Call:
+    """A filled flash_attn_problem. Fields that are not given keep the C default, zero."""
+
+    def __init__(self, q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, bias=None, alibi_slopes=None,
+                 sinks=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, leftpad_k=None,
+                 cache_batch_idx=None, max_seqlen_q=0, max_seqlen_k=0, block_table=None, slices=None,
+                 slice_offsets=None, dropout_p=0.0, seed=0, offset=0, num_splits=0, q_descale=None, k_descale=None,
+                 v_descale=None, deterministic=False, reference=False):
+        self.q, self.k, self.v = q, k, v
+        self.keep = keep = [q, k, v]
+        self.buffer = buffer = ctypes.create_string_buffer(_PROBLEM_BYTES)
+        found_q, found_k, found_v = view(q), view(k), view(v)
+        device = found_q.device
+        if found_k.device != device or found_v.device != device:
+            raise _native.InvalidError("q, k and v must be on the same device")
+        self.found_q = found_q
+        self.dims_q = _PACKED if cu_seqlens_q is not None else _ALL
+        dims_k = _PACKED if cu_seqlens_k is not None else _ALL
+        _put(buffer, _AT["q"], found_q, "q", self.dims_q)
+        _put(buffer, _AT["k"], found_k, "k", dims_k)
+        _put(buffer, _AT["v"], found_v, "v", dims_k)
+        self.head_dim_v = found_v.shape[-1]
+
+        self.problem = problem = Problem.from_buffer(buffer)
+        self.address = ctypes.addressof(buffer)
+        problem.device.type = _native.REFERENCE if reference and device == _native.CPU else device
+        problem.device.index = found_q.index
+        if scale is not None:
+            problem.scale = scale if scale != 0 else -0.0
+        if softcap:
+            problem.softcap = softcap
+        left, right = window
+        if causal:
+            right = 0
+        if left >= 0 or (right >= 0 and not (causal and left < 0)):
+            problem.mask, problem.window_left, problem.window_right = _native.MASK_WINDOW, max(left, -1), max(right, -1)
+        elif causal:
+            problem.mask = _native.MASK_CAUSAL
+        if bias is not None:
+            keep.append(bias)
+            _put(buffer, _AT["bias"], view(bias), "bias")
+        if alibi_slopes is not None:
+            found = view(alibi_slopes)
+            keep.append(alibi_slopes)
+            _put(buffer, _AT["alibi_slopes"], found, "alibi_slopes", (1,) if len(found.shape) == 1 else (0, 1))
+        if sinks is not None:
+            keep.append(sinks)
+            _put(buffer, _AT["sinks"], view(sinks), "sinks", (1,))
+        for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k), ("seqused_q", seqused_q),
+                            ("seqused_k", seqused_k), ("leftpad_k", leftpad_k), ("cache_batch_idx", cache_batch_idx)):
+            if array is not None:
+                setattr(problem, name, _lengths(array, name, device, keep))
+        if cu_seqlens_q is not None:
+            problem.batch = len(cu_seqlens_q) - 1
+            problem.max_seqlen_q = max_seqlen_q or 0
+        if cu_seqlens_k is not None:
+            problem.max_seqlen_k = max_seqlen_k or 0
+        problem.num_splits = num_splits
+        if block_table is not None:
+            address = _lengths(block_table, "block_table", device, keep)
+            problem.pages = Pages(address, 0, block_table.shape[1], 0)
+        if slices is not None:
+            # Slices are host memory for every device.
+            table = slices.cpu() if is_torch(slices) else slices
+            offsets = slice_offsets.cpu() if is_torch(slice_offsets) else slice_offsets
+            problem.slices = Slices(_lengths(table, "slices", _native.CPU, keep), len(table), 0,
+                                    _lengths(offsets, "slice_offsets", _native.CPU, keep))
+        if dropout_p:
+            problem.dropout.p, problem.dropout.seed, problem.dropout.offset = dropout_p, seed, offset
+        for name, array in (("q", q_descale), ("k", k_descale), ("v", v_descale)):
+            if array is not None:
+                keep.append(array)
+                _put(buffer, _AT["descale"] + getattr(Descale, name).offset, view(array), f"{name}_descale", (0, 1))
+        problem.deterministic = deterministic
+        self.exec = Exec(stream=_stream(found_q)) if device == _native.CUDA else None
+
+    def _exec(self):
+        return ctypes.addressof(self.exec) if self.exec is not None else None
+
+    def _set_results(self, o, lse):
+        self.keep += [o, lse]
+        _put(self.buffer, _AT["o"], view(o), "out", self.dims_q)
+        if lse is not None:
+            _put(self.buffer, _AT["lse"], view(lse), "softmax_lse", (1, 2) if self.dims_q is _PACKED else (0, 1, 2))
+
+    def forward(self, out=None, want_lse=True):
+        """Run the forward. Returns (o, lse or None); lse is [batch, heads, seqlen_q], varlen [heads, total_q]."""
+        shape = self.found_q.shape
+        if out is None:
+            dtype = _native.BF16 if self.found_q.dtype == _native.F8E4M3 else None
+            out = empty_like(self.q, (*shape[:-1], self.head_dim_v), dtype)
+        lse = None
+        if want_lse:
+            rows = (shape[1], shape[0]) if self.dims_q is _PACKED else (shape[0], shape[2], shape[1])
+            lse = empty_like(self.q, rows, _native.F32)
+        self._set_results(out, lse)
+        check(lib.flash_attn_forward(None, self.address, self._exec()))
+        return out, lse
+
+    def backward(self, dout, o, lse, dq=None, dk=None, dv=None, dbias=None, dsinks=None):
+        """Run the backward; gradients are written to those of dq, dk, dv, dbias, dsinks that are given."""
+        self._set_results(o, lse)
+        buffer = ctypes.create_string_buffer(_GRADS_BYTES)
+        dims_k = _PACKED if self.problem.cu_seqlens_k else _ALL
+        for name, array, dims in (("dout", dout, self.dims_q), ("dq", dq, self.dims_q), ("dk", dk, dims_k),
+                                  ("dv", dv, dims_k), ("dbias", dbias, _ALL), ("dsinks", dsinks, (1,))):
+            if array is not None:
+                _put(buffer, getattr(Grads, name).offset, view(array), name, dims)
+        check(lib.flash_attn_backward(None, self.address, ctypes.addressof(buffer), self._exec()))
+
+
+def append_kv(k_cache, v_cache, k_new=None, v_new=None, *, q=None, q_out=None, cache_seqlens=None, cache_batch_idx=None,
+              leftpad_k=None, block_table=None, rotary_cos=None, rotary_sin=None, interleaved=True, q_at_end=False):
+    """flash_attn_append_kv: write k_new, v_new after the keys that the cache holds; rotate them, and q into q_out."""
+    keep = [k_cache, v_cache, k_new, v_new, q, q_out]
+    buffer = ctypes.create_string_buffer(ctypes.sizeof(Append))
+    found = view(k_cache)
+    for name, array in (("k_cache", k_cache), ("v_cache", v_cache), ("k_new", k_new), ("v_new", v_new), ("q", q),
+                        ("q_out", q_out)):
+        if array is not None:
+            _put(buffer, getattr(Append, name).offset, view(array), name)
+    append = Append.from_buffer(buffer)
+    append.device.type, append.device.index = found.device, found.index
+    for name, array in (("cache_seqlens", cache_seqlens), ("cache_batch_idx", cache_batch_idx),
+                        ("leftpad_k", leftpad_k)):
+        setattr(append, name, _lengths(array, name, found.device, keep))
+    if block_table is not None:
+        append.pages = Pages(_lengths(block_table, "block_table", found.device, keep), 0, block_table.shape[1], 0)
+    if rotary_cos is not None:
+        start = Append.rotary.offset
+        _put(buffer, start + Rotary.cos.offset, view(rotary_cos), "rotary_cos", (0, 1))
+        _put(buffer, start + Rotary.sin.offset, view(rotary_sin), "rotary_sin", (0, 1))
+        append.rotary.interleaved = interleaved
+    append.q_at_end = q_at_end
+    run = Exec(stream=_stream(found)) if found.device == _native.CUDA else None
+    check(lib.flash_attn_append_kv(None, ctypes.addressof(buffer), ctypes.addressof(run) if run else None))
+
+
+def merge(parts, out=None, lse=None):
+    """flash_attn_merge: [(o, lse), ...] over disjoint keys into one (o, lse). o [b, s, h, d], lse [b, h, s]."""
+    size = ctypes.sizeof(Partial)
+    first, first_lse = parts[0]
+    if out is None:
+        out = empty_like(first, tuple(first.shape))
+    if lse is None:
+        lse = empty_like(first_lse, tuple(first_lse.shape))
+    buffer = ctypes.create_string_buffer(size * (len(parts) + 1))
+    for n, (part, part_lse) in enumerate([*parts, (out, lse)]):
+        _put(buffer, n * size + Partial.o.offset, view(part), "o")
+        _put(buffer, n * size + Partial.lse.offset, view(part_lse), "lse", (0, 1, 2))
+    found = view(first)
+    run = Exec(stream=_stream(found)) if found.device == _native.CUDA else None
+    start = ctypes.addressof(buffer)
+    check(lib.flash_attn_merge(None, _native.Device(found.device, found.index), start, len(parts),
+                               start + len(parts) * size, ctypes.addressof(run) if run else None))
+    return out, lse
