@@ -28,7 +28,8 @@ class Device(Structure):
 
 class Options(Structure):
     _fields_ = [("num_threads", c_int32), ("max_isa", c_int32), ("parallel_for", c_void_p), ("pool", c_void_p),
-                ("no_amx_split", c_bool), ("reserved", c_uint64 * 8)]
+                ("no_amx_split", c_bool), ("kernel", c_char_p), ("kernel_folder", c_char_p), ("nvrtc_path", c_char_p),
+                ("reserved", c_uint64 * 5)]
 
 
 class DeviceInfo(Structure):

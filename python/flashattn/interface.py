@@ -1,0 +1,147 @@
+"""flash_attn 2.8's functions: the same names, arguments, defaults and returns (Dao-AILab/flash-attention,
+flash_attn/flash_attn_interface.py). Tensors may be PyTorch's (differentiable), NumPy's or anything with DLPack.
+
+Differences: any head_dim up to 576, any strides, float32 too, head_dim of v may differ, page sizes need not be multiples
+of 256, CPU as well as CUDA. return_attn_probs gives (out, softmax_lse, S_dmask) with S_dmask None: the probabilities
+are never stored.
+"""
+
+from . import _native
+from ._arrays import is_torch
+from ._call import Call, append_kv
+
+
+def _attend(q, k, v, dropout_p, return_attn_probs, **options):
+    if is_torch(q):
+        from .torch_ops import attention
+
+        scale = options.pop("scale")
+        out, lse, _ = attention(q, k, v, scale=scale, dropout_p=dropout_p, **options)
+    else:
+        seed = 0
+        if dropout_p:
+            import numpy as np
+
+            seed = int(np.random.randint(0, 2**62))  # np.random.seed repeats it
+        out, lse = Call(q, k, v, dropout_p=dropout_p, seed=seed, **options).forward(want_lse=return_attn_probs)
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                    alibi_slopes=None, deterministic=False, return_attn_probs=False):
+    """Attention of q [batch, seqlen_q, heads_q, d] on k [batch, seqlen_k, heads_k, d] and v [batch, seqlen_k, heads_k,
+    dv]; heads_q is a multiple of heads_k. Masks are aligned bottom right. window_size (left, right), -1: no limit.
+    alibi_slopes float32 [heads_q] or [batch, heads_q]. Returns out [batch, seqlen_q, heads_q, dv]; with
+    return_attn_probs also softmax_lse float32 [batch, heads_q, seqlen_q] and None."""
+    return _attend(q, k, v, dropout_p, return_attn_probs, scale=softmax_scale, causal=causal, window=window_size,
+                   softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic)
+
+
+def flash_attn_kvpacked_func(q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                             alibi_slopes=None, deterministic=False, return_attn_probs=False):
+    """As flash_attn_func with kv [batch, seqlen_k, 2, heads_k, d]: views of one tensor, not copied."""
+    return flash_attn_func(q, kv[:, :, 0], kv[:, :, 1], dropout_p, softmax_scale, causal, window_size, softcap,
+                           alibi_slopes, deterministic, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                              alibi_slopes=None, deterministic=False, return_attn_probs=False):
+    """As flash_attn_func with qkv [batch, seqlen, 3, heads, d]."""
+    return flash_attn_func(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], dropout_p, softmax_scale, causal, window_size,
+                           softcap, alibi_slopes, deterministic, return_attn_probs)
+
+
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+                           softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+                           deterministic=False, return_attn_probs=False, block_table=None):
+    """Sequences of different lengths packed along the first dimension: q [total_q, heads_q, d], k and v [total_k,
+    heads_k, d]; sequence b is rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1 (int32 [batch + 1]). With block_table int32
+    [batch, pages] k and v are paged, [num_pages, page_size, heads_k, d], and cu_seqlens_k gives the lengths (no gradient).
+    Returns out [total_q, heads_q, dv]; with return_attn_probs also softmax_lse float32 [heads_q, total_q] and None."""
+    options = dict(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, scale=softmax_scale, causal=causal,
+                   window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic)
+    if block_table is None:
+        return _attend(q, k, v, dropout_p, return_attn_probs, cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k,
+                       **options)
+    if is_torch(q) and any(t.requires_grad for t in (q, k, v)):
+        raise _native.UnsupportedError("a paged cache has no gradient: give k and v without block_table, or detach them")
+    if dropout_p:
+        raise _native.UnsupportedError("dropout with a block_table is not supported: a paged cache is for inference")
+    out, lse = Call(q, k, v, seqused_k=cu_seqlens_k[1:] - cu_seqlens_k[:-1], block_table=block_table,
+                    **options).forward(want_lse=return_attn_probs)
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+                                    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                                    alibi_slopes=None, deterministic=False, return_attn_probs=False):
+    """As flash_attn_varlen_func with kv [total_k, 2, heads_k, d]."""
+    return flash_attn_varlen_func(q, kv[:, 0], kv[:, 1], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                                  dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+                                  return_attn_probs)
+
+
+def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False,
+                                     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+                                     return_attn_probs=False):
+    """As flash_attn_varlen_func with qkv [total, 3, heads, d]."""
+    return flash_attn_varlen_func(qkv[:, 0], qkv[:, 1], qkv[:, 2], cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+                                  dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+                                  return_attn_probs)
+
+
+def full_like_lengths(array, count, value):
+    """int32 [count] filled with value, of the kind and device of array."""
+    if is_torch(array):
+        import torch
+
+        return torch.full((count,), value, dtype=torch.int32, device=array.device)
+    import numpy as np
+
+    return np.full((count,), value, dtype=np.int32)
+
+
+def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+                            cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None,
+                            causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True,
+                            alibi_slopes=None, num_splits=0, return_softmax_lse=False):
+    """Decoding: append k, v [batch, seqlen_new, heads_k, d] to the cache in place (rotated if rotary_cos is given), then
+    attention of q [batch, seqlen_q, heads_q, d] on what the cache holds. cache_seqlens: an int or int32 [batch], keys held
+    before the call; it is not changed. k_cache, v_cache [batch_cache, seqlen_cache, heads_k, d], or with block_table
+    [num_pages, page_size, heads_k, d]. Without a mask all queries are rotated to position cache_seqlens, with one query i
+    to cache_seqlens + i. No backward. Returns out, or (out, softmax_lse [batch, heads_q, seqlen_q])."""
+    return kvcache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+                   block_table, rotary_interleaved, return_softmax_lse, scale=softmax_scale, causal=causal,
+                   window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits)
+
+
+def kvcache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+            block_table, rotary_interleaved, return_softmax_lse, **options):
+    """What both spellings of flash_attn_with_kvcache do."""
+    if is_torch(q):
+        q, k_cache, v_cache = q.detach(), k_cache.detach(), v_cache.detach()
+        k, v = (t.detach() if t is not None else None for t in (k, v))
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = full_like_lengths(q, q.shape[0], cache_seqlens)
+    if (k is None) != (v is None):
+        raise _native.InvalidError("k and v must be given together")
+    if k is None and rotary_cos is not None:
+        raise _native.InvalidError("rotary_cos needs k and v: only new keys are rotated")
+    if k is not None:
+        if cache_seqlens is None:
+            raise _native.InvalidError("If key is supplied, it must have seqlen <= the seqlen of the KV cache: "
+                                       "cache_seqlens must say where k and v go")
+        if rotary_cos is not None:
+            q_out = q.clone() if is_torch(q) else q.copy()
+            q, rotated = q_out, q
+        else:
+            rotated = None
+        append_kv(k_cache, v_cache, k, v, q=rotated, q_out=q if rotated is not None else None,
+                  cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, leftpad_k=cache_leftpad,
+                  block_table=block_table, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+                  interleaved=rotary_interleaved,
+                  q_at_end=not options["causal"] and tuple(options["window"]) == (-1, -1))
+        cache_seqlens = cache_seqlens + k.shape[1]
+    out, lse = Call(q, k_cache, v_cache, seqused_k=cache_seqlens, cache_batch_idx=cache_batch_idx,
+                    leftpad_k=cache_leftpad, block_table=block_table, **options).forward(want_lse=return_softmax_lse)
+    return (out, lse) if return_softmax_lse else out
