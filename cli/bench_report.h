@@ -1,0 +1,29 @@
+/* The bench's results as a table, JSON and CSV. */
+#ifndef CLI_BENCH_REPORT_H
+#define CLI_BENCH_REPORT_H
+
+#include "bench_shape.h"
+#include "json.h"
+#include "peak.h"
+
+#include <stdio.h>
+
+typedef struct bench_report {
+    FILE     *table, *json_file, *csv; /* json_file, csv: NULL if not wanted */
+    cli_json  json;
+    bool      quick;
+    cli_peaks peaks; /* at the threads of the rows that follow */
+    int       threads;
+} bench_report;
+
+void bench_report_begin(bench_report *report, const flash_attn_device_info *device, const char *device_name);
+
+/* Peaks measured at so many threads; rows until the next are at these. */
+void bench_report_threads(bench_report *report, int threads, cli_peaks peaks);
+
+void bench_report_row(bench_report *report, const bench_row *row);
+
+/* num_wrong: rows whose results were wrong. */
+void bench_report_end(bench_report *report, int num_rows, int num_wrong);
+
+#endif

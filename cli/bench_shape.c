@@ -1,0 +1,250 @@
+#include "bench_shape.h"
+
+#include "case_numbers.h"
+#include "cli.h"
+#include "peak.h"
+
+#include <stdlib.h>
+
+/* ---- arrays ---- */
+
+static void *allocate(bench_arrays *arrays, int64_t count, size_t element_bytes)
+{
+    int64_t bytes = 0;
+    void   *memory =
+        __builtin_mul_overflow(count, (int64_t)element_bytes, &bytes) ? NULL : calloc(1, bytes > 0 ? (size_t)bytes : 1);
+    if (memory)
+        arrays->memory[arrays->num_memory++] = memory;
+    return memory;
+}
+
+/* A tensor of [b, s, h, d]; false: no memory. */
+static bool make_tensor(bench_arrays *arrays, int64_t seqlen, int64_t heads, flash_attn_tensor *tensor)
+{
+    const bench_shape *shape = &arrays->shape;
+    int64_t            count = 0;
+    *tensor = (flash_attn_tensor){.dtype = shape->dtype, .shape = {shape->batch, seqlen, heads, shape->head_dim}};
+    if (__builtin_mul_overflow(shape->batch * seqlen, heads * shape->head_dim, &count))
+        return false;
+    tensor->data = allocate(arrays, count, dtype_bytes(shape->dtype));
+    return tensor->data != NULL;
+}
+
+/* Normal numbers in `tensor`, the same in float32 in *floats. A few thousand of them over and over, in a period that no
+ * row length divides: making each anew would take longer than the measurements. */
+static bool make_random(bench_arrays *arrays, flash_attn_tensor *tensor, float **floats, uint64_t *random)
+{
+    enum { PERIOD = 8191 };
+    int64_t           count         = tensor->shape[0] * tensor->shape[1] * tensor->shape[2] * tensor->shape[3];
+    int64_t           made          = count < PERIOD ? count : PERIOD;
+    flash_attn_tensor flat          = *tensor;
+    size_t            element_bytes = dtype_bytes(tensor->dtype);
+    *floats                         = allocate(arrays, count, sizeof(float));
+    if (!*floats)
+        return false;
+    memcpy(flat.stride, (int64_t[4]){0, 0, 0, 1}, sizeof flat.stride);
+    for (int64_t n = 0; n < made; n++) {
+        set(&flat, 0, 0, 0, n, random_normal(random));
+        (*floats)[n] = (float)get(&flat, 0, 0, 0, n);
+    }
+    for (int64_t n = made; n < count; n += made) {
+        int64_t piece = count - n < made ? count - n : made;
+        memcpy(*floats + n, *floats, (size_t)piece * sizeof(float));
+        memcpy((char *)tensor->data + (size_t)n * element_bytes, tensor->data, (size_t)piece * element_bytes);
+    }
+    return true;
+}
+
+static standard_shape standard_shape_of(const bench_shape *shape)
+{
+    return (standard_shape){.batch    = shape->batch,
+                            .seqlen_q = shape->seqlen_q,
+                            .seqlen_k = shape->seqlen_k,
+                            .heads    = shape->heads,
+                            .heads_k  = shape->heads_k,
+                            .head_dim = shape->head_dim,
+                            .causal   = shape->causal,
+                            .scale    = 1.0f / sqrtf((float)shape->head_dim)};
+}
+
+static bool make_standard(bench_arrays *arrays, const bench_settings *settings, bool backward)
+{
+    const bench_shape *shape   = &arrays->shape;
+    standard_shape     peer    = standard_shape_of(shape);
+    int64_t            bytes   = standard_bytes(&peer, backward);
+    int64_t            q_count = shape->batch * shape->seqlen_q * shape->heads * shape->head_dim;
+    int64_t            k_count = shape->batch * shape->seqlen_k * shape->heads_k * shape->head_dim;
+    if (!settings->with_standard || bytes < 0 || bytes > settings->memory_limit_bytes)
+        return true;
+    arrays->o = allocate(arrays, q_count, sizeof(float));
+    if (backward) {
+        arrays->dq = allocate(arrays, q_count, sizeof(float));
+        arrays->dk = allocate(arrays, k_count, sizeof(float));
+        arrays->dv = allocate(arrays, k_count, sizeof(float));
+    }
+    return arrays->o && (!backward || (arrays->dq && arrays->dk && arrays->dv)) &&
+           standard_create(&arrays->standard, &peer, backward, settings->pool);
+}
+
+static bool make_all(bench_arrays *arrays, const bench_settings *settings, bool backward)
+{
+    const bench_shape  *shape  = &arrays->shape;
+    flash_attn_problem *p      = &arrays->problem;
+    flash_attn_grads   *g      = &arrays->grads;
+    uint64_t            random = settings->seed;
+    p->device                  = settings->device;
+    p->mask                    = shape->causal ? FLASH_ATTN_CAUSAL : FLASH_ATTN_NONE;
+    p->lse                     = (flash_attn_tensor){.shape = {shape->batch, shape->heads, shape->seqlen_q, 1}};
+    p->lse.data                = allocate(arrays, shape->batch * shape->heads * shape->seqlen_q, sizeof(float));
+    if (!p->lse.data || !make_tensor(arrays, shape->seqlen_q, shape->heads, &p->q) ||
+        !make_tensor(arrays, shape->seqlen_k, shape->heads_k, &p->k) ||
+        !make_tensor(arrays, shape->seqlen_k, shape->heads_k, &p->v) ||
+        !make_tensor(arrays, shape->seqlen_q, shape->heads, &p->o) ||
+        !make_random(arrays, &p->q, &arrays->q, &random) || !make_random(arrays, &p->k, &arrays->k, &random) ||
+        !make_random(arrays, &p->v, &arrays->v, &random))
+        return false;
+    if (backward && (!make_tensor(arrays, shape->seqlen_q, shape->heads, &g->dout) ||
+                     !make_tensor(arrays, shape->seqlen_q, shape->heads, &g->dq) ||
+                     !make_tensor(arrays, shape->seqlen_k, shape->heads_k, &g->dk) ||
+                     !make_tensor(arrays, shape->seqlen_k, shape->heads_k, &g->dv) ||
+                     !make_random(arrays, &g->dout, &arrays->dout, &random)))
+        return false;
+    return make_standard(arrays, settings, backward);
+}
+
+int bench_open(bench_arrays *arrays, const bench_shape *shape, const bench_settings *settings, bool backward)
+{
+    *arrays = (bench_arrays){.shape = *shape};
+    if (make_all(arrays, settings, backward))
+        return CLI_GO_ON;
+    bench_close(arrays);
+    return cli_fail("bench: no memory for the arrays of seqlen %lld; give a smaller shape or --memory-limit",
+                    (long long)shape->seqlen_k);
+}
+
+void bench_close(bench_arrays *arrays)
+{
+    standard_destroy(&arrays->standard);
+    for (int i = 0; i < arrays->num_memory; i++)
+        free(arrays->memory[i]);
+    *arrays = (bench_arrays){0};
+}
+
+/* ---- the two contestants ---- */
+
+static flash_attn_status run_ours(bench_arrays *arrays, flash_attn_context *context, flash_attn_pass pass,
+                                  const flash_attn_exec *exec)
+{
+    return pass == FLASH_ATTN_FORWARD ? flash_attn_forward(context, &arrays->problem, exec)
+                                      : flash_attn_backward(context, &arrays->problem, &arrays->grads, exec);
+}
+
+static void run_standard(bench_arrays *a, flash_attn_pass pass)
+{
+    if (pass == FLASH_ATTN_FORWARD)
+        standard_forward(&a->standard, a->q, a->k, a->v, a->o);
+    else
+        standard_backward(&a->standard, a->q, a->k, a->v, a->o, a->dout, a->dq, a->dk, a->dv);
+}
+
+/* ---- times ---- */
+
+enum { MOST_REPEATS = 200 };
+
+static int compare_doubles(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static bench_times times_of(double *seconds, int repeats)
+{
+    qsort(seconds, (size_t)repeats, sizeof *seconds, compare_doubles);
+    double median = repeats % 2 ? seconds[repeats / 2] : 0.5 * (seconds[repeats / 2 - 1] + seconds[repeats / 2]);
+    return (bench_times){.repeats = repeats, .min_ms = seconds[0] * 1e3, .median_ms = median * 1e3};
+}
+
+/* Ours and standard's take turns, so that a slow moment of the machine hits both. */
+static flash_attn_status time_both(bench_arrays *arrays, const bench_settings *settings, const flash_attn_exec *exec,
+                                   bench_row *row)
+{
+    double ours[MOST_REPEATS], standard[MOST_REPEATS];
+    double begin   = cli_seconds();
+    int    repeats = 0;
+    while (repeats < MOST_REPEATS && (repeats < settings->least_repeats || cli_seconds() - begin < settings->seconds)) {
+        double            start  = cli_seconds();
+        flash_attn_status status = run_ours(arrays, settings->context, row->pass, exec);
+        ours[repeats]            = cli_seconds() - start;
+        if (status != FLASH_ATTN_OK)
+            return status;
+        if (arrays->standard.prob) {
+            start = cli_seconds();
+            run_standard(arrays, row->pass);
+            standard[repeats] = cli_seconds() - start;
+        }
+        repeats++;
+    }
+    row->ours = times_of(ours, repeats);
+    if (arrays->standard.prob)
+        row->standard = times_of(standard, repeats);
+    return FLASH_ATTN_OK;
+}
+
+/* ---- one pass ---- */
+
+/* The paper's count: 4 s^2 d h b, half of it when causal; the backward's five products against two. */
+static double count_flops(const bench_shape *shape, flash_attn_pass pass)
+{
+    double sq = (double)shape->seqlen_q, sk = (double)shape->seqlen_k, pairs = sq * sk;
+    if (shape->causal)
+        pairs = sq <= sk ? sq * sk - 0.5 * sq * sq : 0.5 * sk * sk;
+    double forward = 4 * pairs * (double)(shape->head_dim * shape->heads * shape->batch);
+    return pass == FLASH_ATTN_FORWARD ? forward : 2.5 * forward;
+}
+
+static flash_attn_status check(bench_arrays *arrays, const bench_settings *settings, const flash_attn_exec *exec,
+                               bench_row *row)
+{
+    bool              right, standard_right = true;
+    flash_attn_status status = run_ours(arrays, settings->context, row->pass, exec);
+    if (status != FLASH_ATTN_OK)
+        return status;
+    row->tolerance      = bench_tolerance(row->shape.dtype, row->pass);
+    row->error          = bench_error(arrays, row->pass, false, settings->seed, row->tolerance, &right);
+    row->standard_error = -1;
+    if (arrays->standard.prob) {
+        run_standard(arrays, row->pass);
+        row->standard_error = bench_error(arrays, row->pass, true, settings->seed, row->tolerance, &standard_right);
+    }
+    row->right = right && standard_right;
+    return FLASH_ATTN_OK;
+}
+
+int bench_measure(bench_arrays *arrays, const bench_settings *settings, flash_attn_pass pass, bench_row *row)
+{
+    standard_shape         peer        = standard_shape_of(&arrays->shape);
+    flash_attn_explanation explanation = {0};
+    flash_attn_exec        exec        = {0};
+    *row                = (bench_row){.shape = arrays->shape, .pass = pass, .flops = count_flops(&arrays->shape, pass)};
+    row->standard_bytes = standard_bytes(&peer, pass == FLASH_ATTN_BACKWARD);
+    row->over_limit     = settings->with_standard && !arrays->standard.prob;
+
+    flash_attn_status status = flash_attn_explain(settings->context, &arrays->problem, pass, &explanation);
+    if (status == FLASH_ATTN_OK)
+        status = flash_attn_workspace_size(settings->context, &arrays->problem, pass, &exec.workspace_bytes);
+    if (status != FLASH_ATTN_OK)
+        return cli_fail_library("bench", status);
+    memcpy(row->kernel, explanation.kernel, sizeof row->kernel);
+    row->ours_bytes =
+        (int64_t)exec.workspace_bytes + arrays->shape.batch * arrays->shape.heads * arrays->shape.seqlen_q * 4;
+    if (exec.workspace_bytes > 0) {
+        exec.workspace = malloc(exec.workspace_bytes);
+        if (!exec.workspace)
+            return cli_fail("bench: no memory for a workspace of %zu bytes", exec.workspace_bytes);
+    }
+    status = check(arrays, settings, &exec, row);
+    if (status == FLASH_ATTN_OK && row->right)
+        status = time_both(arrays, settings, &exec, row);
+    free(exec.workspace);
+    return status == FLASH_ATTN_OK ? CLI_GO_ON : cli_fail_library("bench", status);
+}

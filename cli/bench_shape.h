@@ -1,0 +1,69 @@
+/* One shape of the bench: its arrays, the check of its results, and the times of standard attention and ours. */
+#ifndef CLI_BENCH_SHAPE_H
+#define CLI_BENCH_SHAPE_H
+
+#include "flashattn.h"
+#include "pool.h"
+#include "standard.h"
+
+typedef struct bench_shape {
+    flash_attn_dtype dtype;
+    int64_t          batch, heads, heads_k, seqlen_q, seqlen_k, head_dim;
+    bool             causal;
+} bench_shape;
+
+typedef struct bench_settings {
+    flash_attn_context *context;
+    flash_attn_device   device;
+    cli_pool           *pool; /* standard attention's threads */
+    bool                with_standard;
+    int64_t             memory_limit_bytes; /* standard attention's matrices may not take more */
+    double              seconds;            /* to time one pass for, ours and standard's together */
+    int                 least_repeats;
+    uint64_t            seed;
+} bench_settings;
+
+typedef struct bench_times {
+    int    repeats; /* 0: not timed */
+    double min_ms, median_ms;
+} bench_times;
+
+typedef struct bench_row {
+    bench_shape     shape;
+    flash_attn_pass pass;
+    char            kernel[64];
+    bench_times     ours, standard;
+    int64_t         ours_bytes, standard_bytes; /* of memory beyond q, k, v, o and their gradients */
+    bool            over_limit;                 /* standard attention was skipped for its memory */
+    double          flops;                      /* 4 s^2 d h b; half when causal; backward 2.5 times */
+    double          error, standard_error;      /* worst relative L2 error of the results; standard's: -1 if skipped */
+    double          tolerance;
+    bool            right; /* both are within the tolerance */
+} bench_row;
+
+/* What a shape lives in while its passes are measured. */
+typedef struct bench_arrays {
+    bench_shape        shape;
+    flash_attn_problem problem;
+    flash_attn_grads   grads;
+    float             *q, *k, *v, *dout; /* what the library's tensors hold, in float32 */
+    float             *o, *dq, *dk, *dv; /* standard attention's */
+    standard           standard;         /* prob NULL: skipped */
+    void              *memory[18];
+    int                num_memory;
+} bench_arrays;
+
+/* Make arrays with random numbers. Returns an exit status or CLI_GO_ON. */
+int  bench_open(bench_arrays *arrays, const bench_shape *shape, const bench_settings *settings, bool backward);
+void bench_close(bench_arrays *arrays);
+
+/* Check, then time, one pass. The backward needs the forward's results: measure that first. */
+int bench_measure(bench_arrays *arrays, const bench_settings *settings, flash_attn_pass pass, bench_row *row);
+
+/* bench_check.c: the worst relative L2 error of some rows of the results against the formula in double. `standard`:
+ * judge standard attention's results instead of the library's. *right: within the tolerance, LSE too. */
+double bench_error(const bench_arrays *arrays, flash_attn_pass pass, bool standard, uint64_t seed, double tolerance,
+                   bool *right);
+double bench_tolerance(flash_attn_dtype dtype, flash_attn_pass pass);
+
+#endif

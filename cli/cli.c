@@ -1,0 +1,93 @@
+#include "cli.h"
+
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+int cli_fail(const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    fflush(stdout);
+    fputs("flashattn: ", stderr);
+    vfprintf(stderr, format, arguments);
+    fputc('\n', stderr);
+    va_end(arguments);
+    return CLI_REFUSED;
+}
+
+int cli_fail_library(const char *what, flash_attn_status status)
+{
+    return cli_fail("%s: %s: %s", what, flash_attn_status_string(status), flash_attn_last_error());
+}
+
+bool cli_close(FILE *file)
+{
+    bool written = !ferror(file);
+    return fclose(file) == 0 && written;
+}
+
+/* Edit distance with exchanges of neighbours (optimal string alignment); words longer than LONGEST are never near. */
+enum { LONGEST = 63 };
+
+static int edit_distance(const char *a, const char *b)
+{
+    int length_a = (int)strlen(a), length_b = (int)strlen(b);
+    if (length_a > LONGEST || length_b > LONGEST)
+        return LONGEST;
+    int distance[LONGEST + 1][LONGEST + 1];
+    for (int i = 0; i <= length_a; i++)
+        for (int j = 0; j <= length_b; j++) {
+            if (i == 0 || j == 0) {
+                distance[i][j] = i + j;
+                continue;
+            }
+            int best = distance[i - 1][j - 1] + (a[i - 1] != b[j - 1]);
+            if (distance[i - 1][j] + 1 < best)
+                best = distance[i - 1][j] + 1;
+            if (distance[i][j - 1] + 1 < best)
+                best = distance[i][j - 1] + 1;
+            if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] && distance[i - 2][j - 2] + 1 < best)
+                best = distance[i - 2][j - 2] + 1;
+            distance[i][j] = best;
+        }
+    return distance[length_a][length_b];
+}
+
+const char *cli_nearest(const char *word, const char *const *words, int count)
+{
+    const char *nearest = NULL;
+    int         best    = (int)strlen(word) / 3 + 1; /* one slip in three letters, and one more */
+    for (int i = 0; i < count; i++) {
+        int distance = edit_distance(word, words[i]);
+        if (distance <= best && distance < (int)strlen(words[i])) {
+            nearest = words[i];
+            best    = distance - 1;
+        }
+    }
+    return nearest;
+}
+
+const char *cli_dtype_name(flash_attn_dtype dtype)
+{
+    switch (dtype) {
+    case FLASH_ATTN_F32: return "f32";
+    case FLASH_ATTN_F16: return "f16";
+    case FLASH_ATTN_BF16: return "bf16";
+    case FLASH_ATTN_F8E4M3: return "f8e4m3";
+    }
+    return "?";
+}
+
+const char *cli_isa_name(flash_attn_isa isa)
+{
+    switch (isa) {
+    case FLASH_ATTN_ISA_AUTO: return "auto";
+    case FLASH_ATTN_ISA_SCALAR: return "scalar";
+    case FLASH_ATTN_ISA_NEON: return "neon";
+    case FLASH_ATTN_ISA_AVX2: return "avx2";
+    case FLASH_ATTN_ISA_AVX512: return "avx512";
+    case FLASH_ATTN_ISA_AMX: return "amx";
+    }
+    return "?";
+}

@@ -1,0 +1,49 @@
+/* What the commands of `flashattn` share: exit statuses, messages, the list of commands. */
+#ifndef CLI_H
+#define CLI_H
+
+#include "flashattn.h"
+
+#include <stdio.h>
+
+/* Exit statuses. A command's own parser may also answer CLI_GO_ON. */
+enum {
+    CLI_GO_ON        = -1,
+    CLI_OK           = 0,
+    CLI_CHECK_FAILED = 1,
+    CLI_REFUSED      = 2 /* wrong usage, bad input, or a call that the library refused */
+};
+
+typedef struct cli_command {
+    const char *name;
+    const char *summary;
+    int (*run)(int argc, char **argv); /* argv[0] is the first word after the command; returns an exit status */
+} cli_command;
+
+int cli_info(int argc, char **argv);
+int cli_run(int argc, char **argv);
+int cli_check(int argc, char **argv);
+int cli_bench(int argc, char **argv);
+int cli_explain(int argc, char **argv);
+
+/* Print "flashattn: <sentence>" to stderr; returns CLI_REFUSED. */
+int cli_fail(const char *format, ...)
+#if defined(__GNUC__)
+    __attribute__((format(printf, 1, 2)))
+#endif
+    ;
+
+/* Print the library's last error to stderr; returns CLI_REFUSED. `what` says what was tried: "forward". */
+int cli_fail_library(const char *what, flash_attn_status status);
+
+/* The word of `words` nearest to `word`, if it is near enough to be a typing slip; otherwise NULL. */
+const char *cli_nearest(const char *word, const char *const *words, int count);
+
+/* Names of the library's enums as the command line spells them; "?" for what is unknown. */
+const char *cli_dtype_name(flash_attn_dtype dtype);
+const char *cli_isa_name(flash_attn_isa isa);
+
+/* Close `file` and say whether all that was written arrived. */
+bool cli_close(FILE *file);
+
+#endif

@@ -1,0 +1,313 @@
+/* flashattn run: attention on .npy files, forward and, with --dout, backward. */
+#include "cli.h"
+#include "json.h"
+#include "options.h"
+#include "problem.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+typedef struct run_flags {
+    const char *q, *k, *v, *o, *lse;
+    const char *dout, *dq, *dk, *dv, *dbias, *dsinks;
+    cli_dtype   dtype, o_dtype, grad_dtype;
+    bool        json;
+} run_flags;
+
+#define FIELD(name) offsetof(run_flags, name)
+static const cli_option file_options[] = {
+    {"q", "FILE", cli_parse_text, FIELD(q), "queries [b, sq, hq, d]; with --cu-seqlens-q [1, total, hq, d]"},
+    {"k", "FILE", cli_parse_text, FIELD(k), "keys [b, sk, hk, d]"},
+    {"v", "FILE", cli_parse_text, FIELD(v), "values [b, sk, hk, dv]"},
+    {"o", "FILE", cli_parse_text, FIELD(o), "write the output [b, sq, hq, dv]"},
+    {"lse", "FILE", cli_parse_text, FIELD(lse), "write the logarithms of the sums, float32 [b, hq, sq]"},
+    {"dout", "FILE", cli_parse_text, FIELD(dout), "the output's gradient [b, sq, hq, dv]: do the backward too"},
+    {"dq", "FILE", cli_parse_text, FIELD(dq), "write the gradient of q"},
+    {"dk", "FILE", cli_parse_text, FIELD(dk), "write the gradient of k"},
+    {"dv", "FILE", cli_parse_text, FIELD(dv), "write the gradient of v"},
+    {"dbias", "FILE", cli_parse_text, FIELD(dbias), "write the gradient of --bias"},
+    {"dsinks", "FILE", cli_parse_text, FIELD(dsinks), "write the gradient of --sinks"},
+    {"dtype", "TYPE", cli_parse_dtype, FIELD(dtype), "what plain 16-bit or 8-bit words are: bf16, f16, f8e4m3"},
+    {"o-dtype", "TYPE", cli_parse_dtype, FIELD(o_dtype), "of --o; default q's (bf16 for f8e4m3)"},
+    {"grad-dtype", "TYPE", cli_parse_dtype, FIELD(grad_dtype), "of --dq, --dk, --dv and --dbias; default the inputs'"},
+    {"json", NULL, cli_parse_switch, FIELD(json), "print JSON: what was written"},
+    {0},
+};
+#undef FIELD
+
+static const cli_help run_help = {
+    .command  = "run",
+    .usage    = "--q FILE --k FILE --v FILE --o FILE [options]",
+    .about    = "Attention on .npy files of float32, float16, bfloat16 or float8 (e4m3): little-endian, C or Fortran\n"
+                "order. bfloat16 is stored as ml_dtypes does ('<V2'). Nothing is written unless all went well.",
+    .examples = "  flashattn run --q q.npy --k k.npy --v v.npy --causal --o o.npy --lse lse.npy\n"
+                "  flashattn run --q q.npy --k k.npy --v v.npy --dout do.npy --dq dq.npy --dk dk.npy --dv dv.npy\n"
+                "  flashattn run --q q.npy --k k.npy --v v.npy --window 256,0 --softcap 30 --sinks s.npy --o o.npy\n"
+                "  flashattn run --q q.npy --k k.npy --v v.npy --cu-seqlens-q cu.npy --cu-seqlens-k cu.npy --o o.npy",
+};
+
+/* An output: the file, the tensor, and how many dimensions the file has. */
+typedef struct run_output {
+    const char              *flag, *path;
+    const flash_attn_tensor *tensor;
+    int                      first_dim, ndim;
+} run_output;
+
+enum { MOST_OUTPUTS = 7 };
+
+typedef struct run_state {
+    cli_problem      owner;
+    flash_attn_grads grads;
+    run_output       outputs[MOST_OUTPUTS];
+    int              num_outputs;
+} run_state;
+
+static int check_flags(const run_flags *flags, const cli_problem_flags *problem)
+{
+    const char *gradients[] = {flags->dq, flags->dk, flags->dv, flags->dbias, flags->dsinks};
+    bool        any         = false;
+    for (size_t i = 0; i < sizeof gradients / sizeof gradients[0]; i++)
+        any |= gradients[i] != NULL;
+    if (!flags->q || !flags->k || !flags->v)
+        return cli_fail_usage(&run_help, "--q, --k and --v are needed");
+    if (!flags->o && !flags->lse && !any)
+        return cli_fail_usage(&run_help, "nothing to write; give --o, --lse or a gradient");
+    if (any && !flags->dout)
+        return cli_fail_usage(&run_help, "a gradient needs --dout");
+    if (flags->dout && !any)
+        return cli_fail_usage(&run_help,
+                              "--dout without a gradient to write; give --dq, --dk, --dv, --dbias or --dsinks");
+    if (flags->dbias && !problem->bias)
+        return cli_fail_usage(&run_help, "--dbias needs --bias");
+    if (flags->dsinks && !problem->sinks)
+        return cli_fail_usage(&run_help, "--dsinks needs --sinks");
+    if (flags->grad_dtype.given && !flags->dout)
+        return cli_fail_usage(&run_help, "--grad-dtype needs --dout");
+    return CLI_GO_ON;
+}
+
+static int read_inputs(const run_flags *flags, run_state *run)
+{
+    static const char   expected[] = "four dimensions, [batch, seqlen, heads, head_dim]";
+    flash_attn_problem *p          = &run->owner.problem;
+    const struct {
+        const char        *field, *path;
+        flash_attn_tensor *tensor;
+    } inputs[] = {{"q", flags->q, &p->q},
+                  {"k", flags->k, &p->k},
+                  {"v", flags->v, &p->v},
+                  {"dout", flags->dout, &run->grads.dout}};
+    for (size_t i = 0; i < sizeof inputs / sizeof inputs[0]; i++)
+        if (inputs[i].path && cli_problem_read(&run->owner, inputs[i].field, expected, inputs[i].path, flags->dtype,
+                                               CLI_PAD_NONE, inputs[i].tensor) != CLI_GO_ON)
+            return CLI_REFUSED;
+    return CLI_GO_ON;
+}
+
+/* Memory for an output of this shape. Filled with 0xFF, which is NaN in each dtype: what the library left out shows. */
+static int make_output(run_state *run, flash_attn_tensor *tensor, flash_attn_dtype dtype, const int64_t *shape)
+{
+    tensor->dtype = dtype;
+    memcpy(tensor->shape, shape, sizeof tensor->shape);
+    int64_t bytes = cli_tensor_bytes(tensor);
+    if (bytes < 0)
+        return cli_fail("an output of this shape does not fit in memory");
+    tensor->data = cli_problem_own(&run->owner, malloc(bytes > 0 ? (size_t)bytes : 1));
+    if (!tensor->data)
+        return CLI_REFUSED;
+    memset(tensor->data, 0xFF, (size_t)bytes);
+    return CLI_GO_ON;
+}
+
+static void add_output(run_state *run, const char *flag, const char *path, const flash_attn_tensor *tensor,
+                       int first_dim, int ndim)
+{
+    if (path)
+        run->outputs[run->num_outputs++] = (run_output){flag, path, tensor, first_dim, ndim};
+}
+
+static int make_outputs(const run_flags *flags, run_state *run)
+{
+    flash_attn_problem *p          = &run->owner.problem;
+    flash_attn_grads   *g          = &run->grads;
+    int64_t             o_shape[4] = {p->q.shape[0], p->q.shape[1], p->q.shape[2], p->v.shape[3]};
+    int64_t             l_shape[4] = {p->q.shape[0], p->q.shape[2], p->q.shape[1], 1};
+    flash_attn_dtype    o_dtype    = flags->o_dtype.given              ? flags->o_dtype.dtype
+                                     : p->q.dtype == FLASH_ATTN_F8E4M3 ? FLASH_ATTN_BF16
+                                                                       : p->q.dtype;
+    if (make_output(run, &p->o, o_dtype, o_shape) != CLI_GO_ON)
+        return CLI_REFUSED;
+    if ((flags->lse || flags->dout) && make_output(run, &p->lse, FLASH_ATTN_F32, l_shape) != CLI_GO_ON)
+        return CLI_REFUSED;
+    add_output(run, "o", flags->o, &p->o, 0, 4);
+    add_output(run, "lse", flags->lse, &p->lse, 0, 3);
+    const struct {
+        const char              *flag, *path;
+        const flash_attn_tensor *of;
+        flash_attn_tensor       *gradient;
+        int                      first_dim, ndim;
+    } gradients[] = {
+        {"dq", flags->dq, &p->q, &g->dq, 0, 4},
+        {"dk", flags->dk, &p->k, &g->dk, 0, 4},
+        {"dv", flags->dv, &p->v, &g->dv, 0, 4},
+        {"dbias", flags->dbias, &p->bias, &g->dbias, 0, 4},
+        {"dsinks", flags->dsinks, &p->sinks, &g->dsinks, 1, 1},
+    };
+    for (size_t i = 0; i < sizeof gradients / sizeof gradients[0]; i++) {
+        if (!gradients[i].path)
+            continue;
+        flash_attn_dtype dtype = gradients[i].gradient == &g->dsinks ? FLASH_ATTN_F32
+                                 : flags->grad_dtype.given           ? flags->grad_dtype.dtype
+                                                                     : gradients[i].of->dtype;
+        if (make_output(run, gradients[i].gradient, dtype, gradients[i].of->shape) != CLI_GO_ON)
+            return CLI_REFUSED;
+        add_output(run, gradients[i].flag, gradients[i].path, gradients[i].gradient, gradients[i].first_dim,
+                   gradients[i].ndim);
+    }
+    for (int i = 0; i < run->num_outputs; i++)
+        for (int j = 0; j < i; j++)
+            if (strcmp(run->outputs[i].path, run->outputs[j].path) == 0)
+                return cli_fail_usage(&run_help, "--%s and --%s are the same file", run->outputs[j].flag,
+                                      run->outputs[i].flag);
+    return CLI_GO_ON;
+}
+
+static int compute(const run_flags *flags, const cli_where_flags *where, run_state *run)
+{
+    flash_attn_context *context = NULL;
+    if (cli_make_context(where, &context) != CLI_GO_ON)
+        return CLI_REFUSED;
+    flash_attn_status status = FLASH_ATTN_OK;
+    const char       *what   = "device";
+    if (where->device.device.type == FLASH_ATTN_CUDA) {
+        /* The arrays lie in host memory, which a GPU call must not be given. */
+        flash_attn_device_info info = {0};
+        status                      = flash_attn_get_device_info(context, where->device.device, &info);
+        if (status == FLASH_ATTN_OK) {
+            flash_attn_destroy(context);
+            return cli_fail("run: --device cuda: arrays from files lie in host memory; expected cpu or reference");
+        }
+    }
+    if (status == FLASH_ATTN_OK) {
+        what   = "forward";
+        status = flash_attn_forward(context, &run->owner.problem, NULL);
+    }
+    if (status == FLASH_ATTN_OK && flags->dout) {
+        what   = "backward";
+        status = flash_attn_backward(context, &run->owner.problem, &run->grads, NULL);
+    }
+    int go_on = status == FLASH_ATTN_OK ? CLI_GO_ON : cli_fail_library(what, status);
+    flash_attn_destroy(context);
+    return go_on;
+}
+
+/* ---- writing ---- */
+
+static npy_type file_type(flash_attn_dtype dtype)
+{
+    switch (dtype) {
+    case FLASH_ATTN_F32: return NPY_F32;
+    case FLASH_ATTN_F16: return NPY_F16;
+    case FLASH_ATTN_BF16: return NPY_RAW16;
+    case FLASH_ATTN_F8E4M3: return NPY_RAW8;
+    }
+    return NPY_F32;
+}
+
+/* Where an output is written before all are known to be good: beside its place. What is no plain file (a device, a
+ * pipe) has no beside and is written directly. */
+static void staging_path(const char *path, char *staging, size_t staging_bytes)
+{
+    struct stat status;
+    bool        direct = stat(path, &status) == 0 && !S_ISREG(status.st_mode);
+    snprintf(staging, staging_bytes, direct ? "%s" : "%s.part%ld", path, (long)getpid());
+}
+
+static int write_outputs(const run_state *run)
+{
+    enum { PATH_BYTES = 4096 };
+    char staging[MOST_OUTPUTS][PATH_BYTES], error[NPY_ERROR_BYTES];
+    int  written = 0, exit_status = CLI_GO_ON;
+    for (; written < run->num_outputs && exit_status == CLI_GO_ON; written++) {
+        const run_output *output = &run->outputs[written];
+        if (strlen(output->path) > PATH_BYTES - 32)
+            return cli_fail("--%s: the file's name is too long", output->flag);
+        staging_path(output->path, staging[written], PATH_BYTES);
+        if (!npy_write(staging[written], output->tensor->data, file_type(output->tensor->dtype), output->ndim,
+                       output->tensor->shape + output->first_dim, error))
+            exit_status = cli_fail("--%s: %s", output->flag, error);
+    }
+    for (int i = 0; i < written; i++) {
+        if (strcmp(staging[i], run->outputs[i].path) == 0)
+            continue;
+        if (exit_status == CLI_GO_ON && rename(staging[i], run->outputs[i].path) != 0)
+            exit_status = cli_fail("--%s %s: %s", run->outputs[i].flag, run->outputs[i].path, strerror(errno));
+        if (exit_status != CLI_GO_ON)
+            unlink(staging[i]);
+    }
+    return exit_status;
+}
+
+static void report(const run_state *run, const cli_where_flags *where, bool as_json)
+{
+    static const char *const devices[] = {"cpu", "cuda", "reference"};
+    cli_json                 json      = {.file = stdout};
+    char                     shape[160];
+    if (as_json) {
+        json_open(&json, NULL, '{');
+        json_text(&json, "schema", "flashattn.run/1");
+        json_text(&json, "device", devices[where->device.device.type]);
+        json_open(&json, "outputs", '[');
+    }
+    for (int i = 0; i < run->num_outputs; i++) {
+        const run_output *output = &run->outputs[i];
+        const char       *dtype  = cli_dtype_name(output->tensor->dtype);
+        if (!as_json) {
+            printf("%-6s %s %s %s\n", output->flag, output->path, dtype,
+                   npy_shape_text(output->ndim, output->tensor->shape + output->first_dim, shape));
+            continue;
+        }
+        json_open(&json, NULL, '{');
+        json_text(&json, "name", output->flag);
+        json_text(&json, "path", output->path);
+        json_text(&json, "dtype", dtype);
+        json_open(&json, "shape", '[');
+        for (int dim = 0; dim < output->ndim; dim++)
+            json_whole(&json, NULL, output->tensor->shape[output->first_dim + dim]);
+        json_close(&json, ']');
+        json_close(&json, '}');
+    }
+    if (as_json) {
+        json_close(&json, ']');
+        json_close(&json, '}');
+    }
+}
+
+int cli_run(int argc, char **argv)
+{
+    run_flags         flags    = {0};
+    cli_problem_flags problem  = {0};
+    cli_where_flags   where    = {0};
+    const cli_group   groups[] = {{"files", file_options, &flags},
+                                  {"problem", cli_problem_options, &problem},
+                                  {"where", cli_where_options, &where}};
+    int               go_on    = cli_parse(&run_help, groups, 3, argc, argv);
+    if (go_on == CLI_GO_ON)
+        go_on = check_flags(&flags, &problem);
+    if (go_on != CLI_GO_ON)
+        return go_on;
+
+    run_state run            = {0};
+    run.owner.problem.device = where.device.device;
+    bool good                = read_inputs(&flags, &run) == CLI_GO_ON &&
+                cli_problem_apply(&run.owner, &problem, flags.dtype) == CLI_GO_ON &&
+                make_outputs(&flags, &run) == CLI_GO_ON && compute(&flags, &where, &run) == CLI_GO_ON &&
+                write_outputs(&run) == CLI_GO_ON;
+    if (good)
+        report(&run, &where, flags.json);
+    cli_problem_free(&run.owner);
+    return good ? CLI_OK : CLI_REFUSED;
+}
