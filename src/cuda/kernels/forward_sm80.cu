@@ -1,0 +1,465 @@
+/*
+ * FlashAttention-2 forward (Algorithm 1) by mma.sync, for every GPU from Ampere on; float16 and bfloat16.
+ *
+ *              head_dim                 A block owns FA_TILE_Q rows of Q of one head and walks its key tiles from right to
+ *           +-----------+               left: first the tiles on the mask's edge, then the clean ones in a loop without any
+ *    warp 0 |  Q tile   |  registers:   mask code, last the window's left edge.
+ *    warp 1 | (shared)  |  S, P, O
+ *     ...   +-----------+  m, l         Warps split the rows of Q (split-Q): each needs all of K and V, and no warp waits
+ *              K, V tiles               for another's S or O. S becomes P in registers and is at once the A operand of P V.
+ *      (shared, FA_STAGES deep)
+ *
+ * FA_STAGES 1: one K and one V tile; V arrives during Q K^T, the next K during softmax and P V (two barriers a step).
+ * FA_STAGES 2: two of each; the next K and V arrive during the whole step (one barrier a step).
+ * FA_VARIANT bit 0: Q's fragments stay in registers.
+ */
+#include "softmax.cuh"
+#include "tile.cuh"
+
+constexpr int  ROWS16 = FA_TILE_Q / (16 * FA_WARPS); /* blocks of 16 rows of a warp */
+constexpr int  KEYS8  = FA_TILE_K / 8;
+constexpr int  DIM16  = FA_HEAD_DIM / 16;
+constexpr int  COLS8  = FA_HEAD_DIM_V / 8;
+constexpr bool Q_STAYS = FA_VARIANT & 1;
+
+constexpr int Q_BYTES = FA_TILE_Q * 2 * (FA_HEAD_DIM > FA_HEAD_DIM_V ? FA_HEAD_DIM : FA_HEAD_DIM_V); /* O leaves through it */
+constexpr int K_BYTES = FA_TILE_K * 2 * FA_HEAD_DIM;
+constexpr int V_BYTES = FA_TILE_K * 2 * FA_HEAD_DIM_V;
+
+extern "C" __constant__ int fa_shared_bytes = Q_BYTES + FA_STAGES * (K_BYTES + V_BYTES);
+
+using q_fragments = unsigned[ROWS16][DIM16][4];
+
+/* What a block works on. */
+struct work {
+    int        b, head, split;
+    int        first_q;            /* first row of the tile */
+    fa_range   queries, keys;      /* rows that count, keys that some of them may see */
+    sequence   seq;
+    fa_range   slices;
+};
+
+FA_DEVICE work work_of(const fa_args &args)
+{
+    work     w;
+    unsigned n    = blockIdx.x;
+    int      tile = n % args.tiles_q;
+    n /= args.tiles_q;
+    w.split = FA_HAS_SPLIT ? n % args.num_splits : 0;
+    n       = FA_HAS_SPLIT ? n / args.num_splits : n;
+    w.head  = n % args.heads_q;
+    w.b     = n / args.heads_q;
+    if (FA_MASK != FA_MASK_NONE)
+        tile = args.tiles_q - 1 - tile;
+    w.seq     = sequence_at(args, w.b);
+    w.slices  = FA_HAS_SLICES ? slices_of(args, w.b) : fa_range{0, 0};
+    w.first_q = tile * FA_TILE_Q;
+    w.queries = {w.first_q, fa_min_int(w.first_q + FA_TILE_Q, w.seq.seqlen_q)};
+    fa_range all = {w.seq.key_begin, w.seq.seqlen_k};
+    if (FA_HAS_SPLIT) {
+        all.begin = fa_max_int(all.begin, w.split * args.split_keys);
+        all.end   = fa_min_int(all.end, (w.split + 1) * args.split_keys);
+    }
+    w.keys = fa_keys_seen(window_of(args), w.seq.diagonal, w.queries, all);
+    if (w.queries.begin >= w.queries.end)
+        w.keys.end = w.keys.begin;
+    return w;
+}
+
+FA_DEVICE fa_range keys_of_tile(int n) { return {n * FA_TILE_K, (n + 1) * FA_TILE_K}; }
+
+/* The next key tile from `n` on towards 0 where something is visible; below `first` if there is none. */
+FA_DEVICE int next_tile(const fa_args &args, const work &w, int n, int first)
+{
+    if (FA_HAS_SLICES)
+        while (n >= first && slices_tile(args, w.slices, w.queries, keys_of_tile(n)) == 0)
+            n--;
+    return n;
+}
+
+/* The key tiles of which every query sees every key (slices apart): they need no mask, and they are neighbours. */
+FA_DEVICE fa_range clean_tiles(const fa_args &args, const work &w)
+{
+    fa_window window = window_of(args);
+    int       begin = w.keys.begin, end = w.keys.end;
+    if (FA_MASK == FA_MASK_WINDOW)
+        begin = fa_max_int(begin, w.queries.end - 1 + w.seq.diagonal - window.left);
+    if (FA_MASK != FA_MASK_NONE)
+        end = fa_min_int(end, w.queries.begin + w.seq.diagonal + window.right + 1);
+    return {(begin + FA_TILE_K - 1) / FA_TILE_K, end < 0 ? 0 : end / FA_TILE_K};
+}
+
+/* K or V of a block: tile n to shared memory. */
+struct kv_source {
+    const fa_u16 *data; /* the head's row 0 of this sequence; paged: of page 0 */
+    const int    *pages;
+    fa_i64        row_stride, page_stride, inner_stride;
+    int           cols;
+};
+
+FA_DEVICE kv_source kv_source_of(const fa_args &args, const fa_view &view, const work &w, int cols)
+{
+    const fa_u16 *data = (const fa_u16 *)view.data + (w.head / args.group) * view.stride[2];
+    if (FA_HAS_PAGED)
+        return {data, args.page_table + w.b * args.page_row_stride, view.stride[1], view.stride[0], view.stride[3], cols};
+    data += w.seq.kv_entry * view.stride[0] + w.seq.kv_row * view.stride[1];
+    return {data, nullptr, view.stride[1], 0, view.stride[3], cols};
+}
+
+template <int COLS, bool CHECK>
+FA_DEVICE void copy_kv(const fa_args &args, unsigned to, const kv_source &source, const work &w, int n)
+{
+    int first = n * FA_TILE_K, begin = w.keys.begin - first, end = w.keys.end - first;
+    if constexpr (FA_HAS_PAGED) {
+        rows_of_pages rows = {source.data, source.pages, source.page_stride, source.row_stride, first, args.kv_rows,
+                              args.kv_entries, w.seq.rows_k};
+        copy_tile<FA_TILE_K, COLS, true>(to, rows, begin, end, source.cols, source.inner_stride);
+    } else {
+        rows_of rows = {source.data + first * source.row_stride, source.row_stride};
+        copy_tile<FA_TILE_K, COLS, CHECK>(to, rows, begin, end, source.cols, source.inner_stride);
+    }
+}
+
+/* Rows of the tile are all inside [keys.begin, keys.end): no bound in the copy. */
+template <int COLS> FA_DEVICE void copy_kv(const fa_args &args, unsigned to, const kv_source &source, const work &w, int n)
+{
+    if (n * FA_TILE_K >= w.keys.begin && (n + 1) * FA_TILE_K <= w.keys.end)
+        copy_kv<COLS, false>(args, to, source, w, n);
+    else
+        copy_kv<COLS, true>(args, to, source, w, n);
+}
+
+/* S = Q K^T (line 8). */
+FA_DEVICE void scores_of_tile(float (&s)[ROWS16][KEYS8][4], const lane_addresses<FA_HEAD_DIM> &q_at, q_fragments &q_kept,
+                              const lane_addresses<FA_HEAD_DIM> &k_at)
+{
+    clear(s);
+#pragma unroll
+    for (int d = 0; d < DIM16; d++) {
+        unsigned q[ROWS16][4];
+#pragma unroll
+        for (int m = 0; m < ROWS16; m++)
+            if constexpr (Q_STAYS) {
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    q[m][e] = q_kept[m][d][e];
+            } else
+                load_matrix(q[m], q_at.at(m, d));
+#pragma unroll
+        for (int n = 0; n < KEYS8; n += 2) {
+            unsigned k[4];
+            load_matrix(k, k_at.at(n / 2, d));
+#pragma unroll
+            for (int m = 0; m < ROWS16; m++) {
+                multiply_add(s[m][n], q[m], k[0], k[1]);
+                multiply_add(s[m][n + 1], q[m], k[2], k[3]);
+            }
+        }
+    }
+}
+
+/* O += P V (line 10). */
+FA_DEVICE void add_values(float (&o)[ROWS16][COLS8][4], const float (&p)[ROWS16][KEYS8][4],
+                          const lane_addresses<FA_HEAD_DIM_V> &v_at)
+{
+#pragma unroll
+    for (int j = 0; j < KEYS8 / 2; j++) {
+        unsigned a[ROWS16][4];
+#pragma unroll
+        for (int m = 0; m < ROWS16; m++) {
+            a[m][0] = pack<FA_DTYPE>(p[m][2 * j][0], p[m][2 * j][1]);
+            a[m][1] = pack<FA_DTYPE>(p[m][2 * j][2], p[m][2 * j][3]);
+            a[m][2] = pack<FA_DTYPE>(p[m][2 * j + 1][0], p[m][2 * j + 1][1]);
+            a[m][3] = pack<FA_DTYPE>(p[m][2 * j + 1][2], p[m][2 * j + 1][3]);
+        }
+#pragma unroll
+        for (int n = 0; n < COLS8; n += 2) {
+            unsigned v[4];
+            load_matrix_transposed(v, v_at.at(j, n / 2));
+#pragma unroll
+            for (int m = 0; m < ROWS16; m++) {
+                multiply_add(o[m][n], a[m], v[0], v[1]);
+                multiply_add(o[m][n + 1], a[m], v[2], v[3]);
+            }
+        }
+    }
+}
+
+/* Row of the tile that this lane's element (m, upper or lower half h) lies in. */
+FA_DEVICE int row_of(int m, int h) { return (threadIdx.x / 32) * 16 * ROWS16 + m * 16 + h * 8 + threadIdx.x % 32 / 4; }
+
+/* Scores in units of log2 (softcap, bias, ALiBi), and -inf where the mask hides. */
+template <bool MASKED>
+FA_DEVICE void finish_scores(float (&s)[ROWS16][KEYS8][4], const fa_args &args, const work &w, const score_terms &terms,
+                             float sign, int tile)
+{
+    int col = tile * FA_TILE_K + 2 * (threadIdx.x % 4);
+    if (!MODIFIED && sign != 1.0f) { /* a scale below 0 turns the order round, 0 makes all equal */
+#pragma unroll
+        for (int m = 0; m < ROWS16; m++)
+#pragma unroll
+            for (int n = 0; n < KEYS8; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    s[m][n][e] *= sign;
+    }
+#pragma unroll
+    for (int m = 0; m < (MODIFIED || MASKED ? ROWS16 : 0); m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int        i      = w.first_q + row_of(m, h);
+            row_limits limits = row_limits_of(window_of(args), w.seq, w.keys, i);
+            int        first = limits.first - col, last = limits.last - col;
+#pragma unroll
+            for (int n = 0; n < KEYS8; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float &score = s[m][n][2 * h + e];
+                    int    j     = n * 8 + e; /* from col on */
+                    float  capped;
+                    if constexpr (MODIFIED)
+                        score = modified_score(args, terms, w.seq, score, i, col + j, capped);
+                    if constexpr (MASKED) {
+                        bool visible = j <= last && j >= first;
+                        if (FA_HAS_SLICES && visible)
+                            visible = slices_see(args, w.slices, i, col + j);
+                        score = visible ? score : -infinity();
+                    }
+                }
+        }
+}
+
+/* P with the dropped elements 0; the kept ones' factor is applied to O at the end. */
+FA_DEVICE void drop(float (&p)[ROWS16][KEYS8][4], const fa_args &args, const work &w, int tile)
+{
+#pragma unroll
+    for (int m = 0; m < ROWS16; m++)
+#pragma unroll
+        for (int n = 0; n < KEYS8; n += 2) {
+            int       row_block = (w.first_q + row_of(m, 0)) / 16, col_block = tile * (FA_TILE_K / 16) + n / 2;
+            fa_philox numbers   = fa_dropout_block(&args.dropout, w.b * args.heads_q + w.head, row_block, col_block,
+                                                   threadIdx.x % 32);
+#pragma unroll
+            for (int e = 0; e < 8; e++) /* number: (lower half) + 2 (odd column) + 4 (second eight columns) */
+                if (fa_dropout_number(numbers, e) < args.dropout.threshold)
+                    p[m][n + (e >> 2)][2 * (e & 1) + ((e >> 1) & 1)] = 0.0f;
+        }
+}
+
+/* Inf and NaN of V were cleared from an edge tile, for 0 * NaN would reach rows that do not see the key; add them to the
+ * rows that do. Rare and slow. */
+FA_DEVICE void add_nonfinite(float (&o)[ROWS16][COLS8][4], const fa_args &args, const work &w, const kv_source &v, int tile)
+{
+    rows_of_pages paged = {v.data, v.pages, v.page_stride, v.row_stride, 0, args.kv_rows, args.kv_entries, w.seq.rows_k};
+    rows_of       plain = {v.data, v.row_stride};
+    for (int j = fa_max_int(tile * FA_TILE_K, w.keys.begin); j < fa_min_int((tile + 1) * FA_TILE_K, w.keys.end); j++) {
+        const fa_u16 *row = FA_HAS_PAGED ? paged.row(j) : plain.row(j);
+        bool          seen[2 * ROWS16];
+#pragma unroll
+        for (int r = 0; r < 2 * ROWS16; r++) {
+            int i   = w.first_q + row_of(r / 2, r % 2);
+            seen[r] = sees(args, w.seq, w.slices, i, j) &&
+                      (!FA_HAS_DROPOUT || fa_dropout_keeps(&args.dropout, w.b * args.heads_q + w.head, i, j));
+        }
+#pragma unroll
+        for (int n = 0; n < COLS8; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                int   col   = n * 8 + 2 * (threadIdx.x % 4) + e;
+                float value = col < args.head_dim_v ? load_element(row, col * v.inner_stride, FA_DTYPE) : 0.0f;
+                if (!finite(value))
+#pragma unroll
+                    for (int r = 0; r < 2 * ROWS16; r++)
+                        if (seen[r])
+                            o[r / 2][n][2 * (r % 2) + e] += value;
+            }
+    }
+}
+
+/* O = O / l, LSE = m + log l (lines 12-13); rows that saw nothing: 0 and -inf. */
+FA_DEVICE void store_result(float (&o)[ROWS16][COLS8][4], float (&maximum)[2 * ROWS16], float (&sum)[2 * ROWS16], float unit,
+                            const fa_args &args, const work &w, unsigned shared)
+{
+    int    warp = threadIdx.x / 32, warp_row = w.first_q + warp * 16 * ROWS16;
+    fa_i64 token = (fa_i64)w.seq.q_entry * args.q_rows + w.seq.q_row; /* of the sequence's row 0 */
+    float  sink_log2 = -infinity(), scale[2 * ROWS16];
+    if (!FA_HAS_SPLIT && args.sinks.data)
+        sink_log2 = load_element(args.sinks.data, w.head * args.sinks.stride[1], args.sinks.dtype) * FA_LOG2E;
+#pragma unroll
+    for (int r = 0; r < 2 * ROWS16; r++) {
+        int   i     = w.first_q + row_of(r / 2, r % 2);
+        float top   = maximum[r] * unit;
+        float total = quad_sum(sum[r]);
+        float peak  = fmaxf(top, sink_log2), shrink = 1.0f;
+        if (peak != top) { /* the sink is the largest logit */
+            shrink = exp2_fast(top - peak);
+            total *= shrink;
+        }
+        if (sink_log2 != -infinity())
+            total += exp2_fast(sink_log2 - peak);
+        bool  empty = i >= w.seq.seqlen_q || total == 0.0f;
+        float lse   = empty ? -infinity() : (peak + log2_fast(total)) * FA_LN2;
+        scale[r]    = empty ? 0.0f : shrink * reciprocal(total);
+        if (FA_HAS_DROPOUT)
+            scale[r] *= args.dropout.keep_scale;
+        if (threadIdx.x % 4 == 0 && i < w.seq.rows_q) {
+            if (FA_HAS_SPLIT)
+                args.lse_partial[((fa_i64)w.split * args.heads_q + w.head) * args.q_entries * args.q_rows + token + i] = lse;
+            else if (args.lse.data)
+                ((float *)args.lse.data)[w.seq.q_entry * args.lse.stride[0] + w.head * args.lse.stride[1] +
+                                         (w.seq.q_row + i) * args.lse.stride[2]] = lse;
+        }
+    }
+    if constexpr (FA_HAS_SPLIT) {
+        float *to = args.o_partial + (((fa_i64)w.split * args.heads_q + w.head) * args.q_entries * args.q_rows + token +
+                                      warp_row) * FA_HEAD_DIM_V;
+        store_accumulator<FA_F32, ROWS16, COLS8>(o, scale, 0, to, FA_HEAD_DIM_V, 1, w.seq.rows_q - warp_row, FA_HEAD_DIM_V);
+    } else {
+        unsigned staging = shared + warp * 16 * ROWS16 * FA_HEAD_DIM_V * 2;
+        fa_i64   offset  = w.seq.q_entry * args.o.stride[0] + (w.seq.q_row + warp_row) * args.o.stride[1] +
+                        w.head * args.o.stride[2];
+        store_accumulator<FA_DTYPE_O, ROWS16, COLS8>(o, scale, staging,
+                                                     (char *)args.o.data + offset * (FA_DTYPE_O == FA_F32 ? 4 : 2),
+                                                     args.o.stride[1], args.o.stride[3], w.seq.rows_q - warp_row,
+                                                     args.head_dim_v);
+    }
+}
+
+/* A block's operands in shared memory and its running state. */
+struct block_state {
+    kv_source   k, v;
+    score_terms terms;
+    float       sign, unit; /* unit > 0 always; a scale of 0 or below goes into `sign` */
+    unsigned    k_shared, v_shared;
+    int         first, tile, stage; /* last key tile to visit, the present one, its buffer */
+    float       maximum[2 * ROWS16], sum[2 * ROWS16];
+    float       o[ROWS16][COLS8][4];
+};
+
+/* Waits for a tile's copies. In an edge tile also clears Inf and NaN from V; true if there were any. */
+template <bool CLEAR> FA_DEVICE bool wait_for_tile(unsigned v_tile)
+{
+    copy_wait<0>();
+    if constexpr (CLEAR)
+        return __syncthreads_or(clear_nonfinite<FA_TILE_K, FA_HEAD_DIM_V>(v_tile));
+    __syncthreads();
+    return false;
+}
+
+template <bool MASKED>
+FA_DEVICE void step(block_state &state, const fa_args &args, const work &w, const lane_addresses<FA_HEAD_DIM> &q_at,
+                    q_fragments &q_kept, lane_addresses<FA_HEAD_DIM> k_at, lane_addresses<FA_HEAD_DIM_V> v_at)
+{
+    constexpr bool CLEAR = MASKED && (FA_MASK != FA_MASK_NONE || FA_HAS_SLICES);
+    int            next  = next_tile(args, w, state.tile - 1, state.first);
+    bool           cleared;
+    float          s[ROWS16][KEYS8][4];
+    if constexpr (FA_STAGES == 1) {
+        wait_for_tile<false>(0);
+        copy_kv<FA_HEAD_DIM_V>(args, state.v_shared, state.v, w, state.tile);
+        copy_commit();
+        scores_of_tile(s, q_at, q_kept, k_at);
+        cleared = wait_for_tile<CLEAR>(state.v_shared);
+        if (next >= state.first)
+            copy_kv<FA_HEAD_DIM>(args, state.k_shared, state.k, w, next);
+        copy_commit();
+    } else {
+        cleared   = wait_for_tile<CLEAR>(state.v_shared + state.stage * V_BYTES);
+        int other = state.stage ^ 1;
+        if (next >= state.first) {
+            copy_kv<FA_HEAD_DIM>(args, state.k_shared + other * K_BYTES, state.k, w, next);
+            copy_kv<FA_HEAD_DIM_V>(args, state.v_shared + other * V_BYTES, state.v, w, next);
+        }
+        copy_commit();
+        k_at.advance(state.stage * K_BYTES);
+        v_at.advance(state.stage * V_BYTES);
+        state.stage = other;
+        scores_of_tile(s, q_at, q_kept, k_at);
+    }
+    finish_scores<MASKED>(s, args, w, state.terms, state.sign, state.tile);
+    softmax_step<MASKED || FA_HAS_BIAS>(s, state.maximum, state.sum, state.o, state.unit);
+    if constexpr (FA_HAS_DROPOUT)
+        drop(s, args, w, state.tile);
+    add_values(state.o, s, v_at);
+    if (CLEAR && cleared)
+        add_nonfinite(state.o, args, w, state.v, state.tile);
+    state.tile = next;
+}
+
+/* All key tiles, right to left (lines 6-11). */
+FA_DEVICE void walk_tiles(block_state &state, const fa_args &args, const work &w, unsigned shared)
+{
+    rows_of q = {(const fa_u16 *)args.q.data + w.seq.q_entry * args.q.stride[0] +
+                     (fa_i64)(w.seq.q_row + w.first_q) * args.q.stride[1] + w.head * args.q.stride[2],
+                 args.q.stride[1]};
+    copy_tile<FA_TILE_Q, FA_HEAD_DIM, true>(shared, q, 0, w.queries.end - w.queries.begin, args.head_dim, args.q.stride[3]);
+    if (Q_STAYS)
+        copy_commit();
+    copy_kv<FA_HEAD_DIM>(args, state.k_shared, state.k, w, state.tile);
+    if (FA_STAGES > 1)
+        copy_kv<FA_HEAD_DIM_V>(args, state.v_shared, state.v, w, state.tile);
+    copy_commit();
+
+    lane_addresses<FA_HEAD_DIM>   q_at(shared + (threadIdx.x / 32) * ROWS16 * 16 * FA_HEAD_DIM * 2, rows_first_row(),
+                                       rows_first_half());
+    lane_addresses<FA_HEAD_DIM>   k_at(state.k_shared, halves_first_row(), halves_first_half());
+    lane_addresses<FA_HEAD_DIM_V> v_at(state.v_shared, rows_first_row(), rows_first_half());
+    q_fragments                   q_kept;
+    if constexpr (Q_STAYS) {
+        copy_wait<1>();
+        __syncthreads();
+#pragma unroll
+        for (int m = 0; m < ROWS16; m++)
+#pragma unroll
+            for (int d = 0; d < DIM16; d++)
+                load_matrix(q_kept[m][d], q_at.at(m, d));
+    }
+    fa_range clean = clean_tiles(args, w);
+    while (state.tile >= state.first) {
+        if constexpr (FA_HAS_SLICES) {
+            while (state.tile >= clean.begin && state.tile < clean.end &&
+                   slices_tile(args, w.slices, w.queries, keys_of_tile(state.tile)) == 2)
+                step<false>(state, args, w, q_at, q_kept, k_at, v_at);
+        } else {
+            while (state.tile >= clean.begin && state.tile < clean.end)
+                step<false>(state, args, w, q_at, q_kept, k_at, v_at);
+        }
+        if (state.tile >= state.first)
+            step<true>(state, args, w, q_at, q_kept, k_at, v_at);
+    }
+    copy_wait<0>();
+    if (FA_HEAD_DIM != FA_HEAD_DIM_V)
+        __syncthreads(); /* a warp's staging must not cover rows of Q that another still reads */
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) forward_sm80(const __grid_constant__ fa_args args)
+{
+    extern __shared__ __align__(128) char shared_memory[];
+    __shared__ work w; /* the same for all threads: in shared memory, registers are for S and O */
+    if (threadIdx.x == 0)
+        w = work_of(args);
+    __syncthreads();
+    if (w.first_q >= w.seq.rows_q)
+        return;
+    unsigned    shared = shared_address(shared_memory);
+    block_state state;
+    state.k        = kv_source_of(args, args.k, w, args.head_dim);
+    state.v        = kv_source_of(args, args.v, w, args.head_dim_v);
+    state.terms    = score_terms_of(args, w.b, w.head);
+    state.sign     = args.scale_log2 > 0 ? 1.0f : args.scale_log2 < 0 ? -1.0f : 0.0f;
+    state.unit     = MODIFIED || args.scale_log2 == 0 ? 1.0f : fabsf(args.scale_log2);
+    state.k_shared = shared + Q_BYTES;
+    state.v_shared = state.k_shared + FA_STAGES * K_BYTES;
+    state.stage    = 0;
+    clear(state.o);
+#pragma unroll
+    for (int r = 0; r < 2 * ROWS16; r++) {
+        state.maximum[r] = -infinity();
+        state.sum[r]     = 0.0f;
+    }
+    state.first = w.keys.begin / FA_TILE_K;
+    state.tile  = w.keys.begin < w.keys.end ? next_tile(args, w, (w.keys.end - 1) / FA_TILE_K, state.first) : -1;
+    if (state.tile >= state.first)
+        walk_tiles(state, args, w, shared);
+    store_result(state.o, state.maximum, state.sum, state.unit, args, w, shared);
+}

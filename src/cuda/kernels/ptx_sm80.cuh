@@ -1,0 +1,238 @@
+/* The PTX that the portable kernels use, one function an instruction, and the 16-bit number formats through it. NVRTC
+ * gives no header, so everything is declared here. */
+#ifndef FA_PTX_SM80_CUH
+#define FA_PTX_SM80_CUH
+
+#include "constants.h"
+
+#include "args.h"
+
+#define FA_DEVICE static __device__ __forceinline__
+
+typedef unsigned short fa_u16;
+
+#define FA_LOG2E 1.4426950408889634f
+#define FA_LN2 0.6931471805599453f
+
+FA_DEVICE float float_of_bits(unsigned bits) { return __int_as_float((int)bits); }
+FA_DEVICE float infinity() { return float_of_bits(0x7F800000u); }
+
+/* ---- memory ---- */
+
+FA_DEVICE unsigned shared_address(const void *pointer)
+{
+    unsigned address;
+    asm("{ .reg .u64 wide; cvta.to.shared.u64 wide, %1; cvt.u32.u64 %0, wide; }" : "=r"(address) : "l"(pointer));
+    return address;
+}
+
+/* Sixteen bytes, global to shared, past L1. */
+FA_DEVICE void copy_async(unsigned to, const void *from)
+{
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+/* Likewise, but zeros unless `valid`; then `from` is not read. */
+FA_DEVICE void copy_async_if(unsigned to, const void *from, bool valid)
+{
+    int bytes = valid ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+FA_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/* Wait until at most PENDING of the newest groups are in flight. */
+template <int PENDING> FA_DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+FA_DEVICE void shared_store(unsigned to, unsigned value)
+{
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
+}
+
+FA_DEVICE void shared_store(unsigned to, uint4 v)
+{
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+FA_DEVICE void shared_store(unsigned to, float value)
+{
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
+}
+
+FA_DEVICE uint4 shared_load_16(unsigned from)
+{
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(from)
+                 : "memory");
+    return v;
+}
+
+FA_DEVICE float2 shared_load_float2(unsigned from)
+{
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
+    return v;
+}
+
+/* Add without a result. Four neighbours at once where the chip can; `to` is then 16-byte aligned. */
+FA_DEVICE void reduce_add(float *to, float value)
+{
+    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
+}
+
+FA_DEVICE void reduce_add_4(float *to, float a, float b, float c, float d)
+{
+#if FA_ARCH >= 90
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+#else
+    reduce_add(to, a);
+    reduce_add(to + 1, b);
+    reduce_add(to + 2, c);
+    reduce_add(to + 3, d);
+#endif
+}
+
+/* ---- tensor cores ---- */
+
+/* Four 8x8 blocks of 16-bit elements; lane l gives the address of row l % 8 of block l / 8. */
+FA_DEVICE void load_matrix(unsigned (&r)[4], unsigned from)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(from)
+                 : "memory");
+}
+
+FA_DEVICE void load_matrix_transposed(unsigned (&r)[4], unsigned from)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(from)
+                 : "memory");
+}
+
+/* c += a b: a is 16x16 by rows, b 16x8 by columns. Lane 4 g + t holds of c: (g, 2t), (g, 2t + 1), (g + 8, 2t),
+ * (g + 8, 2t + 1). */
+FA_DEVICE void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
+{
+#if FA_DTYPE == FA_BF16
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
+}
+
+/* ---- numbers ---- */
+
+FA_DEVICE float exp2_fast(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+FA_DEVICE float log2_fast(float x)
+{
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+FA_DEVICE float reciprocal(float x)
+{
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* Two floats, rounded to nearest even, in one register; `low` has the lower address. */
+FA_DEVICE unsigned pack_bf16(float low, float high)
+{
+    unsigned packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+FA_DEVICE unsigned pack_f16(float low, float high)
+{
+    unsigned packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+template <int DTYPE> FA_DEVICE unsigned pack(float low, float high)
+{
+    if constexpr (DTYPE == FA_BF16)
+        return pack_bf16(low, high);
+    else
+        return pack_f16(low, high);
+}
+
+FA_DEVICE float float_of_f16(fa_u16 half)
+{
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+    return value;
+}
+
+FA_DEVICE float float_of_bf16(fa_u16 half) { return float_of_bits((unsigned)half << 16); }
+
+template <int DTYPE> FA_DEVICE float2 unpack(unsigned packed)
+{
+    if constexpr (DTYPE == FA_BF16)
+        return make_float2(float_of_bits(packed << 16), float_of_bits(packed & 0xFFFF0000u));
+    else
+        return make_float2(float_of_f16((fa_u16)packed), float_of_f16((fa_u16)(packed >> 16)));
+}
+
+/* An element of any dtype; index in elements. */
+FA_DEVICE float load_element(const void *data, fa_i64 index, int dtype)
+{
+    if (dtype == FA_F32)
+        return ((const float *)data)[index];
+    fa_u16 half = ((const fa_u16 *)data)[index];
+    return dtype == FA_BF16 ? float_of_bf16(half) : float_of_f16(half);
+}
+
+FA_DEVICE void store_element(void *data, fa_i64 index, int dtype, float value)
+{
+    if (dtype == FA_F32)
+        ((float *)data)[index] = value;
+    else
+        ((fa_u16 *)data)[index] = (fa_u16)(dtype == FA_BF16 ? pack_bf16(value, 0.0f) : pack_f16(value, 0.0f));
+}
+
+/* A 16-bit pair is Inf or NaN somewhere: acc turns NaN in that half and stays so. Start with 0. */
+FA_DEVICE void note_nonfinite(unsigned &acc, unsigned pair)
+{
+#if FA_DTYPE == FA_BF16
+    asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(acc) : "r"(pair), "r"(0u));
+#else
+    asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(acc) : "r"(pair), "r"(0u));
+#endif
+}
+
+FA_DEVICE bool finite(float x) { return (__float_as_int(x) & 0x7F800000) != 0x7F800000; }
+
+/* Over the four lanes that share a row of an accumulator. */
+FA_DEVICE float quad_max(float x)
+{
+    x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
+}
+
+FA_DEVICE float quad_sum(float x)
+{
+    x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
+    return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
+}
+
+#endif

@@ -1,0 +1,247 @@
+/*
+ * Tiles of 16-bit rows in shared memory, and the way there.
+ *
+ * A row of COLS elements is COLS / 8 chunks of 16 bytes. ldmatrix reads the same chunk of eight neighbouring rows at
+ * once, so chunks are exchanged within groups by the row's number (an XOR), and no two of the eight share a bank:
+ *     COLS % 64 == 0: groups of 8 chunks, by row % 8;    else: groups of 4, by row / 2 % 4 (an odd row starts 64 bytes
+ *     further round the banks already).
+ */
+#ifndef FA_TILE_CUH
+#define FA_TILE_CUH
+
+#include "ptx_sm80.cuh"
+
+constexpr int THREADS = 32 * FA_WARPS;
+
+template <int COLS> struct tile {
+    static constexpr int CHUNKS    = COLS / 8;
+    static constexpr int ROW_BYTES = COLS * 2;
+    static constexpr int GROUP     = COLS % 64 == 0 ? 8 : 4; /* chunks that change places among themselves */
+    static constexpr int PHASES    = GROUP / 2;
+
+    static __device__ __forceinline__ unsigned turn(int row) { return GROUP == 8 ? row & 7 : (row >> 1) & 3; }
+
+    /* Bytes from the tile's start to chunk `chunk` of row `row`. */
+    static __device__ __forceinline__ unsigned offset(int row, int chunk)
+    {
+        return row * ROW_BYTES + ((chunk ^ turn(row)) << 4);
+    }
+};
+
+/*
+ * Where a lane reads for ldmatrix over a tile: blocks of 16 rows by 16 columns (two chunks). The address of block
+ * (row16, col16) is at(...): one of PHASES registers plus a constant, so a loop over blocks costs no arithmetic.
+ */
+template <int COLS> struct lane_addresses {
+    using layout = tile<COLS>;
+    unsigned phase[layout::PHASES];
+
+    __device__ __forceinline__ lane_addresses(unsigned base, int row, int half)
+    {
+#pragma unroll
+        for (int p = 0; p < layout::PHASES; p++)
+            phase[p] = base + layout::offset(row, 2 * p + half);
+    }
+    __device__ __forceinline__ void advance(unsigned bytes)
+    {
+#pragma unroll
+        for (int p = 0; p < layout::PHASES; p++)
+            phase[p] += bytes;
+    }
+    /* Compile-time arguments after unrolling. */
+    __device__ __forceinline__ unsigned at(int row16, int col16) const
+    {
+        return phase[col16 % layout::PHASES] + (col16 / layout::PHASES) * layout::GROUP * 16 +
+               row16 * 16 * layout::ROW_BYTES;
+    }
+};
+
+/* The lane's (row, half) of the 16x16 block that it addresses, so that ldmatrix yields
+ *   rows first:   A of 16 rows (plain), or B of k = rows (transposed; then columns 0-7 are in r[0], r[1], 8-15 in r[2], r[3])
+ *   halves first: B of n = rows (plain; rows 0-7 in r[0], r[1], 8-15 in r[2], r[3]), or A of k = rows (transposed). */
+FA_DEVICE int rows_first_row() { return threadIdx.x & 15; }
+FA_DEVICE int rows_first_half() { return (threadIdx.x >> 4) & 1; }
+FA_DEVICE int halves_first_row() { return (threadIdx.x & 7) + ((threadIdx.x >> 4) & 1) * 8; }
+FA_DEVICE int halves_first_half() { return (threadIdx.x >> 3) & 1; }
+
+/* A plain strided source: row r starts at first + r * stride elements. */
+struct rows_of {
+    const fa_u16 *first;
+    fa_i64        stride;
+
+    static constexpr bool PLAIN = true;
+    __device__ __forceinline__ const fa_u16 *row(int r) const { return first + r * stride; }
+};
+
+/* Keys through a page table: row r of a tile is key `key + r`. A page id or key out of bounds reads row 0 of page 0,
+ * which the caller has declared invalid. */
+struct rows_of_pages {
+    const fa_u16 *data; /* page 0, row 0, this head */
+    const int    *pages;
+    fa_i64        page_stride, stride;
+    int           key, page_size, num_pages, num_keys;
+
+    static constexpr bool PLAIN = false;
+    __device__ __forceinline__ const fa_u16 *row(int r) const
+    {
+        int j = key + r;
+        if ((unsigned)j >= (unsigned)num_keys)
+            return data;
+        int page = pages[j / page_size];
+        return (unsigned)page < (unsigned)num_pages ? data + page * page_stride + (j % page_size) * stride : data;
+    }
+};
+
+/*
+ * All threads copy rows [0, ROWS) of `source` to a tile. Rows outside [begin, end) and columns from `cols` on are zeros,
+ * which keeps what lies there (NaN too) out of the products; with CHECK_ROWS false all rows are inside.
+ * Needs copy_commit and copy_wait; without FA_ALIGNED it is done on return.
+ */
+template <int ROWS, int COLS, bool CHECK_ROWS, class SOURCE>
+FA_DEVICE void copy_tile(unsigned to, const SOURCE &source, int begin, int end, int cols, fa_i64 inner_stride)
+{
+    using layout               = tile<COLS>;
+    constexpr int LANES        = layout::GROUP; /* threads that copy one row side by side */
+    constexpr int ROWS_AT_ONCE = THREADS / LANES;
+    int           lane = threadIdx.x % LANES, first_row = threadIdx.x / LANES;
+    const fa_u16 *from = source.row(first_row); /* moved on by a step, so that no row keeps an address in registers */
+#pragma unroll
+    for (int r = 0; r < ROWS; r += ROWS_AT_ONCE) {
+        int row = first_row + r;
+        if (ROWS % ROWS_AT_ONCE != 0 && row >= ROWS)
+            break;
+        if (r > 0) {
+            from = SOURCE::PLAIN ? from + ROWS_AT_ONCE * source.stride : source.row(row);
+            asm("" : "+l"(from)); /* or the compiler keeps every row's offset in registers over the whole loop */
+        }
+        bool valid = !CHECK_ROWS || (row >= begin && row < end);
+#pragma unroll
+        for (int group = 0; group < layout::CHUNKS; group += LANES) {
+            int      chunk = group + lane;
+            unsigned at    = to + layout::offset(row, chunk);
+            if constexpr (FA_ALIGNED) {
+                if (CHECK_ROWS || !FA_EVEN_D)
+                    copy_async_if(at, from + chunk * 8, valid && (FA_EVEN_D || chunk * 8 < cols));
+                else
+                    copy_async(at, from + chunk * 8);
+            } else {
+                fa_u16 e[8];
+#pragma unroll
+                for (int c = 0; c < 8; c++)
+                    e[c] = valid && chunk * 8 + c < cols ? from[(chunk * 8 + c) * inner_stride] : (fa_u16)0;
+                shared_store(at, make_uint4(e[0] | e[1] << 16, e[2] | e[3] << 16, e[4] | e[5] << 16, e[6] | e[7] << 16));
+            }
+        }
+    }
+}
+
+/* Looks through the chunks that this thread copied by copy_tile (its own copies are visible to it after copy_wait); Inf
+ * and NaN become zeros in the tile. True if there were any. */
+template <int ROWS, int COLS> FA_DEVICE bool clear_nonfinite(unsigned tile_at)
+{
+    using layout               = tile<COLS>;
+    constexpr int LANES        = layout::GROUP;
+    constexpr int ROWS_AT_ONCE = THREADS / LANES;
+    int           lane = threadIdx.x % LANES, first_row = threadIdx.x / LANES;
+    unsigned      note = 0;
+#pragma unroll
+    for (int r = 0; r < ROWS; r += ROWS_AT_ONCE)
+#pragma unroll
+        for (int group = 0; group < layout::CHUNKS; group += LANES)
+            if (ROWS % ROWS_AT_ONCE == 0 || first_row + r < ROWS) {
+                uint4 v = shared_load_16(tile_at + layout::offset(first_row + r, group + lane));
+                note_nonfinite(note, v.x);
+                note_nonfinite(note, v.y);
+                note_nonfinite(note, v.z);
+                note_nonfinite(note, v.w);
+            }
+    if ((note & 0x7FFF7FFFu) == 0) /* +-0 in both halves */
+        return false;
+    for (int r = 0; r < ROWS; r += ROWS_AT_ONCE)
+        for (int chunk = lane; chunk < layout::CHUNKS; chunk += LANES)
+            if (first_row + r < ROWS) {
+                unsigned at     = tile_at + layout::offset(first_row + r, chunk);
+                uint4    v      = shared_load_16(at);
+                unsigned word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+                for (int w = 0; w < 4; w++) {
+                    float2 e = unpack<FA_DTYPE>(word[w]);
+                    word[w] &= (finite(e.x) ? 0xFFFFu : 0u) | (finite(e.y) ? 0xFFFF0000u : 0u);
+                }
+                shared_store(at, make_uint4(word[0], word[1], word[2], word[3]));
+            }
+    return true;
+}
+
+template <int ROWS16, int COLS8> FA_DEVICE void clear(float (&acc)[ROWS16][COLS8][4])
+{
+#pragma unroll
+    for (int m = 0; m < ROWS16; m++)
+#pragma unroll
+        for (int n = 0; n < COLS8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                acc[m][n][e] = 0.0f;
+}
+
+/*
+ * A warp's accumulator, 16 ROWS16 rows by 8 COLS8 columns, times `scale` of each row (index 2 * row16 + (lower half)), to
+ * rows first_row ... of a tensor: row r is at data + r * row_stride elements. Only rows < num_rows and columns < cols.
+ * staging: shared memory of this warp alone, 16 * ROWS16 rows of COLS8 * 8 elements, for 16-byte stores.
+ */
+template <int DTYPE, int ROWS16, int COLS8>
+FA_DEVICE void store_accumulator(float (&acc)[ROWS16][COLS8][4], const float (&scale)[2 * ROWS16], unsigned staging,
+                                 void *data, fa_i64 row_stride, fa_i64 inner_stride, int num_rows, int cols)
+{
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    if constexpr (DTYPE != FA_F32 && FA_ALIGNED) {
+        using layout = tile<COLS8 * 8>;
+        __syncwarp();
+#pragma unroll
+        for (int m = 0; m < ROWS16; m++)
+#pragma unroll
+            for (int n = 0; n < COLS8; n++)
+#pragma unroll
+                for (int h = 0; h < 2; h++)
+                    shared_store(staging + layout::offset(m * 16 + h * 8 + g, n) + t * 4,
+                                 pack<DTYPE>(acc[m][n][2 * h] * scale[2 * m + h], acc[m][n][2 * h + 1] * scale[2 * m + h]));
+        __syncwarp();
+        constexpr int LANES = layout::GROUP;
+#pragma unroll
+        for (int r = 0; r < 16 * ROWS16; r += 32 / LANES) {
+            int row = r + lane / LANES;
+#pragma unroll
+            for (int group = 0; group < COLS8; group += LANES) {
+                int chunk = group + lane % LANES;
+                if (row < num_rows && (FA_EVEN_D || chunk * 8 < cols))
+                    *(uint4 *)((fa_u16 *)data + row * row_stride + chunk * 8) =
+                        shared_load_16(staging + layout::offset(row, chunk));
+            }
+        }
+    } else {
+#pragma unroll
+        for (int m = 0; m < ROWS16; m++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                int row = m * 16 + h * 8 + g;
+                if (row >= num_rows)
+                    continue;
+#pragma unroll
+                for (int n = 0; n < COLS8; n++) {
+                    int   col = n * 8 + 2 * t;
+                    float a = acc[m][n][2 * h] * scale[2 * m + h], b = acc[m][n][2 * h + 1] * scale[2 * m + h];
+                    if constexpr (DTYPE == FA_F32 && FA_ALIGNED) {
+                        if (FA_EVEN_D || col < cols) /* a row is whole 16-byte pieces: pairs never straddle its end */
+                            *(float2 *)((float *)data + row * row_stride + col) = make_float2(a, b);
+                    } else {
+                        if (col < cols)
+                            store_element(data, row * row_stride + col * inner_stride, DTYPE, a);
+                        if (col + 1 < cols)
+                            store_element(data, row * row_stride + (col + 1) * inner_stride, DTYPE, b);
+                    }
+                }
+            }
+    }
+}
+
+#endif
