@@ -32,7 +32,7 @@ using q_fragments = unsigned[ROWS16][DIM16][4];
 
 /* What a block works on. */
 struct work {
-    int        b, head, split;
+    int        b, head, kv_head, split;
     int        first_q;            /* first row of the tile */
     fa_range   queries, keys;      /* rows that count, keys that some of them may see */
     sequence   seq;
@@ -49,6 +49,7 @@ FA_DEVICE work work_of(const fa_args &args)
     n       = FA_HAS_SPLIT ? n / args.num_splits : n;
     w.head  = n % args.heads_q;
     w.b     = n / args.heads_q;
+    w.kv_head = args.group == 1 ? w.head : w.head / args.group;
     if (FA_MASK != FA_MASK_NONE)
         tile = args.tiles_q - 1 - tile;
     w.seq     = sequence_at(args, w.b);
@@ -99,7 +100,7 @@ struct kv_source {
 
 FA_DEVICE kv_source kv_source_of(const fa_args &args, const fa_view &view, const work &w, int cols)
 {
-    const fa_u16 *data = (const fa_u16 *)view.data + (w.head / args.group) * view.stride[2];
+    const fa_u16 *data = (const fa_u16 *)view.data + w.kv_head * view.stride[2];
     if (FA_HAS_PAGED)
         return {data, args.page_table + w.b * args.page_row_stride, view.stride[1], view.stride[0], view.stride[3], cols};
     data += w.seq.kv_entry * view.stride[0] + w.seq.kv_row * view.stride[1];
@@ -191,18 +192,9 @@ FA_DEVICE int row_of(int m, int h) { return (threadIdx.x / 32) * 16 * ROWS16 + m
 /* Scores in units of log2 (softcap, bias, ALiBi), and -inf where the mask hides. */
 template <bool MASKED>
 FA_DEVICE void finish_scores(float (&s)[ROWS16][KEYS8][4], const fa_args &args, const work &w, const score_terms &terms,
-                             float sign, int tile)
+                             int tile)
 {
     int col = tile * FA_TILE_K + 2 * (threadIdx.x % 4);
-    if (!MODIFIED && sign != 1.0f) { /* a scale below 0 turns the order round, 0 makes all equal */
-#pragma unroll
-        for (int m = 0; m < ROWS16; m++)
-#pragma unroll
-            for (int n = 0; n < KEYS8; n++)
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    s[m][n][e] *= sign;
-    }
 #pragma unroll
     for (int m = 0; m < (MODIFIED || MASKED ? ROWS16 : 0); m++)
 #pragma unroll
@@ -246,34 +238,11 @@ FA_DEVICE void drop(float (&p)[ROWS16][KEYS8][4], const fa_args &args, const wor
         }
 }
 
-/* Inf and NaN of V were cleared from an edge tile, for 0 * NaN would reach rows that do not see the key; add them to the
- * rows that do. Rare and slow. */
-FA_DEVICE void add_nonfinite(float (&o)[ROWS16][COLS8][4], const fa_args &args, const work &w, const kv_source &v, int tile)
+/* Row of o_partial and lse_partial for query i. */
+FA_DEVICE fa_i64 partial_row(const fa_args &args, const work &w, int i)
 {
-    rows_of_pages paged = {v.data, v.pages, v.page_stride, v.row_stride, 0, args.kv_rows, args.kv_entries, w.seq.rows_k};
-    rows_of       plain = {v.data, v.row_stride};
-    for (int j = fa_max_int(tile * FA_TILE_K, w.keys.begin); j < fa_min_int((tile + 1) * FA_TILE_K, w.keys.end); j++) {
-        const fa_u16 *row = FA_HAS_PAGED ? paged.row(j) : plain.row(j);
-        bool          seen[2 * ROWS16];
-#pragma unroll
-        for (int r = 0; r < 2 * ROWS16; r++) {
-            int i   = w.first_q + row_of(r / 2, r % 2);
-            seen[r] = sees(args, w.seq, w.slices, i, j) &&
-                      (!FA_HAS_DROPOUT || fa_dropout_keeps(&args.dropout, w.b * args.heads_q + w.head, i, j));
-        }
-#pragma unroll
-        for (int n = 0; n < COLS8; n++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                int   col   = n * 8 + 2 * (threadIdx.x % 4) + e;
-                float value = col < args.head_dim_v ? load_element(row, col * v.inner_stride, FA_DTYPE) : 0.0f;
-                if (!finite(value))
-#pragma unroll
-                    for (int r = 0; r < 2 * ROWS16; r++)
-                        if (seen[r])
-                            o[r / 2][n][2 * (r % 2) + e] += value;
-            }
-    }
+    return ((fa_i64)w.split * args.heads_q + w.head) * args.q_entries * args.q_rows +
+           (fa_i64)w.seq.q_entry * args.q_rows + w.seq.q_row + i;
 }
 
 /* O = O / l, LSE = m + log l (lines 12-13); rows that saw nothing: 0 and -inf. */
@@ -281,7 +250,6 @@ FA_DEVICE void store_result(float (&o)[ROWS16][COLS8][4], float (&maximum)[2 * R
                             const fa_args &args, const work &w, unsigned shared)
 {
     int    warp = threadIdx.x / 32, warp_row = w.first_q + warp * 16 * ROWS16;
-    fa_i64 token = (fa_i64)w.seq.q_entry * args.q_rows + w.seq.q_row; /* of the sequence's row 0 */
     float  sink_log2 = -infinity(), scale[2 * ROWS16];
     if (!FA_HAS_SPLIT && args.sinks.data)
         sink_log2 = load_element(args.sinks.data, w.head * args.sinks.stride[1], args.sinks.dtype) * FA_LOG2E;
@@ -304,15 +272,14 @@ FA_DEVICE void store_result(float (&o)[ROWS16][COLS8][4], float (&maximum)[2 * R
             scale[r] *= args.dropout.keep_scale;
         if (threadIdx.x % 4 == 0 && i < w.seq.rows_q) {
             if (FA_HAS_SPLIT)
-                args.lse_partial[((fa_i64)w.split * args.heads_q + w.head) * args.q_entries * args.q_rows + token + i] = lse;
+                args.lse_partial[partial_row(args, w, i)] = lse;
             else if (args.lse.data)
                 ((float *)args.lse.data)[w.seq.q_entry * args.lse.stride[0] + w.head * args.lse.stride[1] +
                                          (w.seq.q_row + i) * args.lse.stride[2]] = lse;
         }
     }
     if constexpr (FA_HAS_SPLIT) {
-        float *to = args.o_partial + (((fa_i64)w.split * args.heads_q + w.head) * args.q_entries * args.q_rows + token +
-                                      warp_row) * FA_HEAD_DIM_V;
+        float *to = args.o_partial + partial_row(args, w, warp_row) * FA_HEAD_DIM_V;
         store_accumulator<FA_F32, ROWS16, COLS8>(o, scale, 0, to, FA_HEAD_DIM_V, 1, w.seq.rows_q - warp_row, FA_HEAD_DIM_V);
     } else {
         unsigned staging = shared + warp * 16 * ROWS16 * FA_HEAD_DIM_V * 2;
@@ -325,11 +292,41 @@ FA_DEVICE void store_result(float (&o)[ROWS16][COLS8][4], float (&maximum)[2 * R
     }
 }
 
+/*
+ * Inf and NaN of V were cleared from edge tiles, for 0 * NaN would reach rows that do not see the key. Here the rows that
+ * do see it get it, in what was just stored. Rare, slow, and kept out of the registers of the rest.
+ */
+static __device__ __noinline__ void add_nonfinite(const fa_args &args, const work &w)
+{
+    kv_source     v     = kv_source_of(args, args.v, w, args.head_dim_v);
+    rows_of_pages paged = {v.data, v.pages, v.page_stride, v.row_stride, 0, args.kv_rows, args.kv_entries, w.seq.rows_k};
+    rows_of       plain = {v.data, v.row_stride};
+    __syncthreads();
+    for (int n = threadIdx.x; n < (w.queries.end - w.first_q) * args.head_dim_v; n += THREADS) {
+        int    i = w.first_q + n / args.head_dim_v, col = n % args.head_dim_v;
+        float  total = 0.0f;
+        fa_i64 at    = FA_HAS_SPLIT ? partial_row(args, w, i) * FA_HEAD_DIM_V + col
+                                    : w.seq.q_entry * args.o.stride[0] + (w.seq.q_row + i) * args.o.stride[1] +
+                                          w.head * args.o.stride[2] + col * args.o.stride[3];
+        for (int j = w.keys.begin; j < w.keys.end; j++) {
+            float value = load_element(FA_HAS_PAGED ? paged.row(j) : plain.row(j), col * v.inner_stride, FA_DTYPE);
+            if (!finite(value) && sees(args, w.seq, w.slices, i, j) &&
+                (!FA_HAS_DROPOUT || fa_dropout_keeps(&args.dropout, w.b * args.heads_q + w.head, i, j)))
+                total += value;
+        }
+        void *o     = FA_HAS_SPLIT ? args.o_partial : args.o.data;
+        int   dtype = FA_HAS_SPLIT ? FA_F32 : FA_DTYPE_O;
+        if (!finite(total))
+            store_element(o, at, dtype, load_element(o, at, dtype) + total);
+    }
+}
+
 /* A block's operands in shared memory and its running state. */
 struct block_state {
     kv_source   k, v;
     score_terms terms;
-    float       sign, unit; /* unit > 0 always; a scale of 0 or below goes into `sign` */
+    float       unit;       /* log2 units of one score, > 0 always: a scale of 0 or below goes into Q */
+    bool        cleared;    /* V had Inf or NaN in an edge tile */
     unsigned    k_shared, v_shared;
     int         first, tile, stage; /* last key tile to visit, the present one, its buffer */
     float       maximum[2 * ROWS16], sum[2 * ROWS16];
@@ -352,37 +349,34 @@ FA_DEVICE void step(block_state &state, const fa_args &args, const work &w, cons
 {
     constexpr bool CLEAR = MASKED && (FA_MASK != FA_MASK_NONE || FA_HAS_SLICES);
     int            next  = next_tile(args, w, state.tile - 1, state.first);
-    bool           cleared;
     float          s[ROWS16][KEYS8][4];
     if constexpr (FA_STAGES == 1) {
         wait_for_tile<false>(0);
         copy_kv<FA_HEAD_DIM_V>(args, state.v_shared, state.v, w, state.tile);
         copy_commit();
         scores_of_tile(s, q_at, q_kept, k_at);
-        cleared = wait_for_tile<CLEAR>(state.v_shared);
+        state.cleared |= wait_for_tile<CLEAR>(state.v_shared);
         if (next >= state.first)
             copy_kv<FA_HEAD_DIM>(args, state.k_shared, state.k, w, next);
         copy_commit();
     } else {
-        cleared   = wait_for_tile<CLEAR>(state.v_shared + state.stage * V_BYTES);
+        state.cleared |= wait_for_tile<CLEAR>(state.v_shared + state.stage * V_BYTES);
         int other = state.stage ^ 1;
+        k_at.advance(state.stage * K_BYTES);
+        v_at.advance(state.stage * V_BYTES);
+        state.stage = other;
+        scores_of_tile(s, q_at, q_kept, k_at);
         if (next >= state.first) {
             copy_kv<FA_HEAD_DIM>(args, state.k_shared + other * K_BYTES, state.k, w, next);
             copy_kv<FA_HEAD_DIM_V>(args, state.v_shared + other * V_BYTES, state.v, w, next);
         }
         copy_commit();
-        k_at.advance(state.stage * K_BYTES);
-        v_at.advance(state.stage * V_BYTES);
-        state.stage = other;
-        scores_of_tile(s, q_at, q_kept, k_at);
     }
-    finish_scores<MASKED>(s, args, w, state.terms, state.sign, state.tile);
+    finish_scores<MASKED>(s, args, w, state.terms, state.tile);
     softmax_step<MASKED || FA_HAS_BIAS>(s, state.maximum, state.sum, state.o, state.unit);
     if constexpr (FA_HAS_DROPOUT)
         drop(s, args, w, state.tile);
     add_values(state.o, s, v_at);
-    if (CLEAR && cleared)
-        add_nonfinite(state.o, args, w, state.v, state.tile);
     state.tile = next;
 }
 
@@ -393,8 +387,7 @@ FA_DEVICE void walk_tiles(block_state &state, const fa_args &args, const work &w
                      (fa_i64)(w.seq.q_row + w.first_q) * args.q.stride[1] + w.head * args.q.stride[2],
                  args.q.stride[1]};
     copy_tile<FA_TILE_Q, FA_HEAD_DIM, true>(shared, q, 0, w.queries.end - w.queries.begin, args.head_dim, args.q.stride[3]);
-    if (Q_STAYS)
-        copy_commit();
+    copy_commit();
     copy_kv<FA_HEAD_DIM>(args, state.k_shared, state.k, w, state.tile);
     if (FA_STAGES > 1)
         copy_kv<FA_HEAD_DIM_V>(args, state.v_shared, state.v, w, state.tile);
@@ -405,6 +398,10 @@ FA_DEVICE void walk_tiles(block_state &state, const fa_args &args, const work &w
     lane_addresses<FA_HEAD_DIM>   k_at(state.k_shared, halves_first_row(), halves_first_half());
     lane_addresses<FA_HEAD_DIM_V> v_at(state.v_shared, rows_first_row(), rows_first_half());
     q_fragments                   q_kept;
+    if (!MODIFIED && args.scale_log2 <= 0) { /* below 0 turns the order of scores round, 0 makes all equal */
+        copy_wait<1>();
+        multiply_tile<FA_TILE_Q, FA_HEAD_DIM>(shared, args.scale_log2 < 0 ? -1.0f : 0.0f);
+    }
     if constexpr (Q_STAYS) {
         copy_wait<1>();
         __syncthreads();
@@ -446,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) forward_sm8
     state.k        = kv_source_of(args, args.k, w, args.head_dim);
     state.v        = kv_source_of(args, args.v, w, args.head_dim_v);
     state.terms    = score_terms_of(args, w.b, w.head);
-    state.sign     = args.scale_log2 > 0 ? 1.0f : args.scale_log2 < 0 ? -1.0f : 0.0f;
+    state.cleared  = false;
     state.unit     = MODIFIED || args.scale_log2 == 0 ? 1.0f : fabsf(args.scale_log2);
     state.k_shared = shared + Q_BYTES;
     state.v_shared = state.k_shared + FA_STAGES * K_BYTES;
@@ -462,4 +459,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) forward_sm8
     if (state.tile >= state.first)
         walk_tiles(state, args, w, shared);
     store_result(state.o, state.maximum, state.sum, state.unit, args, w, shared);
+    if (state.cleared)
+        add_nonfinite(args, w);
 }

@@ -173,6 +173,24 @@ template <int ROWS, int COLS> FA_DEVICE bool clear_nonfinite(unsigned tile_at)
     return true;
 }
 
+/* This thread's own copies of a tile, times a factor. Rare. */
+template <int ROWS, int COLS> FA_DEVICE void multiply_tile(unsigned tile_at, float factor)
+{
+    using layout = tile<COLS>;
+    for (int row = threadIdx.x / layout::GROUP; row < ROWS; row += THREADS / layout::GROUP)
+        for (int chunk = threadIdx.x % layout::GROUP; chunk < layout::CHUNKS; chunk += layout::GROUP) {
+            unsigned at      = tile_at + layout::offset(row, chunk);
+            uint4    v       = shared_load_16(at);
+            unsigned word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int w = 0; w < 4; w++) {
+                float2 e = unpack<FA_DTYPE>(word[w]);
+                word[w]  = pack<FA_DTYPE>(e.x * factor, e.y * factor);
+            }
+            shared_store(at, make_uint4(word[0], word[1], word[2], word[3]));
+        }
+}
+
 template <int ROWS16, int COLS8> FA_DEVICE void clear(float (&acc)[ROWS16][COLS8][4])
 {
 #pragma unroll
