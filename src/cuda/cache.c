@@ -185,7 +185,7 @@ bool fa_cache_read(int folder, const char *identity, fa_binary *binary)
     return found;
 }
 
-bool fa_cache_write(int folder, const char *identity, const fa_binary *binary)
+bool fa_cache_write(int folder, const char *identity, const fa_binary *binary, unsigned mode)
 {
     static atomic_uint writes; /* two threads must not share a temporary file */
     char               name[48], temporary[48], suffix[16];
@@ -210,7 +210,7 @@ bool fa_cache_write(int folder, const char *identity, const fa_binary *binary)
 
     unlinkat(folder, temporary, 0); /* of a killed writer that had our process number */
     int  file = openat(folder, temporary, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
-    bool done = file >= 0 && write_all(file, &header, sizeof header) && write_all(file, body, body_bytes);
+    bool done = file >= 0 && fchmod(file, mode) == 0 && write_all(file, &header, sizeof header) && write_all(file, body, body_bytes);
     if (file >= 0 && close(file) != 0)
         done = false;
     done = done && renameat(folder, temporary, folder, name) == 0;

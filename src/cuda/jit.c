@@ -393,7 +393,7 @@ flash_attn_status fa_jit_build(fa_jit *jit, const fa_key *key, fa_binary *binary
     if (lock < 0 || !fa_cache_read(jit->cache, identity, binary)) { /* not built while we waited */
         status = fa_jit_compile(jit, key, binary);
         if (status == FLASH_ATTN_OK)
-            fa_cache_write(jit->cache, identity, binary); /* if it fails, the next process compiles again */
+            fa_cache_write(jit->cache, identity, binary, 0600); /* if it fails, the next process compiles again */
     }
     fa_cache_unlock(lock);
     return status;
@@ -407,7 +407,7 @@ flash_attn_status fa_jit_export(fa_jit *jit, const fa_key *key, const fa_binary 
         return fa_fail(FLASH_ATTN_INVALID, "folder %s cannot be made or used: it must be a folder that only its owner "
                                            "can write", folder);
     identify(jit, key, false, identity);
-    bool done = fa_cache_write(to, identity, binary);
+    bool done = fa_cache_write(to, identity, binary, 0644);
     close(to);
     return done ? FLASH_ATTN_OK : fa_fail(FLASH_ATTN_INVALID, "folder %s: a kernel could not be written there", folder);
 }

@@ -90,8 +90,8 @@ int fa_cache_open_folder(const char *path, bool create);
 /* Read the entry of `identity` (any text). False if there is none or it is not wholly right. */
 bool fa_cache_read(int folder, const char *identity, fa_binary *binary);
 
-/* Store it, atomically. False if that failed; then nothing is left behind. */
-bool fa_cache_write(int folder, const char *identity, const fa_binary *binary);
+/* Store it, atomically, with this file mode. False if that failed; then nothing is left behind. */
+bool fa_cache_write(int folder, const char *identity, const fa_binary *binary, unsigned mode);
 
 /* Hold an entry's lock, so that one process builds it while the others wait. -1: could not in 20 s, go on without. */
 int  fa_cache_lock(int folder, const char *identity);
