@@ -1,9 +1,10 @@
-/* Promises about what a query may see, on every tier and dtype: rows that see nothing, alignment, windows, and what must not
- * leak through a mask. */
+/* Promises about what a query may see, on every tier and dtype: rows that see nothing, alignment, windows, and what
+ * must not leak through a mask. */
 #include "harness.h"
 
 /* Row i of head h sees something else than before only if the keys from `first` on matter to it. */
-static void expect_rows_unchanged(const flash_attn_tensor *before, const flash_attn_tensor *after, int rows, const char *what)
+static void expect_rows_unchanged(const flash_attn_tensor *before, const flash_attn_tensor *after, int rows,
+                                  const char *what)
 {
     flash_attn_tensor a = slice_of(*before, 1, 0, rows), b = slice_of(*after, 1, 0, rows);
     expect_same_bits(&a, &b, what);
@@ -22,8 +23,9 @@ static void set_keys(fixture *f, int first, int end, double value)
 static void change_future(const tier *t, flash_attn_dtype dtype, double value)
 {
     /* Key 100 and later are the future of queries 0 .. 89 (diagonal 10), in the middle of any tile. */
-    test_case c = {.seqlen_q = 150, .seqlen_k = 160, .heads_q = 4, .heads_k = 2, .head_dim = 48, .mask = FLASH_ATTN_CAUSAL};
-    fixture   f = fixture_make(&c, dtype, 3);
+    test_case c = {
+        .seqlen_q = 150, .seqlen_k = 160, .heads_q = 4, .heads_k = 2, .head_dim = 48, .mask = FLASH_ATTN_CAUSAL};
+    fixture f = fixture_make(&c, dtype, 3);
     fixture_run(&f, t, 2);
     flash_attn_tensor o = copy_of(&f.p.o), dq = copy_of(&f.g.dq);
     set_keys(&f, 100, 160, value);
@@ -60,9 +62,9 @@ static void inf_in_future_keys_does_not_change_causal_output(void **state)
 static void change_past(const tier *t, flash_attn_dtype dtype)
 {
     /* A window of 20 to the left: queries from 60 on do not see keys below 40. */
-    test_case c = {.seqlen_q = 150, .seqlen_k = 150, .heads_q = 2, .head_dim = 40, .mask = FLASH_ATTN_WINDOW,
-                   .window_left = 20};
-    fixture   f = fixture_make(&c, dtype, 4);
+    test_case c = {
+        .seqlen_q = 150, .seqlen_k = 150, .heads_q = 2, .head_dim = 40, .mask = FLASH_ATTN_WINDOW, .window_left = 20};
+    fixture f = fixture_make(&c, dtype, 4);
     fixture_run(&f, t, 2);
     flash_attn_tensor o = copy_of(&f.p.o), dq = copy_of(&f.g.dq);
     set_keys(&f, 0, 40, (double)NAN);
@@ -86,14 +88,15 @@ static void nan_in_keys_before_the_window_does_not_change_output(void **state)
 static void nan_query(const tier *t, flash_attn_dtype dtype)
 {
     enum { BAD = 37 };
-    test_case c = {.seqlen_q = 100, .seqlen_k = 100, .heads_q = 2, .heads_k = 1, .head_dim = 24, .mask = FLASH_ATTN_CAUSAL};
-    fixture   f = fixture_make(&c, dtype, 5);
+    test_case c = {
+        .seqlen_q = 100, .seqlen_k = 100, .heads_q = 2, .heads_k = 1, .head_dim = 24, .mask = FLASH_ATTN_CAUSAL};
+    fixture f = fixture_make(&c, dtype, 5);
     fixture_run(&f, t, 2);
     flash_attn_tensor before[5] = {copy_of(&f.p.o), copy_of(&f.p.lse), copy_of(&f.g.dq), copy_of(&f.g.dk),
                                    copy_of(&f.g.dv)};
     set(&f.p.q, 0, BAD, 1, 3, (double)NAN);
     fixture_run(&f, t, 2);
-    flash_attn_tensor after[5]  = {f.p.o, f.p.lse, f.g.dq, f.g.dk, f.g.dv};
+    flash_attn_tensor        after[5] = {f.p.o, f.p.lse, f.g.dq, f.g.dk, f.g.dv};
     static const char *const names[5] = {"o", "lse", "dq", "dk", "dv"};
     assert_true(isnan(get(&f.p.o, 0, BAD, 1, 0)) && isnan(get(&f.p.lse, 0, 1, BAD, 0)) &&
                 isnan(get(&f.g.dq, 0, BAD, 1, 0)) && isnan(get(&f.g.dk, 0, BAD, 0, 0)));
@@ -120,7 +123,7 @@ static void nan_in_one_query_stays_in_its_row(void **state)
 static void empty_rows(const tier *t, flash_attn_dtype dtype)
 {
     static const double fillings[] = {1, (double)NAN, (double)INFINITY, 6e4};
-    test_case           c = {.seqlen_q = 90, .seqlen_k = 30, .heads_q = 2, .head_dim = 33, .mask = FLASH_ATTN_CAUSAL};
+    test_case           c  = {.seqlen_q = 90, .seqlen_k = 30, .heads_q = 2, .head_dim = 33, .mask = FLASH_ATTN_CAUSAL};
     flash_attn_tensor   dk = {0}, dv = {0};
     for (int n = 0; n < 4; n++) {
         fixture f = fixture_make(&c, dtype, 6);
@@ -191,7 +194,11 @@ static void same_mask(const tier *t, flash_attn_dtype dtype)
         {FLASH_ATTN_WINDOW, 30, 70, FLASH_ATTN_WINDOW, 30, 1000}, /* 70 to the right is all that there is */
     };
     for (size_t n = 0; n < sizeof pairs / sizeof pairs[0]; n++) {
-        test_case c = {.seqlen_q = 70, .seqlen_k = 90, .heads_q = 2, .mask = pairs[n].a, .window_left = pairs[n].a_left,
+        test_case c = {.seqlen_q     = 70,
+                       .seqlen_k     = 90,
+                       .heads_q      = 2,
+                       .mask         = pairs[n].a,
+                       .window_left  = pairs[n].a_left,
                        .window_right = pairs[n].a_right};
         fixture   f = fixture_make(&c, dtype, 8), g = fixture_make(&c, dtype, 8);
         g.p.mask         = pairs[n].b;
@@ -222,8 +229,14 @@ static void visible_pairs(const tier *t, flash_attn_dtype dtype)
     static const int lefts[] = {-1, 0, 3, 30}, rights[] = {-1, 0, 2, 25};
     for (int n = 0; n < 16; n++) {
         int       left = lefts[n / 4], right = rights[n % 4];
-        test_case c = {.seqlen_q = NQ, .seqlen_k = NK, .head_dim = 8, .head_dim_v = NK, .mask = FLASH_ATTN_WINDOW,
-                       .window_left = left, .window_right = right, .forward_only = true};
+        test_case c = {.seqlen_q     = NQ,
+                       .seqlen_k     = NK,
+                       .head_dim     = 8,
+                       .head_dim_v   = NK,
+                       .mask         = FLASH_ATTN_WINDOW,
+                       .window_left  = left,
+                       .window_right = right,
+                       .forward_only = true};
         fixture   f = fixture_make(&c, dtype, 9);
         for (int j = 0; j < NK; j++) {
             for (int d = 0; d < NK; d++)
