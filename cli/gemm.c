@@ -39,33 +39,40 @@ void cli_gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t 
 
 #else
 
-/* Blocks of A [ROWS, DEPTH] and B [DEPTH, COLS] are copied into contiguous panels; the innermost loops hold a strip of
- * C, STRIP x COLS, in registers. */
-enum { ROWS = 64, COLS = 64, DEPTH = 256, STRIP = 4, LANES = 32 };
+/* Blocks of A [ROWS, DEPTH] and B [DEPTH, COLS] are copied into contiguous panels; the innermost loop holds STRIP x
+ * LANES of C in registers: 6 of AVX-512's, 12 of AVX2's. A panel of B lies as COLS / LANES slabs [DEPTH, LANES]. */
+enum { ROWS = 96, COLS = 256, DEPTH = 256, STRIP = 6, LANES = 16 };
+typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
 
 const char *cli_gemm_name(void) { return "own blocked loops"; }
 
-static void pack(const float *source, int64_t stride, bool transposed, int64_t rows, int64_t cols, int64_t width,
-                 float *panel)
+/* op(source), rows x cols, into slabs of `width` columns; what is beyond cols is 0. */
+static void pack(const float *source, int64_t stride, bool transposed, int64_t rows, int64_t cols, int64_t padded_cols,
+                 int64_t width, int64_t slab_rows, float *panel)
 {
-    for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = 0; j < width; j++)
-            panel[i * width + j] = j >= cols ? 0.0f : transposed ? source[j * stride + i] : source[i * stride + j];
+    for (int64_t slab = 0; slab < padded_cols; slab += width)
+        for (int64_t i = 0; i < rows; i++)
+            for (int64_t x = 0; x < width; x++) {
+                int64_t j    = slab + x;
+                float   from = j >= cols ? 0.0f : transposed ? source[j * stride + i] : source[i * stride + j];
+                panel[slab * slab_rows + i * width + x] = from;
+            }
 }
 
-CLI_CLONES static void multiply_panels(const float *restrict a, const float *restrict b, int64_t depth,
-                                       float *restrict c)
+CLI_CLONES static void multiply_panels(const float *restrict a, const float *restrict b, int64_t depth, int64_t rows,
+                                       int64_t cols, float *restrict c)
 {
-    for (int i = 0; i < ROWS; i += STRIP)
-        for (int lane = 0; lane < COLS; lane += LANES) {
-            float sum[STRIP][LANES] = {{0}};
-            for (int64_t p = 0; p < depth; p++)
+    for (int64_t i = 0; i < rows; i += STRIP)
+        for (int64_t slab = 0; slab < cols; slab += LANES) {
+            lanes        sum[STRIP] = {{0}};
+            const float *row_a = a + i * depth, *row_b = b + slab * DEPTH;
+            for (int64_t p = 0; p < depth; p++) {
+                lanes row = *(const lanes *)(row_b + p * LANES);
                 for (int r = 0; r < STRIP; r++)
-                    for (int j = 0; j < LANES; j++)
-                        sum[r][j] += a[(i + r) * DEPTH + p] * b[p * COLS + lane + j];
+                    sum[r] += row_a[r * depth + p] * row;
+            }
             for (int r = 0; r < STRIP; r++)
-                for (int j = 0; j < LANES; j++)
-                    c[(i + r) * COLS + lane + j] += sum[r][j];
+                *(lanes *)(c + (i + r) * COLS + slab) = sum[r];
         }
 }
 
@@ -78,15 +85,13 @@ void cli_gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t 
     for (int64_t j = 0; j < n; j += COLS)
         for (int64_t p = 0; p == 0 || p < k; p += DEPTH) {
             int64_t cols = least(COLS, n - j), depth = least(DEPTH, k - p);
-            pack(b + (transpose_b ? j * stride_b + p : p * stride_b + j), stride_b, transpose_b, depth, cols, COLS,
-                 panel_b);
+            pack(b + (transpose_b ? j * stride_b + p : p * stride_b + j), stride_b, transpose_b, depth, cols,
+                 (cols + LANES - 1) / LANES * LANES, LANES, DEPTH, panel_b);
             for (int64_t i = 0; i < m; i += ROWS) {
                 int64_t rows = least(ROWS, m - i);
-                pack(a + (transpose_a ? p * stride_a + i : i * stride_a + p), stride_a, transpose_a, rows, depth, DEPTH,
-                     panel_a);
-                for (int x = 0; x < ROWS * COLS; x++)
-                    panel_c[x] = 0.0f;
-                multiply_panels(panel_a, panel_b, depth, panel_c);
+                pack(a + (transpose_a ? p * stride_a + i : i * stride_a + p), stride_a, transpose_a, rows, depth, depth,
+                     depth, ROWS, panel_a);
+                multiply_panels(panel_a, panel_b, depth, rows, cols, panel_c);
                 for (int64_t x = 0; x < rows; x++)
                     for (int64_t y = 0; y < cols; y++) {
                         float *to = &c[(i + x) * stride_c + j + y];
