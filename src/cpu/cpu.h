@@ -66,7 +66,7 @@ typedef struct fa_forward_block {
     float      *m, *l;     /* [rows] running maximum (of score * multiplier, so base 2) and sum. m may be any finite
                               shift as long as o and l agree with it; -inf: nothing seen yet, o and l are 0 */
     int         rows, keys, head_dim, head_dim_v;
-    float       multiplier; /* scale * log2(e), may be negative or 0 */
+    float       multiplier; /* scale * log2(e), > 0 */
     void       *scratch;    /* forward_scratch_bytes, this thread's */
 } fa_forward_block;
 
@@ -115,6 +115,9 @@ typedef struct fa_kernels {
     void (*accumulate_t)(float *c, int ldc, const float *p, int ldp, const void *right, int rows, int keys, int cols,
                          void *scratch);
 
+    /* `multiplier` is always > 0 and takes scores to base 2: a scale that is not positive is applied to S beforehand, for
+     * -inf * -1 would unmask. Entries on whole rows make columns keys .. up to key_step the 0 that P promises.
+     * Arrays of one number a row exist up to a multiple of 16. */
     /* One step of the online softmax on each row: m_new = max(m, max_k S * multiplier), P = exp2(S * multiplier - m_new)
      * in place of S, rescale = exp2(m - m_new), l = l * rescale + sum P. S may hold -inf; m_new = -inf gives P = 0. */
     void (*softmax)(float *s, int lds, int rows, int keys, float multiplier, float *m, float *l, float *rescale);
@@ -133,7 +136,8 @@ typedef struct fa_kernels {
     void (*store)(void *dst, int64_t stride, flash_attn_dtype dtype, const float *src, int n, float factor);
 
     /* Few rows against long keys: read K and V where they lie, once, without packing. rows at most few_rows; role Q's
-     * packed form; same meaning as scores and accumulate. Only where every row sees every key. 0 and NULL: not there. */
+     * packed form; same meaning as scores and accumulate. Only where every row sees every key, stride is 1, cols is a
+     * multiple of 16 and the type is not F8E4M3. 0 and NULL: not there. */
     int  few_rows;
     void (*scores_few)(float *s, int lds, const void *q, const fa_rows *k, int rows);
     void (*accumulate_few)(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows);

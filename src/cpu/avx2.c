@@ -1,0 +1,102 @@
+/* AVX2, FMA, F16C. */
+#include "cpu/cpu.h"
+
+#include <immintrin.h>
+
+#define TIER_NAME "avx2"
+#define TIER_ISA FLASH_ATTN_ISA_AVX2
+#define VL 8
+#define MR 6
+#define NV 2
+
+typedef __m256 vf;
+
+#define V static inline __attribute__((always_inline))
+
+V vf v_zero(void) { return _mm256_setzero_ps(); }
+V vf v_set1(float x) { return _mm256_set1_ps(x); }
+V vf v_load(const float *p) { return _mm256_loadu_ps(p); }
+V void v_store(float *p, vf x) { _mm256_storeu_ps(p, x); }
+V vf v_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+V vf v_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+V vf v_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+V vf v_div(vf a, vf b) { return _mm256_div_ps(a, b); }
+V vf v_abs(vf x) { return _mm256_andnot_ps(v_set1(-0.0f), x); }
+V vf v_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+V vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+V vf v_less(vf a, vf b, vf x, vf y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
+V vf v_where_nonzero(vf p, vf x) { return _mm256_and_ps(_mm256_cmp_ps(p, v_zero(), _CMP_NEQ_UQ), x); }
+V float v_reduce_add(vf x)
+{
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    half        = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+V float v_reduce_max(vf x)
+{
+    __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    half        = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+}
+
+V vf v_exp2_range(vf x) { return _mm256_min_ps(v_set1(128.0f), _mm256_max_ps(v_set1(-127.0f), x)); }
+V vf v_fraction(vf x) { return _mm256_sub_ps(x, _mm256_floor_ps(x)); }
+V vf v_scale2(vf p, vf x)
+{
+    __m256i n = _mm256_cvtps_epi32(_mm256_floor_ps(x));
+    n         = _mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23);
+    return _mm256_mul_ps(p, _mm256_castsi256_ps(n));
+}
+
+V vf v_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+V void v_store_f16(uint16_t *p, vf x)
+{
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+V vf v_load_bf16(const uint16_t *p)
+{
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+/* fa_bf16_of_float on 8 lanes. */
+V void v_store_bf16(uint16_t *p, vf x)
+{
+    __m256i bits = _mm256_castps_si256(x), high = _mm256_srli_epi32(bits, 16);
+    __m256i even    = _mm256_add_epi32(_mm256_and_si256(high, _mm256_set1_epi32(1)), _mm256_set1_epi32(0x7FFF));
+    __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, even), 16);
+    __m256i quiet   = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+    __m256i is_nan  = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    rounded         = _mm256_blendv_epi8(rounded, quiet, is_nan);
+    __m256i packed  = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
+    _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(packed));
+}
+
+V void v_transpose(vf r[8])
+{
+    vf t[8];
+    for (int n = 0; n < 8; n += 2) {
+        t[n]     = _mm256_unpacklo_ps(r[n], r[n + 1]);
+        t[n + 1] = _mm256_unpackhi_ps(r[n], r[n + 1]);
+    }
+    for (int n = 0; n < 8; n += 4) {
+        r[n]     = _mm256_shuffle_ps(t[n], t[n + 2], 0x44);
+        r[n + 1] = _mm256_shuffle_ps(t[n], t[n + 2], 0xEE);
+        r[n + 2] = _mm256_shuffle_ps(t[n + 1], t[n + 3], 0x44);
+        r[n + 3] = _mm256_shuffle_ps(t[n + 1], t[n + 3], 0xEE);
+    }
+    for (int c = 0; c < 4; c++) {
+        t[c]     = _mm256_permute2f128_ps(r[c], r[c + 4], 0x20);
+        t[c + 4] = _mm256_permute2f128_ps(r[c], r[c + 4], 0x31);
+    }
+    memcpy(r, t, sizeof t);
+}
+
+static fa_tile_shape tier_tiles(flash_attn_pass pass, int64_t head_dim)
+{
+    (void)pass;
+    return (fa_tile_shape){96, head_dim <= 128 ? 128 : 64};
+}
+
+#include "cpu/kernels.inc"
+
+const fa_kernels *fa_kernels_avx2(void) { return &table; }

@@ -1,0 +1,161 @@
+/* What this processor and its operating system can run. */
+#include "cpu/cpu.h"
+
+#include <stdio.h>
+#include <unistd.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+
+enum { EAX, EBX, ECX, EDX };
+
+typedef struct leaf {
+    unsigned reg[4];
+} leaf;
+
+static leaf cpuid_leaf(unsigned number, unsigned sub)
+{
+    leaf l = {{0}};
+    __get_cpuid_count(number, sub, &l.reg[EAX], &l.reg[EBX], &l.reg[ECX], &l.reg[EDX]);
+    return l;
+}
+
+static uint64_t enabled_state(void)
+{
+    uint32_t low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (uint64_t)high << 32 | low;
+}
+
+/* Linux gives a process the tile registers only when asked (arch_prctl, ARCH_REQ_XCOMP_PERM, state 18). */
+static bool may_use_tiles(void)
+{
+#if defined(SYS_arch_prctl)
+    return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+#else
+    return false;
+#endif
+}
+
+typedef struct feature {
+    const char *name;
+    int         leaf; /* 0: leaf 1; 1: leaf 7.0; 2: leaf 7.1 */
+    int         reg, bit;
+    uint64_t    state; /* register state that the operating system must save, of XCR0 */
+} feature;
+
+#define STATE_AVX 0x6
+#define STATE_AVX512 0xE6
+#define STATE_AMX 0x600E6
+
+static const feature features[] = {
+    {"avx", 0, ECX, 28, STATE_AVX},           {"fma", 0, ECX, 12, STATE_AVX},
+    {"f16c", 0, ECX, 29, STATE_AVX},          {"avx2", 1, EBX, 5, STATE_AVX},
+    {"avx512f", 1, EBX, 16, STATE_AVX512},    {"avx512dq", 1, EBX, 17, STATE_AVX512},
+    {"avx512bw", 1, EBX, 30, STATE_AVX512},   {"avx512vl", 1, EBX, 31, STATE_AVX512},
+    {"avx512bf16", 2, EAX, 5, STATE_AVX512},  {"avx512fp16", 1, EDX, 23, STATE_AVX512},
+    {"amx-tile", 1, EDX, 24, STATE_AMX},      {"amx-bf16", 1, EDX, 22, STATE_AMX},
+    {"amx-int8", 1, EDX, 25, STATE_AMX},      {"amx-fp16", 2, EAX, 21, STATE_AMX},
+};
+enum { NUM_FEATURES = sizeof features / sizeof features[0] };
+
+/* What each tier needs, rising. */
+static const struct {
+    flash_attn_isa isa;
+    const char    *needs;
+} tiers[] = {
+    {FLASH_ATTN_ISA_AVX2, " avx fma f16c avx2 "},
+    {FLASH_ATTN_ISA_AVX512, " avx512f avx512dq avx512bw avx512vl "},
+    {FLASH_ATTN_ISA_AMX, " amx-tile amx-bf16 "},
+};
+
+static bool needs_feature(const char *needs, const char *name)
+{
+    char word[24];
+    snprintf(word, sizeof word, " %s ", name);
+    return strstr(needs, word) != NULL;
+}
+
+static void detect_features(fa_isa *isa)
+{
+    leaf     leaves[3] = {cpuid_leaf(1, 0), cpuid_leaf(7, 0), cpuid_leaf(7, 1)};
+    uint64_t state     = leaves[0].reg[ECX] >> 27 & 1 ? enabled_state() : 0; /* bit 27, OSXSAVE: xgetbv is there */
+    bool     found[NUM_FEATURES];
+    size_t   used = 0;
+    bool     tiles_asked = false, tiles_granted = false;
+    for (int n = 0; n < NUM_FEATURES; n++) {
+        const feature *f = &features[n];
+        found[n] = (leaves[f->leaf].reg[f->reg] >> f->bit & 1) && (state & f->state) == f->state;
+        if (found[n] && f->state == STATE_AMX) {
+            if (!tiles_asked)
+                tiles_granted = may_use_tiles();
+            tiles_asked = true;
+            found[n]    = tiles_granted;
+        }
+        if (found[n])
+            used += (size_t)snprintf(isa->features + used, sizeof isa->features - used, "%s%s", used ? " " : "", f->name);
+    }
+    for (size_t t = 0; t < sizeof tiers / sizeof tiers[0]; t++) {
+        for (int n = 0; n < NUM_FEATURES; n++) {
+            if (needs_feature(tiers[t].needs, features[n].name) && !found[n])
+                return;
+        }
+        isa->best = tiers[t].isa;
+    }
+}
+
+static void detect_name(fa_isa *isa)
+{
+    char brand[49] = "x86-64";
+    if (cpuid_leaf(0x80000000, 0).reg[EAX] >= 0x80000004) {
+        for (unsigned n = 0; n < 3; n++) {
+            leaf l = cpuid_leaf(0x80000002 + n, 0);
+            memcpy(brand + 16 * n, l.reg, 16);
+        }
+    }
+    brand[48]         = '\0';
+    const char *start = brand;
+    while (*start == ' ')
+        start++;
+    snprintf(isa->name, sizeof isa->name, "%s", start);
+}
+
+#elif defined(__aarch64__)
+
+static void detect_features(fa_isa *isa)
+{
+    isa->best = FLASH_ATTN_ISA_NEON; /* part of the architecture */
+    snprintf(isa->features, sizeof isa->features, "neon");
+}
+
+static void detect_name(fa_isa *isa) { snprintf(isa->name, sizeof isa->name, "aarch64"); }
+
+#else
+
+static void detect_features(fa_isa *isa) { (void)isa; }
+
+static void detect_name(fa_isa *isa) { snprintf(isa->name, sizeof isa->name, "unknown processor"); }
+
+#endif
+
+static int64_t cache_bytes(int name)
+{
+    long bytes = sysconf(name);
+    return bytes > 0 ? bytes : 0;
+}
+
+void fa_isa_detect(fa_isa *isa)
+{
+    memset(isa, 0, sizeof *isa);
+    isa->best = FLASH_ATTN_ISA_SCALAR;
+    detect_features(isa);
+    detect_name(isa);
+#if defined(_SC_LEVEL1_DCACHE_SIZE)
+    isa->l1_bytes = cache_bytes(_SC_LEVEL1_DCACHE_SIZE);
+    isa->l2_bytes = cache_bytes(_SC_LEVEL2_CACHE_SIZE);
+    isa->l3_bytes = cache_bytes(_SC_LEVEL3_CACHE_SIZE);
+#else
+    (void)cache_bytes;
+#endif
+}

@@ -1,0 +1,15 @@
+/* What cpu.c asks of the two passes beside running them. */
+#ifndef FA_CPU_PASSES_H
+#define FA_CPU_PASSES_H
+
+#include "cpu/cpu.h"
+
+/* Bytes of memory that a call on so many threads takes, before alignment. */
+size_t fa_forward_bytes(const fa_cpu *cpu, const fa_call *call, int threads);
+size_t fa_backward_bytes(const fa_cpu *cpu, const fa_call *call, int threads);
+
+/* Fill kernel, reason, tiles, splits, tasks and scratch. */
+void fa_forward_explain(const fa_cpu *cpu, const fa_call *call, int threads, flash_attn_explanation *explanation);
+void fa_backward_explain(const fa_cpu *cpu, const fa_call *call, int threads, flash_attn_explanation *explanation);
+
+#endif

@@ -1,0 +1,237 @@
+/* Tiles: where their rows lie, which of their pairs are seen, and the options on their scores. */
+#include "cpu/tile.h"
+
+#include <stdlib.h>
+
+/* ---- memory ---- */
+
+flash_attn_status fa_memory_get(fa_memory *memory, const fa_exec *exec, size_t bytes)
+{
+    char *base = exec->workspace;
+    memory->owned = NULL;
+    if (base && exec->workspace_bytes < bytes + FA_ALIGN_SLACK)
+        return fa_fail(FLASH_ATTN_NO_MEMORY, "workspace_bytes is %zu, this call needs %zu", exec->workspace_bytes,
+                       bytes + FA_ALIGN_SLACK);
+    if (!base)
+        base = memory->owned = malloc(bytes + FA_ALIGN_SLACK);
+    if (!base)
+        return fa_fail(FLASH_ATTN_NO_MEMORY, "no memory for %zu bytes of scratch", bytes + FA_ALIGN_SLACK);
+    memory->base = base + (64 - (uintptr_t)base % 64) % 64;
+    return FLASH_ATTN_OK;
+}
+
+void fa_memory_free(fa_memory *memory) { free(memory->owned); }
+
+/* ---- rows ---- */
+
+fa_rows fa_query_rows(const fa_call *call, const flash_attn_tensor *t, const fa_tile *tile, const void **row)
+{
+    (void)call;
+    int n = 0;
+    for (int h = 0; h < tile->heads; h++) {
+        for (int i = tile->queries.begin; i < tile->queries.end; i++)
+            row[n++] = fa_at(t, tile->seq.q_entry, tile->seq.q_row + i, tile->head + h, 0);
+    }
+    return (fa_rows){row, n, (int)t->shape[3], t->stride[3], t->dtype};
+}
+
+fa_rows fa_key_rows(const fa_call *call, const flash_attn_tensor *t, const fa_tile *tile, const void **row)
+{
+    int n = 0;
+    for (int j = tile->keys.begin; j < tile->keys.end; j++)
+        row[n++] = fa_kv_at(call, t, &tile->seq, tile->b, j, tile->head_k);
+    return (fa_rows){row, n, (int)t->shape[3], t->stride[3], t->dtype};
+}
+
+/* ---- what is seen ---- */
+
+/* How one slice meets a rectangle of pairs. */
+static fa_visible slice_visible(const flash_attn_slice *s, fa_range queries, fa_range keys)
+{
+    fa_range q = {fa_max_int(queries.begin, s->q_begin), fa_min_int(queries.end, s->q_end)};
+    fa_range k = {fa_max_int(keys.begin, s->k_begin), fa_min_int(keys.end, s->k_end)};
+    if (q.begin >= q.end || k.begin >= k.end)
+        return FA_VISIBLE_NONE;
+    /* The pair that is easiest to see is the last query with the first key for causal, the reverse for inverse. */
+    if ((s->kind & 1) && k.begin - s->k_end > q.end - 1 - s->q_end)
+        return FA_VISIBLE_NONE;
+    if ((s->kind & 2) && k.end - 1 - s->k_begin < q.begin - s->q_begin)
+        return FA_VISIBLE_NONE;
+    bool inside = q.begin == queries.begin && q.end == queries.end && k.begin == keys.begin && k.end == keys.end;
+    if (inside && fa_slice_sees(s->q_begin, s->q_end, s->k_begin, s->k_end, s->kind, q.begin, k.end - 1) &&
+        fa_slice_sees(s->q_begin, s->q_end, s->k_begin, s->k_end, s->kind, q.end - 1, k.begin))
+        return FA_VISIBLE_ALL;
+    return FA_VISIBLE_SOME;
+}
+
+fa_visible fa_tile_visible(const fa_call *call, const fa_tile *tile)
+{
+    fa_range seen = fa_keys_seen(call->window, tile->seq.diagonal, tile->queries, tile->keys);
+    if (seen.begin >= seen.end || tile->queries.begin >= tile->queries.end)
+        return FA_VISIBLE_NONE;
+    bool       covers = fa_window_covers(call->window, tile->seq.diagonal, tile->queries, tile->keys);
+    fa_visible best   = call->slices.count ? FA_VISIBLE_NONE : FA_VISIBLE_ALL;
+    for (int n = 0; n < tile->num_slices && best != FA_VISIBLE_ALL; n++) {
+        fa_visible one = slice_visible(&call->slices.list[tile->slices[n]], tile->queries, tile->keys);
+        best           = one > best ? one : best;
+    }
+    return covers || best == FA_VISIBLE_NONE ? best : FA_VISIBLE_SOME;
+}
+
+int fa_slices_touching(const fa_call *call, int64_t b, fa_range queries, fa_range keys, int32_t *list)
+{
+    if (call->slices.count == 0)
+        return 0;
+    fa_range own   = fa_slices_of(call, b);
+    int      count = 0;
+    for (int n = own.begin; n < own.end; n++) {
+        if (slice_visible(&call->slices.list[n], queries, keys) != FA_VISIBLE_NONE)
+            list[count++] = n;
+    }
+    return count;
+}
+
+/* Keys of the tile that query i sees through one slice: an interval. */
+static fa_range slice_keys(const flash_attn_slice *s, int i, fa_range keys)
+{
+    if (i < s->q_begin || i >= s->q_end)
+        return (fa_range){0, 0};
+    fa_range seen = {fa_max_int(keys.begin, s->k_begin), fa_min_int(keys.end, s->k_end)};
+    if (s->kind & 1)
+        seen.end = fa_min_int(seen.end, i - s->q_end + s->k_end + 1);
+    if (s->kind & 2)
+        seen.begin = fa_max_int(seen.begin, i - s->q_begin + s->k_begin);
+    return seen;
+}
+
+/* ---- masks and options on scores ---- */
+
+static void mask_range(float *row, int begin, int end)
+{
+    for (int n = begin; n < end; n++)
+        row[n] = -INFINITY;
+}
+
+static void mask_slices(const fa_call *call, const fa_tile *tile, int i, float *row)
+{
+    uint8_t seen[FA_MAX_TILE];
+    int     keys = fa_tile_keys(tile);
+    memset(seen, 0, (size_t)keys);
+    for (int n = 0; n < tile->num_slices; n++) {
+        fa_range part = slice_keys(&call->slices.list[tile->slices[n]], i, tile->keys);
+        if (part.begin < part.end)
+            memset(seen + part.begin - tile->keys.begin, 1, (size_t)(part.end - part.begin));
+    }
+    for (int n = 0; n < keys; n++)
+        row[n] = seen[n] ? row[n] : -INFINITY;
+}
+
+/* -inf, a true one, where query i does not see; a select and not a sum, so that NaN there does not survive. */
+static void mask_row(const fa_call *call, const fa_tile *tile, int i, float *row)
+{
+    fa_range keys = tile->keys, one = {i, i + 1};
+    fa_range seen = fa_keys_seen(call->window, tile->seq.diagonal, one, keys);
+    if (seen.begin >= seen.end) {
+        mask_range(row, 0, keys.end - keys.begin);
+        return;
+    }
+    mask_range(row, 0, seen.begin - keys.begin);
+    mask_range(row, seen.end - keys.begin, keys.end - keys.begin);
+    if (call->slices.count)
+        mask_slices(call, tile, i, row);
+}
+
+float fa_score_scale(const fa_call *call, int64_t b, int64_t head_k)
+{
+    float scale = call->scale;
+    if (call->descale_q.data)
+        scale *= *(const float *)fa_at(&call->descale_q, b, head_k, 0, 0);
+    if (call->descale_k.data)
+        scale *= *(const float *)fa_at(&call->descale_k, b, head_k, 0, 0);
+    return scale;
+}
+
+bool fa_has_options(const fa_call *call, float scale)
+{
+    return call->softcap > 0.0f || call->bias.data || call->alibi_slopes.data || !(scale > 0.0f);
+}
+
+/* A bias of -inf masks: whatever the score holds there, it is not seen. */
+static void add_bias(float *row, const flash_attn_tensor *bias, const void *at, int keys)
+{
+    int64_t stride = bias->stride[3];
+    if (bias->dtype == FLASH_ATTN_F32 && stride == 1) {
+        const float *value = at;
+        for (int n = 0; n < keys; n++)
+            row[n] = value[n] == -INFINITY ? -INFINITY : row[n] + value[n];
+        return;
+    }
+    for (int n = 0; n < keys; n++) {
+        float value = fa_load(at, n * stride, bias->dtype);
+        row[n]      = value == -INFINITY ? -INFINITY : row[n] + value;
+    }
+}
+
+static void add_alibi(float *row, float slope, int distance, int keys)
+{
+    for (int n = 0; n < keys; n++)
+        row[n] -= slope * (float)abs(distance - n);
+}
+
+static void apply_options_row(const fa_call *call, const fa_tile *tile, int64_t head, int i, float *row)
+{
+    int keys = fa_tile_keys(tile);
+    if (call->alibi_slopes.data) {
+        float slope = *(const float *)fa_at(&call->alibi_slopes, tile->b, head, 0, 0);
+        add_alibi(row, slope, i + tile->seq.diagonal - tile->keys.begin, keys);
+    }
+    if (call->bias.data)
+        add_bias(row, &call->bias, fa_at(&call->bias, tile->b, head, i, tile->keys.begin), keys);
+}
+
+void fa_apply_options(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, fa_visible visible, float scale,
+                      float *s, float *slope, int lds)
+{
+    int  rows = fa_tile_rows(tile), keys = fa_tile_keys(tile), queries = fa_tile_queries(tile);
+    bool options = fa_has_options(call, scale), by_row = call->bias.data || call->alibi_slopes.data;
+    if (call->softcap > 0.0f) {
+        kernels->softcap(s, slope, lds, rows, keys, scale, call->softcap);
+    } else if (options) {
+        for (int r = 0; r < rows; r++) {
+            for (int n = 0; n < keys; n++)
+                s[(int64_t)r * lds + n] *= scale;
+        }
+    }
+    for (int r = 0; r < rows && (by_row || visible != FA_VISIBLE_ALL); r++) {
+        float *row = s + (int64_t)r * lds;
+        int    i   = tile->queries.begin + r % queries;
+        if (by_row)
+            apply_options_row(call, tile, tile->head + r / queries, i, row);
+        if (visible != FA_VISIBLE_ALL)
+            mask_row(call, tile, i, row);
+    }
+}
+
+void fa_apply_dropout(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, float *p, float *dp, int ld)
+{
+    int queries = fa_tile_queries(tile);
+    for (int h = 0; h < tile->heads; h++) {
+        int64_t  at         = (int64_t)h * queries * ld;
+        uint32_t batch_head = (uint32_t)(tile->b * call->heads_q + tile->head + h);
+        kernels->dropout(p + at, dp ? dp + at : NULL, ld, queries, fa_tile_keys(tile), &call->dropout, batch_head,
+                         tile->queries.begin, tile->keys.begin);
+    }
+}
+
+void fa_add_bad_rows(const fa_kernels *kernels, float *c, int ldc, int rows, const float *a, int64_t step_row,
+                     int64_t step_bad, const fa_rows *source, const int *bad, int num_bad, float *temp)
+{
+    for (int n = 0; n < num_bad; n++) {
+        kernels->load(temp, source->row[bad[n]], source->stride, source->dtype, source->cols);
+        for (int r = 0; r < rows; r++) {
+            float factor = a[r * step_row + bad[n] * step_bad];
+            for (int col = 0; col < source->cols && factor != 0.0f; col++)
+                c[(int64_t)r * ldc + col] += factor * temp[col];
+        }
+    }
+}
