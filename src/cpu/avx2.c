@@ -13,19 +13,19 @@ typedef __m256 vf;
 
 #define V static inline __attribute__((always_inline))
 
-V vf v_zero(void) { return _mm256_setzero_ps(); }
-V vf v_set1(float x) { return _mm256_set1_ps(x); }
-V vf v_load(const float *p) { return _mm256_loadu_ps(p); }
-V void v_store(float *p, vf x) { _mm256_storeu_ps(p, x); }
-V vf v_add(vf a, vf b) { return _mm256_add_ps(a, b); }
-V vf v_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
-V vf v_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
-V vf v_div(vf a, vf b) { return _mm256_div_ps(a, b); }
-V vf v_abs(vf x) { return _mm256_andnot_ps(v_set1(-0.0f), x); }
-V vf v_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
-V vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); }
-V vf v_less(vf a, vf b, vf x, vf y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
-V vf v_where_nonzero(vf p, vf x) { return _mm256_and_ps(_mm256_cmp_ps(p, v_zero(), _CMP_NEQ_UQ), x); }
+V vf    v_zero(void) { return _mm256_setzero_ps(); }
+V vf    v_set1(float x) { return _mm256_set1_ps(x); }
+V vf    v_load(const float *p) { return _mm256_loadu_ps(p); }
+V void  v_store(float *p, vf x) { _mm256_storeu_ps(p, x); }
+V vf    v_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+V vf    v_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+V vf    v_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+V vf    v_div(vf a, vf b) { return _mm256_div_ps(a, b); }
+V vf    v_abs(vf x) { return _mm256_andnot_ps(v_set1(-0.0f), x); }
+V vf    v_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+V vf    v_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+V vf    v_less(vf a, vf b, vf x, vf y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
+V vf    v_where_nonzero(vf p, vf x) { return _mm256_and_ps(_mm256_cmp_ps(p, v_zero(), _CMP_NEQ_UQ), x); }
 V float v_reduce_add(vf x)
 {
     __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -48,7 +48,7 @@ V vf v_scale2(vf p, vf x)
     return _mm256_mul_ps(p, _mm256_castsi256_ps(n));
 }
 
-V vf v_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+V vf   v_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 V void v_store_f16(uint16_t *p, vf x)
 {
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));

@@ -14,30 +14,27 @@ typedef __m512 vf;
 
 #define V static inline __attribute__((always_inline))
 
-V vf v_zero(void) { return _mm512_setzero_ps(); }
-V vf v_set1(float x) { return _mm512_set1_ps(x); }
-V vf v_load(const float *p) { return _mm512_loadu_ps(p); }
-V void v_store(float *p, vf x) { _mm512_storeu_ps(p, x); }
-V vf v_add(vf a, vf b) { return _mm512_add_ps(a, b); }
-V vf v_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
-V vf v_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
-V vf v_div(vf a, vf b) { return _mm512_div_ps(a, b); }
-V vf v_abs(vf x) { return _mm512_abs_ps(x); }
-V vf v_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
-V vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); }
+V vf    v_zero(void) { return _mm512_setzero_ps(); }
+V vf    v_set1(float x) { return _mm512_set1_ps(x); }
+V vf    v_load(const float *p) { return _mm512_loadu_ps(p); }
+V void  v_store(float *p, vf x) { _mm512_storeu_ps(p, x); }
+V vf    v_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+V vf    v_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+V vf    v_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+V vf    v_div(vf a, vf b) { return _mm512_div_ps(a, b); }
+V vf    v_abs(vf x) { return _mm512_abs_ps(x); }
+V vf    v_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+V vf    v_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 V float v_reduce_add(vf x) { return _mm512_reduce_add_ps(x); }
 V float v_reduce_max(vf x) { return _mm512_reduce_max_ps(x); }
-V vf v_less(vf a, vf b, vf x, vf y) { return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x); }
-V vf v_where_nonzero(vf p, vf x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(p, v_zero(), _CMP_NEQ_UQ), x); }
+V vf    v_less(vf a, vf b, vf x, vf y) { return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x); }
+V vf    v_where_nonzero(vf p, vf x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(p, v_zero(), _CMP_NEQ_UQ), x); }
 
 V vf v_exp2_range(vf x) { return x; }
 V vf v_fraction(vf x) { return _mm512_reduce_ps(x, 1); /* 0 bits after the point, towards -inf */ }
-V vf v_scale2(vf p, vf x)
-{
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, v_set1(-126.0f), _CMP_NLT_UQ), p, x);
-}
+V vf v_scale2(vf p, vf x) { return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, v_set1(-126.0f), _CMP_NLT_UQ), p, x); }
 
-V vf v_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+V vf   v_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 V void v_store_f16(uint16_t *p, vf x)
 {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -62,24 +59,28 @@ V void v_store_bf16(uint16_t *p, vf x)
 V void v_transpose(vf r[16])
 {
     vf t[16];
-    _Pragma("GCC unroll 8") for (int n = 0; n < 16; n += 2) {
+    _Pragma("GCC unroll 8") for (int n = 0; n < 16; n += 2)
+    {
         t[n]     = _mm512_unpacklo_ps(r[n], r[n + 1]);
         t[n + 1] = _mm512_unpackhi_ps(r[n], r[n + 1]);
     }
-    _Pragma("GCC unroll 4") for (int n = 0; n < 16; n += 4) {
+    _Pragma("GCC unroll 4") for (int n = 0; n < 16; n += 4)
+    {
         r[n]     = _mm512_shuffle_ps(t[n], t[n + 2], 0x44);
         r[n + 1] = _mm512_shuffle_ps(t[n], t[n + 2], 0xEE);
         r[n + 2] = _mm512_shuffle_ps(t[n + 1], t[n + 3], 0x44);
         r[n + 3] = _mm512_shuffle_ps(t[n + 1], t[n + 3], 0xEE);
     }
     /* r[4a + c] holds rows 4a .. 4a + 3 of columns c, c + 4, c + 8, c + 12. */
-    _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++) {
+    _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++)
+    {
         t[c]      = _mm512_shuffle_f32x4(r[c], r[c + 4], 0x44);
         t[c + 4]  = _mm512_shuffle_f32x4(r[c], r[c + 4], 0xEE);
         t[c + 8]  = _mm512_shuffle_f32x4(r[c + 8], r[c + 12], 0x44);
         t[c + 12] = _mm512_shuffle_f32x4(r[c + 8], r[c + 12], 0xEE);
     }
-    _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++) {
+    _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++)
+    {
         r[c]      = _mm512_shuffle_f32x4(t[c], t[c + 8], 0x88);
         r[c + 4]  = _mm512_shuffle_f32x4(t[c], t[c + 8], 0xDD);
         r[c + 8]  = _mm512_shuffle_f32x4(t[c + 4], t[c + 12], 0x88);

@@ -6,17 +6,18 @@
  *
  *     rows     queries of a tile, up to tiles.q. A tile may hold the same queries of several heads of a group.
  *     keys     keys of a tile, up to tiles.k. Tiles start at multiples of tiles.k of the sequence.
- *     S, P     float32 [rows][ld], row major. Columns keys .. fa_round_up(keys, key_step) - 1 exist: they are scratch for
- *              `scores`, and hold 0 in P.
- *     O, dQ    float32 accumulators [rows][ld], and dK, dV [keys][ld], row major. Columns up to a multiple of 16 exist.
- *     packed   an operand in the layout that the tier likes, made by `pack` from rows of the caller's tensor.
+ *     S, P     float32 [rows][ld], row major. Columns keys .. fa_round_up(keys, key_step) - 1 exist: they are scratch
+ * for `scores`, and hold 0 in P. O, dQ    float32 accumulators [rows][ld], and dK, dV [keys][ld], row major. Columns up
+ * to a multiple of 16 exist. packed   an operand in the layout that the tier likes, made by `pack` from rows of the
+ * caller's tensor.
  *
  * Every row's result depends on that row and the keys alone, never on which rows share its tile: tiles are grouped by
  * what is good for the load. All pointers to tiles are 64-byte aligned and so are their rows.
  *
- * `scores`, `accumulate` and `accumulate_t` are all that a tier needs for the two matrix products of the forward and the
- * five of the backward; options and masks are applied to the float32 tiles between them. A tier that wants to overlap
- * the products with the softmax fills `forward_block` and `backward_block`, used for tiles without masks and options.
+ * `scores`, `accumulate` and `accumulate_t` are all that a tier needs for the two matrix products of the forward and
+ * the five of the backward; options and masks are applied to the float32 tiles between them. A tier that wants to
+ * overlap the products with the softmax fills `forward_block` and `backward_block`, used for tiles without masks and
+ * options.
  */
 #ifndef FA_CPU_H
 #define FA_CPU_H
@@ -37,7 +38,7 @@ static inline int64_t fa_round_up(int64_t n, int64_t step) { return (n + step - 
 
 /* Rows of one head of a tensor, wherever they lie. A NULL row is a row of zeros. */
 typedef struct fa_rows {
-    const void *const *row;    /* [count] first element of each */
+    const void *const *row; /* [count] first element of each */
     int                count, cols;
     int64_t            stride; /* elements from one column to the next */
     flash_attn_dtype   dtype;
@@ -46,14 +47,14 @@ typedef struct fa_rows {
 /* What a packed operand is for. Left operands are read along their columns; so are K and V_T, the right operands of
  * S = Q K^T and dP = dO V^T. The other right operands are contracted along their rows. */
 typedef enum fa_role {
-    FA_ROLE_Q,       /* left  of S  = Q K^T     rows = queries, cols = head_dim */
-    FA_ROLE_K,       /* right of S              rows = keys */
-    FA_ROLE_V,       /* right of O += P V       rows = keys, cols = head_dim_v */
-    FA_ROLE_DO,      /* left  of dP = dO V^T    rows = queries, cols = head_dim_v */
-    FA_ROLE_V_T,     /* right of dP             rows = keys */
+    FA_ROLE_Q,        /* left  of S  = Q K^T     rows = queries, cols = head_dim */
+    FA_ROLE_K,        /* right of S              rows = keys */
+    FA_ROLE_V,        /* right of O += P V       rows = keys, cols = head_dim_v */
+    FA_ROLE_DO,       /* left  of dP = dO V^T    rows = queries, cols = head_dim_v */
+    FA_ROLE_V_T,      /* right of dP             rows = keys */
     FA_ROLE_DO_RIGHT, /* right of dV += P^T dO   rows = queries, cols = head_dim_v */
-    FA_ROLE_Q_RIGHT, /* right of dK += dS^T Q   rows = queries, cols = head_dim */
-    FA_ROLE_K_RIGHT, /* right of dQ += dS K     rows = keys, cols = head_dim */
+    FA_ROLE_Q_RIGHT,  /* right of dK += dS^T Q   rows = queries, cols = head_dim */
+    FA_ROLE_K_RIGHT,  /* right of dQ += dS K     rows = keys, cols = head_dim */
     FA_ROLES
 } fa_role;
 
@@ -63,23 +64,23 @@ typedef struct fa_forward_block {
     const void *q, *k, *v; /* packed: roles Q, K, V */
     float      *o;         /* [rows][ldo], not yet divided by l */
     int         ldo;
-    float      *m, *l;     /* [rows] running maximum (of score * multiplier, so base 2) and sum. m may be any finite
-                              shift as long as o and l agree with it; -inf: nothing seen yet, o and l are 0 */
-    int         rows, keys, head_dim, head_dim_v;
-    float       multiplier; /* scale * log2(e), > 0 */
-    void       *scratch;    /* forward_scratch_bytes, this thread's */
+    float      *m, *l; /* [rows] running maximum (of score * multiplier, so base 2) and sum. m may be any finite
+                          shift as long as o and l agree with it; -inf: nothing seen yet, o and l are 0 */
+    int   rows, keys, head_dim, head_dim_v;
+    float multiplier; /* scale * log2(e), > 0 */
+    void *scratch;    /* forward_scratch_bytes, this thread's */
 } fa_forward_block;
 
 typedef struct fa_backward_block {
-    const void  *q, *q_right, *dout, *dout_right;  /* packed queries and output gradients */
-    const void  *k, *k_right, *v_t;                /* packed keys and values */
-    const float *lse_log2, *delta;                 /* [rows]: P = exp2(S * multiplier - lse_log2); dS = P (dP - delta) */
-    float       *dq, *dk, *dv;                     /* added to; dq [rows][ldq], dk [keys][ldk], dv [keys][ldv]. dq and dk
-                                                      without the factor `scale` */
-    int          ldq, ldk, ldv;
-    int          rows, keys, head_dim, head_dim_v;
-    float        multiplier;
-    void        *scratch; /* backward_scratch_bytes, this thread's */
+    const void  *q, *q_right, *dout, *dout_right; /* packed queries and output gradients */
+    const void  *k, *k_right, *v_t;               /* packed keys and values */
+    const float *lse_log2, *delta;                /* [rows]: P = exp2(S * multiplier - lse_log2); dS = P (dP - delta) */
+    float       *dq, *dk, *dv;                    /* added to; dq [rows][ldq], dk [keys][ldk], dv [keys][ldv]. dq and dk
+                                                     without the factor `scale` */
+    int   ldq, ldk, ldv;
+    int   rows, keys, head_dim, head_dim_v;
+    float multiplier;
+    void *scratch; /* backward_scratch_bytes, this thread's */
 } fa_backward_block;
 
 /* ---- the table ---- */
@@ -97,13 +98,13 @@ typedef struct fa_kernels {
      * FA_MAX_TILE; k a multiple of key_step. It may depend on nothing else, or a sequence's bits would. */
     fa_tile_shape (*tiles)(flash_attn_pass pass, int64_t head_dim);
 
-    /* Bytes of a packed operand of up to `rows` rows and exactly `cols` columns; a multiple of 64. 0: this role needs no
-     * copy of its own, Q's (or DO's) packed form serves (only for Q_RIGHT, DO_RIGHT). */
+    /* Bytes of a packed operand of up to `rows` rows and exactly `cols` columns; a multiple of 64. 0: this role needs
+     * no copy of its own, Q's (or DO's) packed form serves (only for Q_RIGHT, DO_RIGHT). */
     size_t (*packed_bytes)(fa_role role, int rows, int cols);
     /* Convert and lay out src; columns and rows beyond it that the tier's step adds are zeros. For roles V, DO_RIGHT,
-     * Q_RIGHT, K_RIGHT (also where Q and DO serve for them) a row that holds NaN or Inf is packed as zeros and its number
-     * written to bad[]; returns how many. The caller adds such rows where they are seen, so that 0 * NaN never happens.
-     * bad NULL: keep rows as they are, return 0. */
+     * Q_RIGHT, K_RIGHT (also where Q and DO serve for them) a row that holds NaN or Inf is packed as zeros and its
+     * number written to bad[]; returns how many. The caller adds such rows where they are seen, so that 0 * NaN never
+     * happens. bad NULL: keep rows as they are, return 0. */
     int (*pack)(fa_role role, void *packed, const fa_rows *src, int *bad);
 
     /* S = left right^T, no scale: roles (Q, K), or (DO, V_T). */
@@ -115,11 +116,12 @@ typedef struct fa_kernels {
     void (*accumulate_t)(float *c, int ldc, const float *p, int ldp, const void *right, int rows, int keys, int cols,
                          void *scratch);
 
-    /* `multiplier` is always > 0 and takes scores to base 2: a scale that is not positive is applied to S beforehand, for
-     * -inf * -1 would unmask. Entries on whole rows make columns keys .. up to key_step the 0 that P promises.
+    /* `multiplier` is always > 0 and takes scores to base 2: a scale that is not positive is applied to S beforehand,
+     * for -inf * -1 would unmask. Entries on whole rows make columns keys .. up to key_step the 0 that P promises.
      * Arrays of one number a row exist up to a multiple of 16. */
-    /* One step of the online softmax on each row: m_new = max(m, max_k S * multiplier), P = exp2(S * multiplier - m_new)
-     * in place of S, rescale = exp2(m - m_new), l = l * rescale + sum P. S may hold -inf; m_new = -inf gives P = 0. */
+    /* One step of the online softmax on each row: m_new = max(m, max_k S * multiplier), P = exp2(S * multiplier -
+     * m_new) in place of S, rescale = exp2(m - m_new), l = l * rescale + sum P. S may hold -inf; m_new = -inf gives P =
+     * 0. */
     void (*softmax)(float *s, int lds, int rows, int keys, float multiplier, float *m, float *l, float *rescale);
     /* P = exp2(S * multiplier - lse_log2[r]) in place. */
     void (*probabilities)(float *s, int lds, int rows, int keys, float multiplier, const float *lse_log2);
@@ -138,9 +140,10 @@ typedef struct fa_kernels {
     /* Few rows against long keys: read K and V where they lie, once, without packing. rows at most few_rows; role Q's
      * packed form; same meaning as scores and accumulate. Only where every row sees every key, stride is 1, cols is a
      * multiple of 16 and the type is not F8E4M3. 0 and NULL: not there. */
-    int  few_rows;
+    int few_rows;
     void (*scores_few)(float *s, int lds, const void *q, const fa_rows *k, int rows);
-    void (*accumulate_few)(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows);
+    void (*accumulate_few)(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v,
+                           int rows);
 
     /* Fused, for tiles without masks and options; NULL: composed from the entries above. */
     void (*forward_block)(const fa_forward_block *block);
@@ -148,13 +151,14 @@ typedef struct fa_kernels {
     size_t (*forward_scratch_bytes)(int rows, int keys, int head_dim, int head_dim_v); /* NULL: 0 */
     size_t (*backward_scratch_bytes)(int rows, int keys, int head_dim, int head_dim_v);
 
-    /* Called by each thread before its first and after its last tile: state such as AMX's tile configuration. NULL: none. */
+    /* Called by each thread before its first and after its last tile: state such as AMX's tile configuration. NULL:
+     * none. */
     void (*enter)(void);
     void (*leave)(void);
 } fa_kernels;
 
-/* One table a tier; NULL if the library was built without it. AMX: `base` is the AVX-512 table, from which it takes what
- * it does not have; dtype F32 and F16 by exact bfloat16 pieces. NULL: no table for this dtype, use base. */
+/* One table a tier; NULL if the library was built without it. AMX: `base` is the AVX-512 table, from which it takes
+ * what it does not have; dtype F32 and F16 by exact bfloat16 pieces. NULL: no table for this dtype, use base. */
 const fa_kernels *fa_kernels_scalar(void);
 const fa_kernels *fa_kernels_avx2(void);
 const fa_kernels *fa_kernels_avx512(void);
@@ -180,18 +184,18 @@ int fa_num_cores(void);
 /* Threads start on first use. Returns NULL without memory. */
 fa_threads *fa_threads_create(const flash_attn_options *options, int num_threads);
 void        fa_threads_destroy(fa_threads *threads);
-/* Run body(arg, index) for every index in [0, count), count at most the pool's number of threads; index 0 on the calling
- * thread. If the pool is busy with another thread's call the caller runs all of them itself, one after another: so a
- * body must take its work from a shared counter, not from its index. */
+/* Run body(arg, index) for every index in [0, count), count at most the pool's number of threads; index 0 on the
+ * calling thread. If the pool is busy with another thread's call the caller runs all of them itself, one after another:
+ * so a body must take its work from a shared counter, not from its index. */
 void fa_threads_run(fa_threads *threads, int count, flash_attn_task body, void *arg);
 
 /* ---- the backend ---- */
 
 struct fa_cpu {
     fa_isa            isa;
-    flash_attn_isa    tier;              /* after the caller's cap */
-    const fa_kernels *vector;            /* the tier's float32 table, which takes every input type */
-    const fa_kernels *kernels[4];        /* by flash_attn_dtype: AMX where there, else `vector` */
+    flash_attn_isa    tier;       /* after the caller's cap */
+    const fa_kernels *vector;     /* the tier's float32 table, which takes every input type */
+    const fa_kernels *kernels[4]; /* by flash_attn_dtype: AMX where there, else `vector` */
     fa_threads       *threads;
     int               num_threads;
 };

@@ -1,7 +1,8 @@
 /* Few queries against long keys: how the keys are split, and how the parts are put together. */
 #include "cpu/split.h"
 
-/* A part shorter than this costs more to hand out and fold than it brings; more parts than this bring no more balance. */
+/* A part shorter than this costs more to hand out and fold than it brings; more parts than this bring no more balance.
+ */
 #define MIN_SPLIT_KEYS 1024
 #define MAX_SPLITS 32
 
@@ -42,9 +43,9 @@ void fa_partial_copy(const fa_partial *to, const fa_partial *from)
 void fa_partial_fold(const fa_partial *sum, const fa_partial *part)
 {
     for (int r = 0; r < part->rows; r++) {
-        float m     = sum->m[r] > part->m[r] ? sum->m[r] : part->m[r];
-        float shift = m == -INFINITY ? 0.0f : m; /* both empty: exp2(-inf - 0) = 0, not exp2(-inf + inf) */
-        float a = exp2f(sum->m[r] - shift), b = exp2f(part->m[r] - shift);
+        float  m     = sum->m[r] > part->m[r] ? sum->m[r] : part->m[r];
+        float  shift = m == -INFINITY ? 0.0f : m; /* both empty: exp2(-inf - 0) = 0, not exp2(-inf + inf) */
+        float  a = exp2f(sum->m[r] - shift), b = exp2f(part->m[r] - shift);
         float *o = sum->o + (int64_t)r * sum->ldo, *x = part->o + (int64_t)r * part->ldo;
         sum->m[r] = m;
         sum->l[r] = sum->l[r] * a + part->l[r] * b;

@@ -5,8 +5,8 @@
  *     for each tile of keys        pack K, V
  *         for each tile of queries     S = Q K^T;  P, m, l = softmax step(S);  O = O * rescale + P V
  *
- * What a row computes depends on the row, the keys and the positions of key tiles alone, so blocks may be cut to suit the
- * number of threads and no bit changes. Few queries on long keys: tasks are also parts of the keys (decode.c).
+ * What a row computes depends on the row, the keys and the positions of key tiles alone, so blocks may be cut to suit
+ * the number of threads and no bit changes. Few queries on long keys: tasks are also parts of the keys (decode.c).
  */
 #include "cpu/passes.h"
 #include "cpu/split.h"
@@ -55,15 +55,15 @@ static shape shape_of(const plan *p, int seqlen_q, int seqlen_k)
     const fa_kernels *vector = p->cpu->vector;
     int64_t           rows   = call->group * seqlen_q;
     shape             s      = {0};
-    s.few     = rows <= vector->few_rows && readable_in_place(&call->k) && readable_in_place(&call->v);
-    s.kernels = s.few ? vector : p->cpu->kernels[call->q.dtype];
-    s.tile    = s.kernels->tiles(FLASH_ATTN_FORWARD, widest_head(call));
-    s.heads_per_tile = seqlen_q < s.tile.q ? fa_min_int((int)call->group, s.tile.q / fa_max_int(seqlen_q, 1)) : 1;
-    s.head_tiles     = ((int)call->group + s.heads_per_tile - 1) / s.heads_per_tile;
-    s.tiles          = fa_max_int(1, (seqlen_q + s.tile.q - 1) / s.tile.q) * s.head_tiles;
-    s.blocks         = (s.tiles + p->tiles_per_block - 1) / p->tiles_per_block;
-    s.split_keys     = fa_split_keys(call->num_splits, rows, s.tile, seqlen_k);
-    s.splits         = fa_max_int(1, (seqlen_k + s.split_keys - 1) / s.split_keys);
+    s.few                    = rows <= vector->few_rows && readable_in_place(&call->k) && readable_in_place(&call->v);
+    s.kernels                = s.few ? vector : p->cpu->kernels[call->q.dtype];
+    s.tile                   = s.kernels->tiles(FLASH_ATTN_FORWARD, widest_head(call));
+    s.heads_per_tile  = seqlen_q < s.tile.q ? fa_min_int((int)call->group, s.tile.q / fa_max_int(seqlen_q, 1)) : 1;
+    s.head_tiles      = ((int)call->group + s.heads_per_tile - 1) / s.heads_per_tile;
+    s.tiles           = fa_max_int(1, (seqlen_q + s.tile.q - 1) / s.tile.q) * s.head_tiles;
+    s.blocks          = (s.tiles + p->tiles_per_block - 1) / p->tiles_per_block;
+    s.split_keys      = fa_split_keys(call->num_splits, rows, s.tile, seqlen_k);
+    s.splits          = fa_max_int(1, (seqlen_k + s.split_keys - 1) / s.split_keys);
     s.parts_are_tasks = p->parallel_splits && s.tiles == 1 && s.splits > 1;
     return s;
 }
@@ -86,7 +86,8 @@ static void add_table_sizes(plan *p, const fa_kernels *kernels)
     p->tile_k      = fa_max_int(p->tile_k, tile.k);
 }
 
-/* As many tiles as fill half of the second-level cache with Q and O, but no fewer than four tasks a thread. */
+/* As many tiles as fill half of the second-level cache with Q and O, but no fewer than four tasks for each of the
+ * context's threads. */
 static int choose_tiles_per_block(const plan *p)
 {
     const fa_call *call     = p->call;
@@ -94,7 +95,7 @@ static int choose_tiles_per_block(const plan *p)
     int64_t        bytes    = (int64_t)p->q_bytes + (int64_t)p->tile_q * p->ldo * 4;
     int64_t        fit      = l2 / 2 / bytes;
     int64_t        rows     = call->q.shape[0] * call->q.shape[1] * call->heads_q;
-    int64_t        balanced = rows / p->tile_q / (4 * p->threads);
+    int64_t        balanced = rows / p->tile_q / (4 * p->cpu->num_threads);
     int64_t        longest  = (call->max_seqlen_q / p->tile_q + 1) * call->group; /* no block has more */
     int64_t        tiles    = fit < balanced ? fit : balanced;
     tiles                   = tiles < longest ? tiles : longest;
@@ -109,7 +110,7 @@ static plan plan_make(const fa_cpu *cpu, const fa_call *call, int threads)
     p.tiles_per_block = choose_tiles_per_block(&p);
     p.max_splits      = fa_max_splits(call->num_splits, 16, call->max_seqlen_k);
     /* With fewer key heads than this a task a head would leave threads idle. */
-    p.parallel_splits = p.max_splits > 1 && threads > 1 && call->batch * call->heads_k < 4 * threads;
+    p.parallel_splits = p.max_splits > 1 && cpu->num_threads > 1 && call->batch * call->heads_k < 4 * cpu->num_threads;
     return p;
 }
 
@@ -132,26 +133,26 @@ typedef struct scratch {
 static scratch carve_scratch(fa_arena *arena, const plan *p)
 {
     int64_t tiles = p->tiles_per_block, rows = fa_row_array(p->tile_q), sums = p->max_splits > 1 ? tiles : 0;
-    scratch s     = {0};
-    s.tiles       = fa_carve(arena, (size_t)tiles * sizeof(fa_tile));
-    s.q           = fa_carve(arena, (size_t)tiles * p->q_bytes);
-    s.o           = fa_carve_floats(arena, tiles * p->tile_q * p->ldo);
-    s.m           = fa_carve_floats(arena, tiles * rows);
-    s.l           = fa_carve_floats(arena, tiles * rows);
-    s.k           = fa_carve(arena, p->k_bytes);
-    s.v           = fa_carve(arena, p->v_bytes);
-    s.s           = fa_carve_floats(arena, (int64_t)p->tile_q * fa_score_ld(p->tile_k));
-    s.rescale     = fa_carve_floats(arena, rows);
-    s.temp        = fa_carve_floats(arena, p->ldo);
-    s.row_q       = fa_carve(arena, (size_t)p->tile_q * sizeof(void *));
-    s.row_k       = fa_carve(arena, (size_t)p->tile_k * sizeof(void *));
-    s.row_v       = fa_carve(arena, (size_t)p->tile_k * sizeof(void *));
-    s.bad         = fa_carve(arena, (size_t)p->tile_k * sizeof(int));
-    s.slices      = fa_carve(arena, (size_t)p->call->slices.count * sizeof(int32_t));
-    s.fused       = fa_carve(arena, p->fused_bytes);
-    s.sum_o       = fa_carve_floats(arena, sums * p->tile_q * p->ldo);
-    s.sum_m       = fa_carve_floats(arena, sums * rows);
-    s.sum_l       = fa_carve_floats(arena, sums * rows);
+    scratch s = {0};
+    s.tiles   = fa_carve(arena, (size_t)tiles * sizeof(fa_tile));
+    s.q       = fa_carve(arena, (size_t)tiles * p->q_bytes);
+    s.o       = fa_carve_floats(arena, tiles * p->tile_q * p->ldo);
+    s.m       = fa_carve_floats(arena, tiles * rows);
+    s.l       = fa_carve_floats(arena, tiles * rows);
+    s.k       = fa_carve(arena, p->k_bytes);
+    s.v       = fa_carve(arena, p->v_bytes);
+    s.s       = fa_carve_floats(arena, (int64_t)p->tile_q * fa_score_ld(p->tile_k));
+    s.rescale = fa_carve_floats(arena, rows);
+    s.temp    = fa_carve_floats(arena, p->ldo);
+    s.row_q   = fa_carve(arena, (size_t)p->tile_q * sizeof(void *));
+    s.row_k   = fa_carve(arena, (size_t)p->tile_k * sizeof(void *));
+    s.row_v   = fa_carve(arena, (size_t)p->tile_k * sizeof(void *));
+    s.bad     = fa_carve(arena, (size_t)p->tile_k * sizeof(int));
+    s.slices  = fa_carve(arena, (size_t)p->call->slices.count * sizeof(int32_t));
+    s.fused   = fa_carve(arena, p->fused_bytes);
+    s.sum_o   = fa_carve_floats(arena, sums * p->tile_q * p->ldo);
+    s.sum_m   = fa_carve_floats(arena, sums * rows);
+    s.sum_l   = fa_carve_floats(arena, sums * rows);
     return s;
 }
 
@@ -202,10 +203,19 @@ typedef struct step {
 
 static void fused_step(const step *t, const scratch *s)
 {
-    fa_forward_block block = {.q = t->q, .k = s->k, .v = s->v, .o = t->o, .ldo = t->ldo, .m = t->m, .l = t->l,
-                              .rows = fa_tile_rows(t->tile), .keys = fa_tile_keys(t->tile),
-                              .head_dim = (int)t->call->head_dim, .head_dim_v = (int)t->call->head_dim_v,
-                              .multiplier = t->scale * FA_LOG2_E, .scratch = s->fused};
+    fa_forward_block block = {.q          = t->q,
+                              .k          = s->k,
+                              .v          = s->v,
+                              .o          = t->o,
+                              .ldo        = t->ldo,
+                              .m          = t->m,
+                              .l          = t->l,
+                              .rows       = fa_tile_rows(t->tile),
+                              .keys       = fa_tile_keys(t->tile),
+                              .head_dim   = (int)t->call->head_dim,
+                              .head_dim_v = (int)t->call->head_dim_v,
+                              .multiplier = t->scale * FA_LOG2_E,
+                              .scratch    = s->fused};
     t->kernels->forward_block(&block);
 }
 
@@ -256,11 +266,11 @@ static void begin_tile(const block *b, int first, int t)
     const shape *shape  = b->shape;
     fa_tile     *tile   = &b->s->tiles[t];
     int          number = first + t, head = number % shape->head_tiles * shape->heads_per_tile;
-    int          query  = number / shape->head_tiles * shape->tile.q;
-    *tile               = b->at;
-    tile->head          = b->at.head_k * p->call->group + head;
-    tile->heads         = fa_min_int(shape->heads_per_tile, (int)p->call->group - head);
-    tile->queries       = (fa_range){query, fa_min_int(query + shape->tile.q, b->at.seq.seqlen_q)};
+    int          query = number / shape->head_tiles * shape->tile.q;
+    *tile              = b->at;
+    tile->head         = b->at.head_k * p->call->group + head;
+    tile->heads        = fa_min_int(shape->heads_per_tile, (int)p->call->group - head);
+    tile->queries      = (fa_range){query, fa_min_int(query + shape->tile.q, b->at.seq.seqlen_q)};
     if (tile->queries.end < query)
         tile->queries.end = query;
     fa_rows rows = fa_query_rows(p->call, &p->call->q, tile, b->s->row_q);
@@ -283,9 +293,10 @@ static void begin_block(block *b, int first)
         queries.begin = fa_min_int(queries.begin, b->s->tiles[t].queries.begin);
         queries.end   = fa_max_int(queries.end, b->s->tiles[t].queries.end);
     }
-    b->at.queries    = queries;
-    b->at.slices     = b->s->slices;
-    b->at.num_slices = fa_slices_touching(b->run->plan.call, b->at.b, queries, (fa_range){0, FA_UNLIMITED}, b->s->slices);
+    b->at.queries = queries;
+    b->at.slices  = b->s->slices;
+    b->at.num_slices =
+        fa_slices_touching(b->run->plan.call, b->at.b, queries, (fa_range){0, FA_UNLIMITED}, b->s->slices);
     for (int t = 0; t < b->tiles; t++) {
         b->s->tiles[t].slices     = b->at.slices;
         b->s->tiles[t].num_slices = b->at.num_slices;
@@ -295,10 +306,10 @@ static void begin_block(block *b, int first)
 /* One tile of keys for all tiles of the block. Packed when the first needs it. */
 static void walk_key_tile(const block *b, fa_range keys)
 {
-    const plan       *p       = &b->run->plan;
-    const fa_call    *call    = p->call;
-    const fa_kernels *kernels = b->shape->kernels;
-    scratch          *s       = b->s;
+    const plan       *p         = &b->run->plan;
+    const fa_call    *call      = p->call;
+    const fa_kernels *kernels   = b->shape->kernels;
+    scratch          *s         = b->s;
     bool              have_rows = false, packed = false;
     s->num_bad = 0;
     for (int t = 0; t < b->tiles; t++) {
@@ -319,8 +330,18 @@ static void walk_key_tile(const block *b, fa_range keys)
             packed     = true;
         }
         fa_partial result = tile_result(b, t, false);
-        step       one    = {kernels, call, tile, visible, in_place, b->scale, s->q + (size_t)t * p->q_bytes,
-                             result.o, result.m, result.l, fa_score_ld(p->tile_k), p->ldo};
+        step       one    = {kernels,
+                             call,
+                             tile,
+                             visible,
+                             in_place,
+                             b->scale,
+                             s->q + (size_t)t * p->q_bytes,
+                             result.o,
+                             result.m,
+                             result.l,
+                             fa_score_ld(p->tile_k),
+                             p->ldo};
         forward_step(&one, s);
     }
 }
@@ -448,7 +469,7 @@ static void run_task(run *r, scratch *s, int64_t b, int64_t task)
     fa_sequence seq   = fa_sequence_at(p->call, b);
     shape       shape = shape_of(p, seq.seqlen_q, seq.seqlen_k);
     int64_t     slot = tasks_per_head(&shape) - 1 - task / p->call->heads_k, first = slot * p->tiles_per_block;
-    block       one = {.run = r, .s = s, .shape = &shape, .at = {.b = b, .head_k = task % p->call->heads_k, .seq = seq}};
+    block one = {.run = r, .s = s, .shape = &shape, .at = {.b = b, .head_k = task % p->call->heads_k, .seq = seq}};
     if (shape.parts_are_tasks)
         first = 0;
     one.scale = fa_score_scale(p->call, b, one.at.head_k);
@@ -464,13 +485,13 @@ static void run_task(run *r, scratch *s, int64_t b, int64_t task)
 
 static void run_thread(void *arg, int64_t index)
 {
-    run           *r       = arg;
-    const fa_call *call    = r->plan.call;
-    fa_arena       arena   = {r->scratch + (size_t)index * r->scratch_bytes, 0};
-    scratch        s       = carve_scratch(&arena, &r->plan);
+    run              *r       = arg;
+    const fa_call    *call    = r->plan.call;
+    fa_arena          arena   = {r->scratch + (size_t)index * r->scratch_bytes, 0};
+    scratch           s       = carve_scratch(&arena, &r->plan);
     const fa_kernels *kernels = r->plan.cpu->kernels[call->q.dtype];
-    int64_t        b = 0, task;
-    bool           entered = false;
+    int64_t           b       = 0, task;
+    bool              entered = false;
     while ((task = atomic_fetch_add(&r->next, 1)) < r->task_begin[call->batch]) {
         if (!entered && kernels->enter)
             kernels->enter();
@@ -517,7 +538,7 @@ void fa_forward_explain(const fa_cpu *cpu, const fa_call *call, int threads, fla
         if ((int64_t)one.seqlen_q * one.seqlen_k >= (int64_t)seq.seqlen_q * seq.seqlen_k)
             seq = one;
     }
-    shape shape = shape_of(&r.plan, seq.seqlen_q, seq.seqlen_k);
+    shape shape                = shape_of(&r.plan, seq.seqlen_q, seq.seqlen_k);
     explanation->tile_q        = shape.tile.q;
     explanation->tile_k        = shape.tile.k;
     explanation->num_splits    = shape.splits;

@@ -50,13 +50,13 @@ typedef struct feature {
 #define STATE_AMX 0x600E6
 
 static const feature features[] = {
-    {"avx", 0, ECX, 28, STATE_AVX},           {"fma", 0, ECX, 12, STATE_AVX},
-    {"f16c", 0, ECX, 29, STATE_AVX},          {"avx2", 1, EBX, 5, STATE_AVX},
-    {"avx512f", 1, EBX, 16, STATE_AVX512},    {"avx512dq", 1, EBX, 17, STATE_AVX512},
-    {"avx512bw", 1, EBX, 30, STATE_AVX512},   {"avx512vl", 1, EBX, 31, STATE_AVX512},
-    {"avx512bf16", 2, EAX, 5, STATE_AVX512},  {"avx512fp16", 1, EDX, 23, STATE_AVX512},
-    {"amx-tile", 1, EDX, 24, STATE_AMX},      {"amx-bf16", 1, EDX, 22, STATE_AMX},
-    {"amx-int8", 1, EDX, 25, STATE_AMX},      {"amx-fp16", 2, EAX, 21, STATE_AMX},
+    {"avx", 0, ECX, 28, STATE_AVX},          {"fma", 0, ECX, 12, STATE_AVX},
+    {"f16c", 0, ECX, 29, STATE_AVX},         {"avx2", 1, EBX, 5, STATE_AVX},
+    {"avx512f", 1, EBX, 16, STATE_AVX512},   {"avx512dq", 1, EBX, 17, STATE_AVX512},
+    {"avx512bw", 1, EBX, 30, STATE_AVX512},  {"avx512vl", 1, EBX, 31, STATE_AVX512},
+    {"avx512bf16", 2, EAX, 5, STATE_AVX512}, {"avx512fp16", 1, EDX, 23, STATE_AVX512},
+    {"amx-tile", 1, EDX, 24, STATE_AMX},     {"amx-bf16", 1, EDX, 22, STATE_AMX},
+    {"amx-int8", 1, EDX, 25, STATE_AMX},     {"amx-fp16", 2, EAX, 21, STATE_AMX},
 };
 enum { NUM_FEATURES = sizeof features / sizeof features[0] };
 
@@ -82,11 +82,11 @@ static void detect_features(fa_isa *isa)
     leaf     leaves[3] = {cpuid_leaf(1, 0), cpuid_leaf(7, 0), cpuid_leaf(7, 1)};
     uint64_t state     = leaves[0].reg[ECX] >> 27 & 1 ? enabled_state() : 0; /* bit 27, OSXSAVE: xgetbv is there */
     bool     found[NUM_FEATURES];
-    size_t   used = 0;
+    size_t   used        = 0;
     bool     tiles_asked = false, tiles_granted = false;
     for (int n = 0; n < NUM_FEATURES; n++) {
         const feature *f = &features[n];
-        found[n] = (leaves[f->leaf].reg[f->reg] >> f->bit & 1) && (state & f->state) == f->state;
+        found[n]         = (leaves[f->leaf].reg[f->reg] >> f->bit & 1) && (state & f->state) == f->state;
         if (found[n] && f->state == STATE_AMX) {
             if (!tiles_asked)
                 tiles_granted = may_use_tiles();
@@ -94,7 +94,8 @@ static void detect_features(fa_isa *isa)
             found[n]    = tiles_granted;
         }
         if (found[n])
-            used += (size_t)snprintf(isa->features + used, sizeof isa->features - used, "%s%s", used ? " " : "", f->name);
+            used +=
+                (size_t)snprintf(isa->features + used, sizeof isa->features - used, "%s%s", used ? " " : "", f->name);
     }
     for (size_t t = 0; t < sizeof tiers / sizeof tiers[0]; t++) {
         for (int n = 0; n < NUM_FEATURES; n++) {

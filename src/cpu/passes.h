@@ -4,7 +4,7 @@
 
 #include "cpu/cpu.h"
 
-/* Bytes of memory that a call on so many threads takes, before alignment. */
+/* Bytes of memory that a call on so many threads takes, before alignment. They rise with the number of threads. */
 size_t fa_forward_bytes(const fa_cpu *cpu, const fa_call *call, int threads);
 size_t fa_backward_bytes(const fa_cpu *cpu, const fa_call *call, int threads);
 

@@ -21,17 +21,17 @@ V vf v_load(const float *p)
     memcpy(&x, p, sizeof x);
     return x;
 }
-V void v_store(float *p, vf x) { memcpy(p, &x, sizeof x); }
-V vf v_add(vf a, vf b) { return a + b; }
-V vf v_sub(vf a, vf b) { return a - b; }
-V vf v_mul(vf a, vf b) { return a * b; }
-V vf v_div(vf a, vf b) { return a / b; }
-V vf v_fma(vf a, vf b, vf c) { return a * b + c; }
-V vf v_pick(vi mask, vf x, vf y) { return (vf)((mask & (vi)x) | (~mask & (vi)y)); }
-V vf v_abs(vf x) { return (vf)((vi)x & 0x7FFFFFFF); }
-V vf v_max(vf a, vf b) { return v_pick(a > b, a, b); }
-V vf v_less(vf a, vf b, vf x, vf y) { return v_pick(a < b, x, y); }
-V vf v_where_nonzero(vf p, vf x) { return (vf)((p != v_zero()) & (vi)x); }
+V void  v_store(float *p, vf x) { memcpy(p, &x, sizeof x); }
+V vf    v_add(vf a, vf b) { return a + b; }
+V vf    v_sub(vf a, vf b) { return a - b; }
+V vf    v_mul(vf a, vf b) { return a * b; }
+V vf    v_div(vf a, vf b) { return a / b; }
+V vf    v_fma(vf a, vf b, vf c) { return a * b + c; }
+V vf    v_pick(vi mask, vf x, vf y) { return (vf)((mask & (vi)x) | (~mask & (vi)y)); }
+V vf    v_abs(vf x) { return (vf)((vi)x & 0x7FFFFFFF); }
+V vf    v_max(vf a, vf b) { return v_pick(a > b, a, b); }
+V vf    v_less(vf a, vf b, vf x, vf y) { return v_pick(a < b, x, y); }
+V vf    v_where_nonzero(vf p, vf x) { return (vf)((p != v_zero()) & (vi)x); }
 V float v_reduce_add(vf x) { return (x[0] + x[1]) + (x[2] + x[3]); }
 V float v_reduce_max(vf x)
 {
@@ -39,8 +39,8 @@ V float v_reduce_max(vf x)
     return a > b ? a : b;
 }
 
-/* Whole part by the adder: 1.5 * 2^23 leaves no bits after the point. It rounds to nearest; one step down makes it floor.
- * A conversion to int would be undefined for NaN. */
+/* Whole part by the adder: 1.5 * 2^23 leaves no bits after the point. It rounds to nearest; one step down makes it
+ * floor. A conversion to int would be undefined for NaN. */
 V vf v_floor(vf x)
 {
     const vf magic   = v_set1(12582912.0f);
@@ -55,7 +55,8 @@ V vf v_exp2_range(vf x)
 V vf v_fraction(vf x) { return x - v_floor(x); }
 V vf v_scale2(vf p, vf x)
 {
-    /* The low bits of n + 127 + 2^23 are the exponent's; NaN in x is NaN in p, and stays whatever it is multiplied by. */
+    /* The low bits of n + 127 + 2^23 are the exponent's; NaN in x is NaN in p, and stays whatever it is multiplied by.
+     */
     vi exponent = (vi)(v_floor(x) + v_set1(8388608.0f + 127.0f));
     return p * (vf)((exponent & 0xFF) << 23);
 }

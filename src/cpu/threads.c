@@ -27,14 +27,14 @@ struct fa_threads {
     void                   *pool;
     int                     num_threads;
 
-    atomic_long owner;      /* process that the workers belong to; 0: being set up */
-    atomic_bool busy;       /* a call is using the workers */
+    atomic_long owner;       /* process that the workers belong to; 0: being set up */
+    atomic_bool busy;        /* a call is using the workers */
     int         num_workers; /* started; changed only by the call that holds `busy` */
-    worker     *workers;    /* [num_threads - 1] */
+    worker     *workers;     /* [num_threads - 1] */
 
     /* The current job. Its number and the count of its participants are one word, so that a worker that does not take
      * part never reads a field that the next job may be changing. */
-    _Atomic uint64_t job;   /* number << 16 | participants */
+    _Atomic uint64_t job; /* number << 16 | participants */
     flash_attn_task  body;
     void            *arg;
     atomic_int       remaining; /* workers still running it */
@@ -163,7 +163,8 @@ static void init_pool(fa_threads *threads)
     atomic_store(&threads->busy, false);
 }
 
-/* True if the pool belongs to this process, taking it over if it came through fork: the parent's threads are not here. */
+/* True if the pool belongs to this process, taking it over if it came through fork: the parent's threads are not here.
+ */
 static bool own_pool(fa_threads *threads)
 {
     long self = (long)getpid(), owner = atomic_load(&threads->owner);

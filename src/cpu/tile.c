@@ -7,7 +7,7 @@
 
 flash_attn_status fa_memory_get(fa_memory *memory, const fa_exec *exec, size_t bytes)
 {
-    char *base = exec->workspace;
+    char *base    = exec->workspace;
     memory->owned = NULL;
     if (base && exec->workspace_bytes < bytes + FA_ALIGN_SLACK)
         return fa_fail(FLASH_ATTN_NO_MEMORY, "workspace_bytes is %zu, this call needs %zu", exec->workspace_bytes,
@@ -189,8 +189,8 @@ static void apply_options_row(const fa_call *call, const fa_tile *tile, int64_t 
         add_bias(row, &call->bias, fa_at(&call->bias, tile->b, head, i, tile->keys.begin), keys);
 }
 
-void fa_apply_options(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, fa_visible visible, float scale,
-                      float *s, float *slope, int lds)
+void fa_apply_options(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, fa_visible visible,
+                      float scale, float *s, float *slope, int lds)
 {
     int  rows = fa_tile_rows(tile), keys = fa_tile_keys(tile), queries = fa_tile_queries(tile);
     bool options = fa_has_options(call, scale), by_row = call->bias.data || call->alibi_slopes.data;

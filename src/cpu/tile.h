@@ -31,16 +31,16 @@ typedef struct fa_memory {
 
 #define FA_ALIGN_SLACK 63
 flash_attn_status fa_memory_get(fa_memory *memory, const fa_exec *exec, size_t bytes);
-void fa_memory_free(fa_memory *memory);
+void              fa_memory_free(fa_memory *memory);
 
 /* ---- a tile ---- */
 
 typedef struct fa_tile {
     int64_t     b, head_k;
     fa_sequence seq;
-    int64_t     head;  /* first query head */
-    int         heads; /* rows are the same queries of so many heads: row r is head r / n, query queries.begin + r % n */
-    fa_range    queries, keys;
+    int64_t     head; /* first query head */
+    int      heads;   /* rows are the same queries of so many heads: row r is head r / n, query queries.begin + r % n */
+    fa_range queries, keys;
 
     const int32_t *slices; /* numbers of those that may touch these queries */
     int            num_slices;
@@ -84,14 +84,14 @@ static inline float fa_multiplier(const fa_call *call, float scale)
 }
 
 /* Options, then -inf where not seen. slope: as of fa_kernels.softcap, may be NULL. */
-void fa_apply_options(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, fa_visible visible, float scale,
-                      float *s, float *slope, int lds);
+void fa_apply_options(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, fa_visible visible,
+                      float scale, float *s, float *slope, int lds);
 
 /* Dropout on p, and on dp if not NULL. */
 void fa_apply_dropout(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, float *p, float *dp, int ld);
 
-/* C[r][:] += coefficient(r, n) * (row n of source), for the rows bad[] that pack left out, where the coefficient is not 0.
- * Coefficient (r, n) is a[r * step_row + n * step_bad]. */
+/* C[r][:] += coefficient(r, n) * (row n of source), for the rows bad[] that pack left out, where the coefficient is not
+ * 0. Coefficient (r, n) is a[r * step_row + n * step_bad]. */
 void fa_add_bad_rows(const fa_kernels *kernels, float *c, int ldc, int rows, const float *a, int64_t step_row,
                      int64_t step_bad, const fa_rows *source, const int *bad, int num_bad, float *temp);
 
