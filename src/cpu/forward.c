@@ -388,7 +388,7 @@ static void store_tile(const block *b, int t, const fa_partial *result)
                                  result->o + (int64_t)r * result->ldo, (int)call->head_dim_v, factor);
         if (call->lse.data)
             *(float *)fa_at(&call->lse, tile->seq.q_entry, head, row, 0) =
-                m == -INFINITY ? -INFINITY : m * FA_LN_2 + logf(l);
+                l == 0.0f ? -INFINITY : m * FA_LN_2 + logf(l); /* a NaN row has m = -inf, and l = NaN */
     }
 }
 
