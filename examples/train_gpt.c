@@ -38,7 +38,7 @@ static const char help[] =
     "  --attention NAME    flash, or reference: the formula in double on one thread, to compare with (flash)\n"
     "  --dtype NAME        f32 or bf16: what attention reads q, k and v in (f32)\n"
     "  --layers N          (4)      --width N     (128)     --heads N   (width / 32)\n"
-    "  --context N         (256)    --batch N     (8)       --threads N (all cores)\n"
+    "  --context N         (256)    --batch N     (4)       --threads N (all cores)\n"
     "  --learning-rate X   (0.003)  --seed N      (1)\n"
     "  --sample N          bytes to write at the end (600)\n"
     "  --temperature X     of the sample; 0: always the likeliest byte (0.7)\n"
@@ -352,7 +352,7 @@ int main(int argc, char **argv)
     run      r = {0};
     options *o = &r.o;
     *o = (options){.text = DEFAULT_TEXT, .prompt = "The ", .sample = 600, .learning_rate = 0.003, .temperature = 0.7};
-    o->model = (gpt_config){.layers = 4, .width = 128, .context = 256, .batch = 8, .threads = cores(), .seed = 1};
+    o->model = (gpt_config){.layers = 4, .width = 128, .context = 256, .batch = 4, .threads = cores(), .seed = 1};
     int asked = parse(argc, argv, o);
     if (asked) {
         fputs(asked == 1 ? help : "", stdout);

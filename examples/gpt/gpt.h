@@ -74,9 +74,9 @@ void gpt_rotary_tables(int positions, int head_dim, float *cosine, float *sine);
 void gpt_rotary(gpt_threads *threads, int64_t rows, int seqlen, int heads, int head_dim, const float *cosine,
                 const float *sine, bool inverse, float *qkv);
 
-/* GELU, the tanh form; y is not x. backward: gradient *= gelu'(x). */
-void gpt_gelu(gpt_threads *threads, int64_t count, const float *x, float *y);
-void gpt_gelu_backward(gpt_threads *threads, int64_t count, const float *x, float *gradient);
+/* GELU, the tanh form: y = gelu(x), and x becomes gelu'(x), which is all that the backward needs: gradient *= slope. */
+void gpt_gelu(gpt_threads *threads, int64_t count, float *x, float *y);
+void gpt_gelu_backward(gpt_threads *threads, int64_t count, const float *slope, float *gradient);
 
 /* Mean of -log softmax(logits[t])[targets[t]], in nats; logits become their own gradient. losses: [rows] scratch. */
 double gpt_cross_entropy(gpt_threads *threads, int64_t rows, const uint8_t *targets, float *logits, float *losses);
@@ -125,7 +125,7 @@ typedef struct gpt_model gpt_model;
 /* What a layer keeps for its backward; rows are T. */
 typedef struct gpt_layer_state {
     float    *x, *normed1, *qkv, *o, *lse; /* qkv after rotary; lse [batch, heads, seqlen] */
-    float    *x_mid, *normed2, *up, *activated;
+    float    *x_mid, *normed2, *up, *activated; /* up: after GELU its slope */
     float    *inverse_rms1, *inverse_rms2;
     uint16_t *qkv_bf16; /* with attention_dtype BF16: what attention reads */
 } gpt_layer_state;

@@ -76,23 +76,36 @@ static kernel choose_kernel(void) { return multiply_128; }
 #endif
 
 /* Pack m[0 .. count)[0 .. depth) into panels [count / panel][depth][panel], zero-padded; `across` is the stride along
- * the panel, `along` the stride along the depth. */
-static void pack(const float *m, int64_t across, int64_t along, int64_t count, int64_t depth, int64_t panel,
-                 float *packed)
+ * the panel, `along` the stride along the depth. Inlined, so that `panel` is a constant. */
+static inline __attribute__((always_inline)) void pack(const float *m, int64_t across, int64_t along, int64_t count,
+                                                       int64_t depth, int64_t panel, float *packed)
 {
     for (int64_t first = 0; first < count; first += panel, packed += panel * depth) {
-        int64_t      width  = count - first < panel ? count - first : panel;
+        int64_t      width  = count - first;
         const float *source = m + first * across;
-        if (width < panel)
-            memset(packed, 0, (size_t)(panel * depth) * sizeof(float));
-        if (across == 1)
+        if (width < panel) {
             for (int64_t k = 0; k < depth; k++)
-                memcpy(packed + k * panel, source + k * along, (size_t)width * sizeof(float));
-        else
-            for (int64_t i = 0; i < width; i++)
-                for (int64_t k = 0; k < depth; k++)
+                for (int64_t i = 0; i < panel; i++)
+                    packed[k * panel + i] = i < width ? source[i * across + k * along] : 0.0f;
+        } else if (across == 1) {
+            for (int64_t k = 0; k < depth; k++)
+                memcpy(packed + k * panel, source + k * along, (size_t)panel * sizeof(float));
+        } else {
+            for (int64_t k = 0; k < depth; k++)
+                for (int64_t i = 0; i < panel; i++)
                     packed[k * panel + i] = source[i * across + k * along];
+        }
     }
+}
+
+static void pack_a(const float *m, int64_t across, int64_t along, int64_t count, int64_t depth, float *packed)
+{
+    pack(m, across, along, count, depth, PANEL_ROWS, packed);
+}
+
+static void pack_b(const float *m, int64_t across, int64_t along, int64_t count, int64_t depth, float *packed)
+{
+    pack(m, across, along, count, depth, PANEL_COLS, packed);
 }
 
 typedef struct product {
@@ -109,6 +122,17 @@ enum { PACKED_A = ROW_BLOCK * DEPTH_BLOCK, PACKED_B = COL_BLOCK * DEPTH_BLOCK };
 
 static int64_t smaller(int64_t x, int64_t y) { return x < y ? x : y; }
 
+static inline __attribute__((always_inline)) void store_sums(float *restrict out, const float *restrict sum, int64_t count,
+                                                             bool add)
+{
+    if (add)
+        for (int64_t n = 0; n < count; n++)
+            out[n] += sum[n];
+    else
+        for (int64_t n = 0; n < count; n++)
+            out[n] = sum[n];
+}
+
 /* c[row .. row + rows)[col .. col + cols) from a packed slice of a and of b. */
 static void multiply_packed(const product *p, int64_t row, int64_t rows, int64_t col, int64_t cols, int64_t depth,
                             const float *a, const float *b, bool add)
@@ -119,13 +143,12 @@ static void multiply_packed(const product *p, int64_t row, int64_t rows, int64_t
             p->multiply(depth, a + i * depth, b + j * depth, sums);
             int64_t height = smaller(PANEL_ROWS, rows - i), width = smaller(PANEL_COLS, cols - j);
             for (int64_t r = 0; r < height; r++) {
-                float       *out = p->c + (row + i + r) * p->c_row + col + j;
-                const float *sum = sums + r * PANEL_COLS;
-                if (add)
-                    for (int64_t n = 0; n < width; n++)
-                        out[n] += sum[n];
+                float *restrict       out = p->c + (row + i + r) * p->c_row + col + j;
+                const float *restrict sum = sums + r * PANEL_COLS;
+                if (width == PANEL_COLS) /* a constant: no loop's overhead */
+                    store_sums(out, sum, PANEL_COLS, add);
                 else
-                    memcpy(out, sum, (size_t)width * sizeof(float));
+                    store_sums(out, sum, width, add);
             }
         }
 }
@@ -141,10 +164,10 @@ static void multiply_share(void *arg, int64_t index)
     for (int64_t col = col_begin; col < col_end; col += COL_BLOCK)
         for (int64_t k = 0; k < p->depth; k += DEPTH_BLOCK) {
             int64_t cols = smaller(COL_BLOCK, col_end - col), depth = smaller(DEPTH_BLOCK, p->depth - k);
-            pack(p->b.data + k * p->b.row + col * p->b.col, p->b.col, p->b.row, cols, depth, PANEL_COLS, packed_b);
+            pack_b(p->b.data + k * p->b.row + col * p->b.col, p->b.col, p->b.row, cols, depth, packed_b);
             for (int64_t row = row_begin; row < row_end; row += ROW_BLOCK) {
                 int64_t rows = smaller(ROW_BLOCK, row_end - row);
-                pack(p->a.data + row * p->a.row + k * p->a.col, p->a.row, p->a.col, rows, depth, PANEL_ROWS, packed_a);
+                pack_a(p->a.data + row * p->a.row + k * p->a.col, p->a.row, p->a.col, rows, depth, packed_a);
                 multiply_packed(p, row, rows, col, cols, depth, packed_a, packed_b, p->accumulate || k > 0);
             }
         }

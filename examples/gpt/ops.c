@@ -163,7 +163,7 @@ void gpt_rotary(gpt_threads *threads, int64_t rows, int seqlen, int heads, int h
 /* ---- GELU ---- */
 
 /* exp to about 2e-7 relative, in plain arithmetic, so that the compiler can vectorise a loop over it. */
-static inline float exp_fast(float x)
+static inline __attribute__((always_inline)) float exp_fast(float x)
 {
     x             = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
     float    n    = x * 1.44269504f + 0x1.8p23f; /* the low bits now hold round(x / ln 2) */
@@ -179,44 +179,54 @@ static inline float exp_fast(float x)
 }
 
 /* gelu(x) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): the tanh form, as 1 + tanh(u) = 2 sigmoid(2 u). */
-static inline float gelu_sigmoid(float x) { return 1.0f / (1.0f + exp_fast(-1.59576912f * x * (1.0f + 0.044715f * x * x))); }
-
-typedef struct gelu_job {
-    const float *x;
-    float       *y; /* backward: the gradient, in and out */
-} gelu_job;
-
-static void gelu_range(void *arg, int64_t begin, int64_t end)
+static inline __attribute__((always_inline)) float gelu_sigmoid(float x)
 {
-    const gelu_job *job     = arg;
-    const float *restrict x = job->x;
-    float *restrict y       = job->y;
-    for (int64_t i = begin; i < end; i++)
-        y[i] = x[i] * gelu_sigmoid(x[i]);
+    return 1.0f / (1.0f + exp_fast(-1.59576912f * x * (1.0f + 0.044715f * x * x)));
 }
 
-static void gelu_backward_range(void *arg, int64_t begin, int64_t end)
+typedef struct gelu_job {
+    float *x, *y;
+} gelu_job;
+
+/* One body for each register width, as in matmul.c: this is the only other loop that weighs. */
+static inline __attribute__((always_inline)) void gelu_body(const gelu_job *job, int64_t begin, int64_t end)
 {
-    const gelu_job *job     = arg;
-    const float *restrict x = job->x;
-    float *restrict dy      = job->y;
+    float *restrict x = job->x, *restrict y = job->y;
     for (int64_t i = begin; i < end; i++) {
-        float s     = gelu_sigmoid(x[i]);
-        float slope = 1.59576912f * (1.0f + 3.0f * 0.044715f * x[i] * x[i]);
-        dy[i] *= s + x[i] * s * (1.0f - s) * slope;
+        float v = x[i], s = gelu_sigmoid(v);
+        y[i]    = v * s;
+        x[i]    = s + v * s * (1.0f - s) * 1.59576912f * (1.0f + 3.0f * 0.044715f * v * v);
     }
 }
 
-void gpt_gelu(gpt_threads *threads, int64_t count, const float *x, float *y)
+static void gelu_128(void *arg, int64_t begin, int64_t end) { gelu_body(arg, begin, end); }
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) static void gelu_256(void *arg, int64_t begin, int64_t end) { gelu_body(arg, begin, end); }
+static gpt_range_task choose_gelu(void) { return __builtin_cpu_supports("avx2") ? gelu_256 : gelu_128; }
+#else
+static gpt_range_task choose_gelu(void) { return gelu_128; }
+#endif
+
+void gpt_gelu(gpt_threads *threads, int64_t count, float *x, float *y)
 {
     gelu_job job = {x, y};
-    gpt_threads_range(threads, count, FLAT_GRAIN, gelu_range, &job);
+    gpt_threads_range(threads, count, FLAT_GRAIN, choose_gelu(), &job);
 }
 
-void gpt_gelu_backward(gpt_threads *threads, int64_t count, const float *x, float *gradient)
+static void multiply_range(void *arg, int64_t begin, int64_t end)
 {
-    gelu_job job = {x, gradient};
-    gpt_threads_range(threads, count, FLAT_GRAIN, gelu_backward_range, &job);
+    const gelu_job *job        = arg;
+    const float *restrict x    = job->x;
+    float *restrict y          = job->y;
+    for (int64_t i = begin; i < end; i++)
+        y[i] *= x[i];
+}
+
+void gpt_gelu_backward(gpt_threads *threads, int64_t count, const float *slope, float *gradient)
+{
+    gelu_job job = {(float *)slope, gradient};
+    gpt_threads_range(threads, count, FLAT_GRAIN, multiply_range, &job);
 }
 
 /* ---- cross-entropy ---- */

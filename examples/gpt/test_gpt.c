@@ -126,14 +126,14 @@ static void gelu_and_its_slope_follow_the_formula(void **state)
 {
     (void)state;
     enum { COUNT = 4001 };
-    static float x[COUNT], y[COUNT], slope[COUNT];
+    static float x[COUNT], y[COUNT], slope[COUNT], gradient[COUNT];
     gpt_threads *threads = gpt_threads_create(2);
     for (int i = 0; i < COUNT; i++) {
-        x[i]     = (float)(i - COUNT / 2) * 0.005f;
-        slope[i] = 1.0f;
+        x[i] = slope[i] = (float)(i - COUNT / 2) * 0.005f;
+        gradient[i]     = 2.0f;
     }
-    gpt_gelu(threads, COUNT, x, y);
-    gpt_gelu_backward(threads, COUNT, x, slope);
+    gpt_gelu(threads, COUNT, slope, y);
+    gpt_gelu_backward(threads, COUNT, slope, gradient);
     for (int i = 0; i < COUNT; i++) {
         double v = x[i], h = 1e-5, value[3];
         for (int n = 0; n < 3; n++) {
@@ -142,6 +142,7 @@ static void gelu_and_its_slope_follow_the_formula(void **state)
         }
         assert_true(fabs(y[i] - value[1]) <= 1e-6 * fmax(1.0, fabs(v)));
         assert_true(fabs(slope[i] - (value[2] - value[0]) / (2 * h)) <= 2e-6);
+        assert_true(gradient[i] == 2.0f * slope[i]);
     }
     gpt_threads_destroy(threads);
 }
