@@ -30,13 +30,16 @@ static void merge_columns(const flash_attn_partial *parts, int32_t num_parts, co
         float own = *(const float *)fa_at(&parts[n].lse, b, h, i, 0);
         if (own == -INFINITY)
             continue; /* its o may hold anything */
-        double                   weight = exp(own - lse);
-        const flash_attn_tensor *part   = &parts[n].o;
+        double           weight = exp(own - lse);
+        const char      *row    = fa_at(&parts[n].o, b, i, h, 0);
+        int64_t          stride = parts[n].o.stride[3];
+        flash_attn_dtype dtype  = parts[n].o.dtype;
         for (int64_t c = begin; c < end; c++)
-            sum[c - begin] += weight * fa_load(fa_at(part, b, i, h, c), 0, part->dtype);
+            sum[c - begin] += weight * fa_load(row, c * stride, dtype);
     }
+    char *row = fa_at(o, b, i, h, 0);
     for (int64_t c = begin; c < end; c++)
-        fa_store(fa_at(o, b, i, h, c), 0, o->dtype, (float)sum[c - begin]);
+        fa_store(row, c * o->stride[3], o->dtype, (float)sum[c - begin]);
 }
 
 void fa_host_merge(const flash_attn_partial *parts, int32_t num_parts, const flash_attn_partial *result)

@@ -86,8 +86,8 @@ static void bias_extents(const flash_attn_problem *p, const fa_call *call, int64
     int64_t rows = p->bias.shape[2], keys = p->bias.shape[3];
     full[0] = call->batch;
     full[1] = call->heads_q;
-    full[2] = own_q && (host || rows >= call->max_seqlen_q) ? rows : call->max_seqlen_q;
-    full[3] = !own_k ? call->k.shape[1] : host || keys >= call->max_seqlen_k ? keys : call->max_seqlen_k;
+    full[2] = own_q && rows >= (host ? 0 : call->max_seqlen_q) ? rows : call->max_seqlen_q;
+    full[3] = !own_k ? call->k.shape[1] : keys >= (host ? 0 : call->max_seqlen_k) ? keys : call->max_seqlen_k;
     if (rows == 1)
         full[2] = call->max_seqlen_q;
 }

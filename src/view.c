@@ -98,7 +98,7 @@ flash_attn_status fa_view_implied_shape(const char *name, flash_attn_tensor *t, 
 flash_attn_status fa_view_broadcasts(const char *name, const flash_attn_tensor *t, const int64_t full[4])
 {
     for (int i = 0; i < 4; i++)
-        if (t->shape[i] != 1 && t->shape[i] != full[i]) {
+        if (t->shape[i] < 0 || (t->shape[i] != 1 && t->shape[i] != full[i])) {
             char came_text[120], full_text[120];
             write_shape(came_text, t->shape);
             write_shape(full_text, full);
@@ -156,6 +156,10 @@ flash_attn_status fa_view_layout(const char *name, flash_attn_tensor *t, bool pl
     static _Alignas(256) char placeholder[1]; /* stands for data that a plan does not need; never read */
 
     FA_TRY(explicit_strides(name, t));
+    for (int i = 0; i < 4; i++) /* even where the extent is 1 or 0, so that no sum with a stride overflows anywhere */
+        if (t->stride[i] < -MAX_REACH_BYTES || t->stride[i] > MAX_REACH_BYTES)
+            return fa_fail(FLASH_ATTN_INVALID, "%s.stride[%d] is %" PRId64 ", expected less than 2^58 either way", name,
+                           i, t->stride[i]);
     if (plan && t->data == NULL)
         t->data = placeholder;
     if (fa_view_is_empty(t))

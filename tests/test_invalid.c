@@ -14,9 +14,9 @@ enum { B = 2, SQ = 5, SK = 7, HQ = 4, HK = 2, D = 8, DV = 6, TOTAL_Q = 8, TOTAL_
 
 /* All memory of a call in one block, so that "nothing changed" is one comparison. */
 typedef struct memory {
-    float    q[B * 8 * HQ * D], k[64 * HK * D], v[64 * HK * DV], o[B * 8 * HQ * DV], lse[B * HQ * 8];
-    float    bias[B * HQ * 8 * 11], slopes[HQ], sinks[HQ];
-    float    dout[B * 8 * HQ * DV], dq[B * 8 * HQ * D], dk[64 * HK * D], dv[64 * HK * DV], dbias[B * HQ * 8 * 11],
+    float q[B * 8 * HQ * D], k[64 * HK * D], v[64 * HK * DV], o[B * 8 * HQ * DV], lse[B * HQ * 8];
+    float bias[B * HQ * 8 * 11], slopes[HQ], sinks[HQ];
+    float dout[B * 8 * HQ * DV], dq[B * 8 * HQ * D], dk[64 * HK * D], dv[64 * HK * DV], dbias[B * HQ * 8 * 11],
         dsinks[HQ], cosines[16 * 2], sines[16 * 2];
     float    k_new[B * 2 * HK * D], v_new[B * 2 * HK * DV], k_cache[B * 8 * HK * D], v_cache[B * 8 * HK * DV];
     int32_t  cu_q[B + 1], cu_k[B + 1], used[B], used_q[B], pad[B], index[B], table[B * 2], held[B], offsets[B + 1];
@@ -173,7 +173,8 @@ static flash_attn_status call(const world *w, base kind)
     X(PADDED, null_problem, INVALID, "problem", w->null_problem = true)                                                \
     X(PADDED, device_unknown, INVALID, "device.type is 9", P.device.type = (flash_attn_device_type)9)                  \
     X(PADDED, device_index, INVALID, "device.index is 1", P.device.index = 1)                                          \
-    X(PADDED, cuda_index_negative, INVALID, "device.index is -1", P.device.type = FLASH_ATTN_CUDA; P.device.index = -1) \
+    X(PADDED, cuda_index_negative, INVALID, "device.index is -1", P.device.type = FLASH_ATTN_CUDA;                     \
+      P.device.index = -1)                                                                                             \
     X(PADDED, problem_reserved, INVALID, "older than the caller", P.reserved[7] = 3)                                   \
     X(PADDED, tensor_reserved, INVALID, "q.reserved is 1", P.q.reserved = 1)                                           \
     X(PADDED, absent_tensor_reserved, INVALID, "sinks.reserved", P.sinks = (flash_attn_tensor){.reserved = 1})         \
@@ -237,12 +238,12 @@ static flash_attn_status call(const world *w, base kind)
     X(PADDED, o_heads_too_close, INVALID, "o.stride[2] is 5", STRIDE(P.o, SQ *HQ *DV, HQ *DV, DV - 1, 1))              \
     X(PADDED, lse_broadcast, INVALID, "lse.stride", STRIDE(P.lse, 0, 0, 1, 1))                                         \
     X(PADDED, o_is_q, INVALID, "o and q share memory", P.o.data = P.q.data)                                            \
-    X(PADDED, o_reaches_v, INVALID, "share memory", P.o.data = AT(P.v.data, 4 * (B * SK * HK * DV - 1)))                  \
-    X(PADDED, o_in_bias, INVALID, "share memory", P.o.data = AT(P.bias.data, 40))                                         \
-    X(PADDED, lse_in_o, INVALID, "share memory", P.lse.data = AT(P.o.data, 8))                                            \
+    X(PADDED, o_reaches_v, INVALID, "share memory", P.o.data = AT(P.v.data, 4 * (B * SK * HK * DV - 1)))               \
+    X(PADDED, o_in_bias, INVALID, "share memory", P.o.data = AT(P.bias.data, 40))                                      \
+    X(PADDED, lse_in_o, INVALID, "share memory", P.lse.data = AT(P.o.data, 8))                                         \
     X(PADDED, lse_in_sinks, INVALID, "share memory", P.lse.data = P.sinks.data)                                        \
-    X(CACHED, lse_in_lengths, INVALID, "seqused_k", P.seqused_k = P.lse.data; P.leftpad_k = NULL;                 \
-      memset(P.lse.data, 0, 8))                \
+    X(CACHED, lse_in_lengths, INVALID, "seqused_k", P.seqused_k = P.lse.data; P.leftpad_k = NULL;                      \
+      memset(P.lse.data, 0, 8))                                                                                        \
     X(PADDED, scale_nan, INVALID, "scale is nan", P.scale = NAN)                                                       \
     X(PADDED, scale_infinite, INVALID, "scale is -inf", P.scale = -INFINITY)                                           \
     X(PADDED, softcap_nan, INVALID, "softcap is", P.softcap = NAN)                                                     \
@@ -352,7 +353,7 @@ static flash_attn_status call(const world *w, base kind)
     X(APPEND, append_cache_capacity_differs, INVALID, "v_cache.shape", A.v_cache.shape[1] = 7)                         \
     X(APPEND, append_cache_broadcast, INVALID, "k_cache.stride", STRIDE(A.k_cache, 0, HK *D, D, 1))                    \
     X(APPEND, append_k_in_cache, INVALID, "share memory", A.k_new.data = A.k_cache.data)                               \
-    X(APPEND, append_q_out_shifted, INVALID, "share memory", A.q_out.data = AT(A.q.data, 4))                              \
+    X(APPEND, append_q_out_shifted, INVALID, "share memory", A.q_out.data = AT(A.q.data, 4))                           \
     X(APPEND, append_q_out_alone, INVALID, "q.data is NULL", A.q.data = NULL)                                          \
     X(APPEND, append_q_out_missing, INVALID, "q_out.data is NULL", A.q_out.data = NULL)                                \
     X(APPEND, append_q_batch, INVALID, "q.shape", A.q.shape[0] = 1)                                                    \
@@ -376,7 +377,7 @@ static flash_attn_status call(const world *w, base kind)
     X(MERGE, merge_lse_missing, INVALID, "parts[1].lse.data", w->part[1].lse.data = NULL)                              \
     X(MERGE, merge_fp8, INVALID, "parts[0].o.dtype", w->part[0].o.dtype = FLASH_ATTN_F8E4M3)                           \
     X(MERGE, merge_into_second, INVALID, "parts[1].o", w->result.o.data = w->part[1].o.data)                           \
-    X(MERGE, merge_shifted, INVALID, "parts[0].o", w->result.o.data = AT(w->part[0].o.data, 4))                           \
+    X(MERGE, merge_shifted, INVALID, "parts[0].o", w->result.o.data = AT(w->part[0].o.data, 4))                        \
     X(MERGE, merge_crossed, INVALID, "share memory", w->result.lse.data = w->result.o.data)
 
 #define DEFINE(kind, name, status, word, ...)                                                                          \
@@ -406,7 +407,8 @@ static int faults_of_mutation(const mutation *row, flash_attn_device_type device
     flash_attn_status status = call(&w, row->kind);
     if (status != row->status || !strstr(flash_attn_last_error(), row->word))
         return print_error("%s: status %d (%s), expected %d and \"%s\"\n", row->name, status,
-                           status ? flash_attn_last_error() : "ok", row->status, row->word), 1;
+                           status ? flash_attn_last_error() : "ok", row->status, row->word),
+               1;
     if (memcmp(&before, &used, sizeof used) != 0)
         return print_error("%s: refused, but memory was written\n", row->name), 1;
     return 0;
@@ -427,7 +429,7 @@ static void bad_input_is_refused_and_changes_nothing(void **state)
 {
     (void)state;
     const flash_attn_device_type devices[] = {FLASH_ATTN_CPU, FLASH_ATTN_REFERENCE};
-    int faults = 0;
+    int                          faults    = 0;
     for (int n = 0; n < 2; n++)
         for (size_t i = 0; i < sizeof mutations / sizeof *mutations; i++)
             faults += faults_of_mutation(&mutations[i], devices[n]);
@@ -468,12 +470,47 @@ static void plans_refuse_what_calls_refuse(void **state)
     assert_int_equal(bytes, 77);
 }
 
+/* Any words in place of fields: a plan, which reads no memory but the problem itself, answers or refuses. Pointers that
+ * are read (slices) and the bool, which C cannot hold other values of, stay. */
+static void a_plan_of_garbage_is_answered_or_refused(void **state)
+{
+    (void)state;
+    static const int64_t words[] = {0,         1,         -1,        2,         3,         7,        8,
+                                    64,        576,       577,       41,        -8,        4,        INT32_MAX,
+                                    INT32_MIN, INT64_MAX, INT64_MIN, 1LL << 29, 1LL << 33, 1LL << 40};
+    static memory        used;
+    uint64_t             random   = 99;
+    int                  answered = 0, refused = 0;
+    for (int n = 0; n < 200000; n++) {
+        world w = {.m = &used};
+        set_world(&w, (base)(n % (FP8 + 1)), FLASH_ATTN_CPU);
+        flash_attn_problem keep = w.p;
+        for (int changes = 1 + n % 4; changes > 0; changes--) {
+            random       = random * 6364136223846793005u + 1442695040888963407u;
+            size_t where = (size_t)(random >> 33) % (sizeof w.p / 4);
+            memcpy((char *)&w.p + 4 * where, &words[(random >> 20) % (sizeof words / sizeof *words)],
+                   where + 1 < sizeof w.p / 4 && (random >> 60) % 2 ? 8 : 4);
+        }
+        w.p.slices        = keep.slices;
+        w.p.deterministic = false;
+        for (flash_attn_pass pass = FLASH_ATTN_FORWARD; pass <= FLASH_ATTN_BACKWARD; pass++) {
+            size_t            bytes  = 0;
+            flash_attn_status status = flash_attn_workspace_size(NULL, &w.p, pass, &bytes);
+            answered += status == FLASH_ATTN_OK;
+            refused += status == FLASH_ATTN_INVALID || status == FLASH_ATTN_UNSUPPORTED;
+            assert_true(bytes <= (size_t)1 << 60);
+        }
+    }
+    assert_true(answered > 10000 && refused > 10000);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(bad_input_is_refused_and_changes_nothing),
         cmocka_unit_test(next_call_works_after_each_refusal),
         cmocka_unit_test(plans_refuse_what_calls_refuse),
+        cmocka_unit_test(a_plan_of_garbage_is_answered_or_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
