@@ -79,6 +79,16 @@ const char *cli_dtype_name(flash_attn_dtype dtype)
     return "?";
 }
 
+const char *cli_device_name(flash_attn_device device)
+{
+    switch (device.type) {
+    case FLASH_ATTN_CPU: return "cpu";
+    case FLASH_ATTN_CUDA: return "cuda";
+    case FLASH_ATTN_REFERENCE: return "reference";
+    }
+    return "?";
+}
+
 const char *cli_isa_name(flash_attn_isa isa)
 {
     switch (isa) {

@@ -41,6 +41,7 @@ const char *cli_nearest(const char *word, const char *const *words, int count);
 
 /* Names of the library's enums as the command line spells them; "?" for what is unknown. */
 const char *cli_dtype_name(flash_attn_dtype dtype);
+const char *cli_device_name(flash_attn_device device); /* without its index */
 const char *cli_isa_name(flash_attn_isa isa);
 
 /* Close `file` and say whether all that was written arrived. */

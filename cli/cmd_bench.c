@@ -131,6 +131,8 @@ typedef struct bench_run {
     int                num_rows, num_wrong, num_done;
 } bench_run;
 
+enum { QUICK_S = 8 }; /* of the 20 s that --quick may take */
+
 static int run_shape(bench_run *run, const bench_shape *shape)
 {
     static const char *const names[2] = {"forward", "backward"};
@@ -153,6 +155,9 @@ static int run_shape(bench_run *run, const bench_shape *shape)
         }
         if (!wanted)
             break;
+        /* A slow machine gets fewer repeats rather than a long wait. */
+        if (run->flags->quick && cli_seconds() - run->progress.start_s > QUICK_S)
+            run->settings.least_repeats = 1;
         go_on = bench_measure(&arrays, &run->settings, (flash_attn_pass)pass, &row);
         cli_progress_clear(&run->progress);
         run->num_done++;
@@ -220,7 +225,7 @@ static int run_at_threads(bench_run *run, int64_t threads, bool first)
         cli_peaks peaks = cli_measure_peaks(run->settings.pool, strcmp(info.isa, "amx") == 0);
         cli_progress_clear(&run->progress);
         if (first)
-            bench_report_begin(&run->report, &info, flags->device.device.type == FLASH_ATTN_CPU ? "cpu" : "reference");
+            bench_report_begin(&run->report, &info, cli_device_name(flags->device.device));
         bench_report_threads(&run->report, info.num_threads, peaks);
         go_on = run_shapes(run);
     }

@@ -1,6 +1,7 @@
 /* flashattn check: the case list of the tests against the reference, on this machine. */
 #include "case_runner.h"
 #include "cli.h"
+#include "gpu.h"
 #include "json.h"
 #include "options.h"
 #include "problem.h"
@@ -44,6 +45,7 @@ typedef struct check_count {
     int    passed, failed, skipped;
     double worst; /* largest error as a part of its tolerance */
     char   worst_of[160];
+    char   skip_reason[400]; /* the first */
 } check_count;
 
 typedef struct check_failure {
@@ -124,7 +126,8 @@ static int run_case(check_run *run, const test_case *c, flash_attn_dtype dtype, 
         group->failed++;
         run->total.failed++;
     } else if (result.verdict == CASE_SKIPPED) {
-        group->skipped++;
+        if (group->skipped++ == 0)
+            snprintf(group->skip_reason, sizeof group->skip_reason, "%s", result.reason);
         run->total.skipped++;
     } else {
         group->passed++;
@@ -144,7 +147,11 @@ static void report_group(check_run *run, const char *name, const check_count *gr
     if (!run->flags->json) {
         cli_progress_clear(&run->progress);
         printf("%-10s %4d passed %4d failed %4d skipped", name, group->passed, group->failed, group->skipped);
-        printf(group->worst > 0 ? "   worst error %.2f of its tolerance (%s)\n" : "\n", group->worst, group->worst_of);
+        if (group->worst > 0)
+            printf("   worst error %.2f of its tolerance (%s)", group->worst, group->worst_of);
+        putchar('\n');
+        if (group->skipped)
+            printf("           skipped: %s\n", group->skip_reason);
         fflush(stdout);
         return;
     }
@@ -156,6 +163,7 @@ static void report_group(check_run *run, const char *name, const check_count *gr
     json_whole(json, "skipped", group->skipped);
     json_real(json, "worst", group->worst);
     json_text(json, "worst_of", group->worst > 0 ? group->worst_of : NULL);
+    json_text(json, "skip_reason", group->skipped ? group->skip_reason : NULL);
     json_close(json, '}');
 }
 
@@ -191,7 +199,7 @@ static int run_groups(check_run *run)
 static void begin(check_run *run, const flash_attn_device_info *info)
 {
     const check_flags *flags  = run->flags;
-    const char        *device = run->device.device.type == FLASH_ATTN_CPU ? "cpu" : "reference";
+    const char        *device = cli_device_name(run->device.device);
     if (!flags->json) {
         printf("%s (%s), tier %s, %d thread%s, seed %llu, against the reference in double\n", device, info->name,
                info->isa, info->num_threads, info->num_threads == 1 ? "" : "s", (unsigned long long)flags->seed);
@@ -247,8 +255,14 @@ static int run_check(const check_flags *flags, flash_attn_context *context)
     flash_attn_status      status    = flash_attn_get_device_info(context, run.device.device, &info);
     if (status != FLASH_ATTN_OK)
         return cli_fail_library("check", status);
-    if (run.device.device.type == FLASH_ATTN_CUDA)
-        return cli_fail("check: --device cuda: the cases lie in host memory; expected cpu or reference");
+    cli_gpu    *gpu    = NULL;
+    case_memory memory = {.upload = cli_gpu_upload, .download = cli_gpu_download, .release = cli_gpu_release};
+    if (run.device.device.type == FLASH_ATTN_CUDA) {
+        if (cli_gpu_open(run.device.device.index, &gpu) != CLI_GO_ON)
+            return CLI_REFUSED;
+        memory.user       = gpu;
+        run.device.memory = &memory;
+    }
     for (int n = 0; n < num_test_cases; n++)
         num_cases += is_wanted(flags, &test_cases[n]);
     run.progress = cli_progress_start((int64_t)num_cases * (flags->quick ? 1 : flags->dtype.count));
@@ -258,6 +272,7 @@ static int run_check(const check_flags *flags, flash_attn_context *context)
     if (go_on == CLI_GO_ON)
         end(&run);
     free(run.failures);
+    cli_gpu_close(gpu);
     return go_on != CLI_GO_ON ? go_on : run.total.failed ? CLI_CHECK_FAILED : CLI_OK;
 }
 

@@ -1,5 +1,6 @@
 /* flashattn run: attention on .npy files, forward and, with --dout, backward. */
 #include "cli.h"
+#include "gpu.h"
 #include "json.h"
 #include "options.h"
 #include "problem.h"
@@ -115,7 +116,7 @@ static int make_output(run_state *run, flash_attn_tensor *tensor, flash_attn_dty
     int64_t bytes = cli_tensor_bytes(tensor);
     if (bytes < 0)
         return cli_fail("an output of this shape does not fit in memory");
-    tensor->data = cli_problem_own(&run->owner, malloc(bytes > 0 ? (size_t)bytes : 1));
+    tensor->data = cli_problem_own(&run->owner, malloc(bytes > 0 ? (size_t)bytes : 1), (size_t)bytes);
     if (!tensor->data)
         return CLI_REFUSED;
     memset(tensor->data, 0xFF, (size_t)bytes);
@@ -175,32 +176,92 @@ static int make_outputs(const run_flags *flags, run_state *run)
     return CLI_GO_ON;
 }
 
-static int compute(const run_flags *flags, const cli_where_flags *where, run_state *run)
+static flash_attn_status call(flash_attn_context *context, const flash_attn_problem *problem,
+                              const flash_attn_grads *grads, const char **what)
 {
-    flash_attn_context *context = NULL;
+    *what                    = "forward";
+    flash_attn_status status = flash_attn_forward(context, problem, NULL);
+    if (status != FLASH_ATTN_OK || !grads->dout.data)
+        return status;
+    *what = "backward";
+    return flash_attn_backward(context, problem, grads, NULL);
+}
+
+/* ---- on a GPU: everything that the problem points to goes there, the outputs come back ---- */
+
+enum { MOST_MEMORY = sizeof((cli_problem *)NULL)->memory / sizeof((cli_problem *)NULL)->memory[0] };
+
+/* The copy of host memory, NULL for NULL. Slices stay on the host for every device. */
+static void *moved(const cli_problem *owner, void *const *copies, const void *host)
+{
+    for (int n = 0; n < owner->num_memory; n++)
+        if (host && owner->memory[n] == host)
+            return copies[n];
+    return NULL;
+}
+
+static void move_pointers(const cli_problem *owner, void *const *copies, flash_attn_problem *p, flash_attn_grads *g)
+{
+    flash_attn_tensor *tensors[] = {
+        &p->q,         &p->k,         &p->v,    &p->o,  &p->lse, &p->bias, &p->alibi_slopes, &p->sinks, &p->descale.q,
+        &p->descale.k, &p->descale.v, &g->dout, &g->dq, &g->dk,  &g->dv,   &g->dbias,        &g->dsinks};
+    const int32_t **lists[] = {&p->cu_seqlens_q, &p->cu_seqlens_k,    &p->seqused_q,  &p->seqused_k,
+                               &p->leftpad_k,    &p->cache_batch_idx, &p->pages.table};
+    for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++)
+        tensors[i]->data = moved(owner, copies, tensors[i]->data);
+    for (size_t i = 0; i < sizeof lists / sizeof lists[0]; i++)
+        *lists[i] = moved(owner, copies, *lists[i]);
+}
+
+static int call_on_gpu(run_state *run, flash_attn_context *context, cli_gpu *gpu)
+{
+    const cli_problem *owner   = &run->owner;
+    flash_attn_problem problem = owner->problem;
+    flash_attn_grads   grads   = run->grads;
+    void              *copies[MOST_MEMORY];
+    int                num_copies = 0, go_on = CLI_GO_ON;
+    const char        *what;
+    for (; num_copies < owner->num_memory && go_on == CLI_GO_ON; num_copies += go_on == CLI_GO_ON) {
+        copies[num_copies] = cli_gpu_upload(gpu, owner->memory[num_copies], owner->memory_bytes[num_copies]);
+        if (!copies[num_copies])
+            go_on = cli_fail("the GPU has no room for %zu more bytes", owner->memory_bytes[num_copies]);
+    }
+    if (go_on == CLI_GO_ON) {
+        move_pointers(owner, copies, &problem, &grads);
+        flash_attn_status status = call(context, &problem, &grads, &what);
+        if (status != FLASH_ATTN_OK)
+            go_on = cli_fail_library(what, status);
+    }
+    for (int i = 0; i < run->num_outputs && go_on == CLI_GO_ON; i++) {
+        const flash_attn_tensor *tensor = run->outputs[i].tensor;
+        if (!cli_gpu_download(gpu, tensor->data, moved(owner, copies, tensor->data), (size_t)cli_tensor_bytes(tensor)))
+            go_on = CLI_REFUSED;
+    }
+    while (num_copies > 0)
+        cli_gpu_release(gpu, copies[--num_copies]);
+    return go_on;
+}
+
+static int compute(const cli_where_flags *where, run_state *run)
+{
+    flash_attn_context    *context = NULL;
+    flash_attn_device_info info    = {0};
+    cli_gpu               *gpu     = NULL;
+    const char            *what    = "device";
     if (cli_make_context(where, &context) != CLI_GO_ON)
         return CLI_REFUSED;
-    flash_attn_status status = FLASH_ATTN_OK;
-    const char       *what   = "device";
-    if (where->device.device.type == FLASH_ATTN_CUDA) {
-        /* The arrays lie in host memory, which a GPU call must not be given. */
-        flash_attn_device_info info = {0};
-        status                      = flash_attn_get_device_info(context, where->device.device, &info);
-        if (status == FLASH_ATTN_OK) {
-            flash_attn_destroy(context);
-            return cli_fail("run: --device cuda: arrays from files lie in host memory; expected cpu or reference");
-        }
-    }
-    if (status == FLASH_ATTN_OK) {
-        what   = "forward";
-        status = flash_attn_forward(context, &run->owner.problem, NULL);
-    }
-    if (status == FLASH_ATTN_OK && flags->dout) {
-        what   = "backward";
-        status = flash_attn_backward(context, &run->owner.problem, &run->grads, NULL);
-    }
-    int go_on = status == FLASH_ATTN_OK ? CLI_GO_ON : cli_fail_library(what, status);
+    flash_attn_status status = flash_attn_get_device_info(context, where->device.device, &info);
+    int               go_on  = CLI_GO_ON;
+    if (status == FLASH_ATTN_OK && where->device.device.type == FLASH_ATTN_CUDA) {
+        go_on = cli_gpu_open(where->device.device.index, &gpu);
+        if (go_on == CLI_GO_ON)
+            go_on = call_on_gpu(run, context, gpu);
+    } else if (status == FLASH_ATTN_OK)
+        status = call(context, &run->owner.problem, &run->grads, &what);
+    if (status != FLASH_ATTN_OK)
+        go_on = cli_fail_library(what, status);
     flash_attn_destroy(context);
+    cli_gpu_close(gpu);
     return go_on;
 }
 
@@ -253,13 +314,12 @@ static int write_outputs(const run_state *run)
 
 static void report(const run_state *run, const cli_where_flags *where, bool as_json)
 {
-    static const char *const devices[] = {"cpu", "cuda", "reference"};
-    cli_json                 json      = {.file = stdout};
-    char                     shape[160];
+    cli_json json = {.file = stdout};
+    char     shape[160];
     if (as_json) {
         json_open(&json, NULL, '{');
         json_text(&json, "schema", "flashattn.run/1");
-        json_text(&json, "device", devices[where->device.device.type]);
+        json_text(&json, "device", cli_device_name(where->device.device));
         json_open(&json, "outputs", '[');
     }
     for (int i = 0; i < run->num_outputs; i++) {
@@ -304,7 +364,7 @@ int cli_run(int argc, char **argv)
     run.owner.problem.device = where.device.device;
     bool good                = read_inputs(&flags, &run) == CLI_GO_ON &&
                 cli_problem_apply(&run.owner, &problem, flags.dtype) == CLI_GO_ON &&
-                make_outputs(&flags, &run) == CLI_GO_ON && compute(&flags, &where, &run) == CLI_GO_ON &&
+                make_outputs(&flags, &run) == CLI_GO_ON && compute(&where, &run) == CLI_GO_ON &&
                 write_outputs(&run) == CLI_GO_ON;
     if (good)
         report(&run, &where, flags.json);

@@ -37,6 +37,8 @@ size_t npy_type_bytes(npy_type type)
     return 0;
 }
 
+size_t npy_bytes(const npy_array *array) { return (size_t)array->count * npy_type_bytes(array->type); }
+
 const char *npy_type_name(npy_type type)
 {
     for (int i = 0; i < NUM_DESCRS; i++)

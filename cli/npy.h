@@ -33,6 +33,7 @@ typedef struct npy_array {
 } npy_array;
 
 size_t      npy_type_bytes(npy_type type);
+size_t      npy_bytes(const npy_array *array); /* of all elements */
 const char *npy_type_name(npy_type type);
 
 /* Read a file. On failure returns false with a sentence in error, and the array holds no memory. */

@@ -61,14 +61,15 @@ int64_t cli_tensor_bytes(const flash_attn_tensor *tensor)
     return bytes;
 }
 
-void *cli_problem_own(cli_problem *owner, void *memory)
+void *cli_problem_own(cli_problem *owner, void *memory, size_t bytes)
 {
     if (!memory || owner->num_memory == (int)(sizeof owner->memory / sizeof owner->memory[0])) {
         cli_fail("no memory left");
         free(memory);
         return NULL;
     }
-    owner->memory[owner->num_memory++] = memory;
+    owner->memory_bytes[owner->num_memory] = bytes;
+    owner->memory[owner->num_memory++]     = memory;
     return memory;
 }
 
@@ -121,7 +122,7 @@ int cli_problem_read(cli_problem *owner, const char *field, const char *dims, co
     char      error[NPY_ERROR_BYTES], shape[160];
     if (!npy_read(path, &array, error))
         return cli_fail("--%s: %s", field, error);
-    if (!cli_problem_own(owner, array.data))
+    if (!cli_problem_own(owner, array.data, npy_bytes(&array)))
         return CLI_REFUSED;
     if (dtype_of(&array, raw, path, &tensor->dtype) != CLI_GO_ON)
         return CLI_REFUSED;
@@ -147,7 +148,7 @@ static int read_ints(cli_problem *owner, const char *field, const char *path, in
     char      error[NPY_ERROR_BYTES], found[160];
     if (!npy_read(path, &array, error))
         return cli_fail("--%s: %s", field, error);
-    void *source = cli_problem_own(owner, array.data);
+    void *source = cli_problem_own(owner, array.data, npy_bytes(&array));
     if (!source)
         return CLI_REFUSED;
     if (array.type != NPY_I32 && array.type != NPY_I64)
@@ -170,7 +171,8 @@ static int read_ints(cli_problem *owner, const char *field, const char *path, in
     for (int dim = 0; dim < ndim; dim++)
         shape[dim] = array.shape[dim];
     /* One element more than there are, so that an empty list is not NULL, which would mean that there is none. */
-    *ints = cli_problem_own(owner, calloc((size_t)array.count + 1, sizeof **ints));
+    size_t bytes = ((size_t)array.count + 1) * sizeof **ints;
+    *ints        = cli_problem_own(owner, calloc(1, bytes), bytes);
     if (!*ints)
         return CLI_REFUSED;
     int64_t columns = ndim == 2 ? array.shape[1] : 1;

@@ -34,11 +34,12 @@ extern const cli_option cli_where_options[]; /* a table for cli_where_flags */
 typedef struct cli_problem {
     flash_attn_problem problem;
     void              *memory[48];
+    size_t             memory_bytes[48];
     int                num_memory;
 } cli_problem;
 
 /* malloc'ed memory that the problem owns from now on; NULL after a message: none left. */
-void *cli_problem_own(cli_problem *owner, void *memory);
+void *cli_problem_own(cli_problem *owner, void *memory, size_t bytes);
 void  cli_problem_free(cli_problem *owner);
 
 /* Read a tensor file of four dimensions. raw says what 16-bit or 8-bit words without a type of their own are. `field`

@@ -7,6 +7,7 @@ python3 tests/test_cli.py path/to/flashattn [unittest options]
 import json
 import math
 import os
+import pty
 import subprocess
 import sys
 import unittest
@@ -472,7 +473,7 @@ class Schema(Case):
             list(report),
             ("schema device device_name isa threads quick seed dtypes groups failures passed failed skipped").split(),
         )
-        self.assertEqual(list(report["groups"][0]), ["group", "passed", "failed", "skipped", "worst", "worst_of"])
+        self.assertEqual(list(report["groups"][0]), "group passed failed skipped worst worst_of skip_reason".split())
         self.assertGreater(report["passed"], 0)
         self.assertEqual(report["passed"], report["groups"][0]["passed"])
         self.assertEqual(report["failures"], [])
@@ -533,6 +534,23 @@ class Schema(Case):
         self.assertEqual([row["standard_over_memory_limit"] for row in rows], [False, True])  # 8 KB and 18 KB
         self.assertIsNone(rows[1]["standard"])
         self.assertIn("over the limit", table)
+
+    def test_no_progress_bar_where_there_is_no_terminal(self):
+        for words in (["check", "--device", "reference", "--group", "causal"], self.BENCH):
+            done = subprocess.run([COMMAND[0], *words], capture_output=True, timeout=TIMEOUT_S)
+            self.assertEqual((done.returncode, done.stderr), (0, b""))
+
+    def test_a_progress_bar_on_a_terminal(self):
+        terminal, end = pty.openpty()
+        words = ["check", "--device", "reference", "--group", "causal", "--dtype", "f32"]
+        done = subprocess.run([COMMAND[0], *words], stdout=subprocess.PIPE, stderr=end, timeout=TIMEOUT_S)
+        os.close(end)
+        bar = os.read(terminal, 65536).decode()
+        os.close(terminal)
+        self.assertEqual(done.returncode, 0)
+        self.assertIn("0/", bar)
+        self.assertTrue(bar.endswith("\r\033[K"), bar)  # wiped
+        self.assertNotIn("\033", done.stdout.decode())
 
     def test_machine_output_alone_is_on_stdout(self):
         small = [*self.BENCH, "--pass", "forward", "--dtype", "f32", "--mask", "full"]
