@@ -111,9 +111,11 @@ flash_attn_status fa_view_broadcasts(const char *name, const flash_attn_tensor *
 void fa_view_expand(flash_attn_tensor *t, const int64_t full[4])
 {
     for (int i = 0; i < 4; i++) {
-        if (t->shape[i] == 1)
+        bool broadcasts = t->shape[i] == 1;
+        if (broadcasts)
             t->stride[i] = 0;
-        t->shape[i] = full[i];
+        /* One element stays one where nothing uses it: as a gradient it is written, with 0. */
+        t->shape[i] = broadcasts && full[i] == 0 ? 1 : full[i];
     }
 }
 

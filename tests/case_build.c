@@ -163,9 +163,10 @@ static void make_lengths(case_instance *x)
 
 /* ---- block masks ---- */
 
-static int make_slice_list(const test_case *c, slice_pattern pattern, flash_attn_slice *list, int capacity)
+/* Over nq queries and nk keys. */
+static int make_slice_list(slice_pattern pattern, int nq, int nk, flash_attn_slice *list, int capacity)
 {
-    int nq = c->seqlen_q, nk = c->seqlen_k, count = 0;
+    int count = 0;
     switch (pattern) {
     case SLICES_NONE: return 0;
     case SLICES_DOCUMENTS:
@@ -210,7 +211,13 @@ static void make_slices(case_instance *x)
     if (x->failed)
         return;
     x->buffers[x->num_buffers - 1].is_host_list = true;
-    int count                                   = make_slice_list(c, c->slices, list, CAPACITY);
+    int longest_q = 0, longest_k = 0; /* slices lie inside the longest sequence */
+    for (int b = 0; b < c->batch; b++) {
+        const case_sequence *s = &x->sequences[b];
+        longest_q              = s->rows_q > longest_q ? s->rows_q : longest_q;
+        longest_k              = s->rows_k > longest_k ? s->rows_k : longest_k;
+    }
+    int count = make_slice_list(c->slices, longest_q, longest_k, list, CAPACITY);
     if (c->slices == SLICES_OWN) { /* sequence 0 has none, the others share out the list, the last one the rest */
         int32_t *offsets = int_array(x, c->batch + 1);
         if (x->failed)

@@ -52,6 +52,10 @@ bool              case_sees(const case_instance *x, int64_t b, int i, int j);
 void              case_key_place(const case_instance *x, int64_t b, int j, int64_t place[2]);
 void              case_make_inputs(case_instance *x);
 
+/* case_runner.c: outputs become 0xFF; nothing but them has changed since (else false, and the result's reason). */
+void case_poison_outputs(case_instance *x);
+bool case_only_outputs_changed(case_instance *x, case_result *result);
+
 /* case_plain.c: attention by whole matrices, as a framework does it unfused. Every stored matrix is rounded to
  * `rounding`, or not at all if it is NULL. results: F32, contiguous, of the outputs' shapes. Dropout drops pairs by a
  * rule of its own. False if memory ran out. */

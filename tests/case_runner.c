@@ -31,8 +31,9 @@ static void fill_defaults(test_case *c)
     c->group      = c->group ? c->group : "";
 }
 
-/* F32, contiguous tensors of the outputs' shapes, zero. False if memory ran out. */
-static bool make_results(case_instance *x, flash_attn_tensor results[NUM_OUTPUTS])
+/* F32, contiguous tensors of the outputs' shapes: NaN for the reference to write over, zeros for plain attention to add
+ * to. False if memory ran out. */
+static bool make_results(case_instance *x, flash_attn_tensor results[NUM_OUTPUTS], int byte)
 {
     memset(results, 0, NUM_OUTPUTS * sizeof results[0]);
     for (int n = 0; n < NUM_OUTPUTS; n++) {
@@ -44,9 +45,11 @@ static bool make_results(case_instance *x, flash_attn_tensor results[NUM_OUTPUTS
         r->stride[3] = 1;
         for (int m = 2; m >= 0; m--)
             r->stride[m] = r->stride[m + 1] * r->shape[m + 1];
-        r->data = calloc((size_t)(r->stride[0] * r->shape[0]) + 1, sizeof(float));
+        size_t bytes = (size_t)(r->stride[0] * r->shape[0] + 1) * sizeof(float);
+        r->data      = malloc(bytes);
         if (!r->data)
             return false;
+        memset(r->data, byte, bytes);
     }
     return true;
 }
@@ -138,7 +141,7 @@ static void set_allowances(case_instance *x, int n, const difference *reference,
 static bool make_expectations(case_instance *x, char *why, size_t why_bytes)
 {
     flash_attn_tensor exact[NUM_OUTPUTS] = {0}, rounded[NUM_OUTPUTS] = {0};
-    bool              ok     = make_results(x, x->expected) && make_results(x, exact) && make_results(x, rounded);
+    bool ok = make_results(x, x->expected, 0xFF) && make_results(x, exact, 0) && make_results(x, rounded, 0);
     flash_attn_status status = ok ? run_reference(x, x->expected) : FLASH_ATTN_NO_MEMORY;
     bool              small  = x->dtype != FLASH_ATTN_F32;
     ok = status == FLASH_ATTN_OK && case_plain(x, NULL, exact) && (!small || case_plain(x, &x->dtype, rounded));
@@ -152,6 +155,10 @@ static bool make_expectations(case_instance *x, char *why, size_t why_bytes)
         difference same = compare(&exact[n], &x->expected[n]), plain = compare(&rounded[n], &exact[n]);
         set_allowances(x, n, &same, &plain);
         double limit = 1e-5 * fmax(1, same.reference_largest);
+        if (n != OUT_LSE && !same.finite) {
+            snprintf(why, why_bytes, "the reference's %s is not finite", output_names[n]);
+            ok = false;
+        }
         if (x->shape.dropout == 0 && !(same.largest <= limit)) {
             snprintf(why, why_bytes, "the reference and plain attention differ in %s by %g", output_names[n],
                      same.largest);
@@ -272,6 +279,13 @@ static bool download(case_instance *x, const case_memory *memory, const device_c
     return true;
 }
 
+void case_poison_outputs(case_instance *x)
+{
+    for (int n = 0; n < x->num_buffers; n++)
+        if (x->buffers[n].output)
+            memset(x->buffers[n].base, 0xFF, x->buffers[n].bytes);
+}
+
 /* Both passes; `where` names the one that failed. */
 static flash_attn_status run_passes(case_instance *x, const case_device *device, const char **where)
 {
@@ -281,9 +295,7 @@ static flash_attn_status run_passes(case_instance *x, const case_device *device,
     device_copy        copy   = {{0}};
     flash_attn_status  status = FLASH_ATTN_OK;
     p.device                  = device->device;
-    for (int n = 0; n < x->num_buffers; n++)
-        if (x->buffers[n].output)
-            memset(x->buffers[n].base, 0xFF, x->buffers[n].bytes);
+    case_poison_outputs(x);
     if (device->memory) {
         if (!upload(x, device->memory, &copy))
             status = FLASH_ATTN_NO_MEMORY;
@@ -309,7 +321,7 @@ static flash_attn_status run_passes(case_instance *x, const case_device *device,
 /* ---- judging ---- */
 
 /* Every byte that is not an element of an output must be as it was: 0xFF in output buffers, the same hash in inputs. */
-static bool nothing_else_written(case_instance *x, case_result *result)
+bool case_only_outputs_changed(case_instance *x, case_result *result)
 {
     for (int n = 0; n < x->num_buffers; n++) {
         const case_buffer *buffer = &x->buffers[n];
@@ -437,7 +449,7 @@ case_result case_run(case_instance *x, const case_device *device)
                  flash_attn_last_error());
         return result;
     }
-    if (!nothing_else_written(x, &result)) {
+    if (!case_only_outputs_changed(x, &result)) {
         result.verdict = CASE_FAILED;
         result.worst   = (double)INFINITY;
         return result;

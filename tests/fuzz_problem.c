@@ -1,0 +1,330 @@
+/*
+ * Problem descriptions from bytes, valid and not. A valid one runs on some tier and some number of threads and is
+ * judged as a case; a spoilt one must be refused with everything untouched, or be harmless. After each, a known good
+ * call must work.
+ *
+ *     fuzz_problem [--seconds N] [--seed N]
+ *
+ * runs seeds 1, 2, 3, ... (from --seed on) for so many seconds, 0 meaning for ever; without --seconds, the one seed.
+ * Built with clang -fsanitize=fuzzer -DFLASH_ATTN_FUZZ it is a libFuzzer target instead.
+ */
+#include "case_internal.h"
+#include "harness.h"
+
+#include <signal.h>
+#include <time.h>
+#include <unistd.h>
+
+/* ---- bytes ---- */
+
+typedef struct bytes {
+    const uint8_t *at, *end;
+} bytes;
+
+static int  take(bytes *b) { return b->at < b->end ? *b->at++ : 0; }
+static int  below(bytes *b, int n) { return (take(b) * 256 + take(b)) % n; }
+static bool one_in(bytes *b, int n) { return below(b, n) == n - 1; } /* no bytes left: false */
+
+static int length(bytes *b, int largest)
+{
+    static const int edges[] = {0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129};
+    int              n       = one_in(b, 2) ? edges[below(b, 16)] : 1 + below(b, largest);
+    return n < largest ? n : largest;
+}
+
+/* ---- valid problems ---- */
+
+static test_case take_shape(bytes *b)
+{
+    test_case c  = {.group = "fuzz", .name = ""};
+    c.batch      = 1 + below(b, 4);
+    c.heads_k    = 1 + below(b, 3);
+    c.heads_q    = c.heads_k * (1 + below(b, 4));
+    c.seqlen_q   = length(b, 200);
+    c.seqlen_k   = length(b, 300);
+    c.head_dim   = one_in(b, 8) ? 1 + below(b, 300) : 1 + length(b, 130);
+    c.head_dim_v = one_in(b, 3) ? 1 + length(b, 130) : c.head_dim;
+    while ((int64_t)c.batch * c.heads_q * c.seqlen_q * c.seqlen_k > 60000) { /* the reference is slow */
+        c.batch    = (c.batch + 1) / 2;
+        c.seqlen_q = c.seqlen_q * 3 / 4;
+        c.seqlen_k = c.seqlen_k * 7 / 8;
+    }
+    return c;
+}
+
+static void take_scores(bytes *b, test_case *c)
+{
+    static const float scales[] = {1.0f, 0.3f, -0.2f, -0.0f, 1e-3f, 2.0f};
+    c->mask                     = (flash_attn_mask)below(b, 3);
+    if (c->mask == FLASH_ATTN_WINDOW) {
+        c->window_left  = one_in(b, 4) ? -1 : one_in(b, 8) ? INT32_MAX : below(b, 80);
+        c->window_right = one_in(b, 4) ? -1 : one_in(b, 2) ? 0 : below(b, 80);
+    }
+    if (one_in(b, 3))
+        c->scale = scales[below(b, 6)];
+    if (one_in(b, 4))
+        c->softcap = 0.5f + (float)below(b, 40);
+    if (one_in(b, 6))
+        c->logit_size = (float)(1 + below(b, 20));
+    if (one_in(b, 3))
+        c->bias = BIAS | (unsigned)below(b, 64);
+    c->alibi = one_in(b, 4);
+    c->sinks = one_in(b, 4);
+    if (one_in(b, 4))
+        c->dropout = (float)(1 + below(b, 95)) / 100;
+    if (one_in(b, 4))
+        c->slices = (slice_pattern)below(b, 6);
+}
+
+static void take_lengths(bytes *b, test_case *c)
+{
+    c->varlen_q  = one_in(b, 3) ? (lengths)below(b, 6) : LENGTHS_NONE;
+    c->varlen_k  = one_in(b, 3) ? (lengths)below(b, 6) : LENGTHS_NONE;
+    c->seqused_q = one_in(b, 4) ? (lengths)below(b, 6) : LENGTHS_NONE;
+    c->seqused_k = one_in(b, 3) ? (lengths)below(b, 6) : LENGTHS_NONE;
+    c->leftpad   = one_in(b, 6);
+    if (one_in(b, 6) && !c->varlen_k) {
+        c->page_size = 1 + below(b, 70);
+        c->seqused_k = c->seqused_k ? c->seqused_k : LENGTHS_MIXED;
+    } else if (one_in(b, 8) && !c->varlen_k) {
+        c->cache_batch_idx = true;
+    }
+    c->num_splits = one_in(b, 5) ? below(b, 9) : 0;
+    c->layout     = (layout)below(b, 7);
+    if (c->layout == LAYOUT_PACKED || c->layout == LAYOUT_BROADCAST) { /* these need equal, full lengths */
+        bool unequal = c->varlen_q != c->varlen_k || c->page_size || c->cache_batch_idx;
+        if (unequal || (c->layout == LAYOUT_BROADCAST && (c->varlen_k || c->seqused_k || c->leftpad || c->slices)))
+            c->layout = LAYOUT_CONTIGUOUS;
+        else
+            c->seqlen_k = c->seqlen_q = c->seqlen_q < c->seqlen_k ? c->seqlen_q : c->seqlen_k;
+    }
+    c->o_f32        = one_in(b, 6);
+    c->forward_only = one_in(b, 4);
+}
+
+static void describe(const test_case *c, flash_attn_dtype dtype, const tier *t, int threads)
+{
+    printf("  %s on %s, %d threads: b %d, sq %d, sk %d, hq %d, hk %d, d %d, dv %d, mask %d (%d, %d), scale %g, softcap "
+           "%g, "
+           "logits %g, bias %u, alibi %d, sinks %d, dropout %g, slices %d, varlen %d %d, used %d %d, leftpad %d, index "
+           "%d, "
+           "page %d, splits %d, layout %d, o_f32 %d\n",
+           dtype_name(dtype), t->name, threads, c->batch, c->seqlen_q, c->seqlen_k, c->heads_q, c->heads_k, c->head_dim,
+           c->head_dim_v, (int)c->mask, c->window_left, c->window_right, (double)c->scale, (double)c->softcap,
+           (double)c->logit_size, c->bias, c->alibi, c->sinks, (double)c->dropout, (int)c->slices, (int)c->varlen_q,
+           (int)c->varlen_k, (int)c->seqused_q, (int)c->seqused_k, c->leftpad, c->cache_batch_idx, c->page_size,
+           c->num_splits, (int)c->layout, c->o_f32);
+}
+
+/* ---- spoiling ---- */
+
+static flash_attn_tensor *some_tensor(bytes *b, flash_attn_problem *p, flash_attn_grads *g)
+{
+    flash_attn_tensor *const all[] = {&p->q,     &p->k,    &p->v,  &p->o,  &p->lse, &p->bias,  &p->alibi_slopes,
+                                      &p->sinks, &g->dout, &g->dq, &g->dk, &g->dv,  &g->dbias, &g->dsinks};
+    return all[below(b, 14)];
+}
+
+static const int32_t *spoilt_ints(bytes *b, const int32_t *from, int count, int32_t *copy)
+{
+    static const int32_t values[] = {-1, INT32_MAX, INT32_MIN, 1 << 29, 100000, -100};
+    if (!from)
+        return NULL;
+    count = count > 64 ? 64 : count;
+    memcpy(copy, from, (size_t)count * sizeof *copy);
+    copy[below(b, count)] = values[below(b, 6)];
+    return copy;
+}
+
+/* Nothing here makes a tensor claim memory that it does not have, save by numbers so large that they must be refused.
+ */
+static void spoil(bytes *b, flash_attn_problem *p, flash_attn_grads *g, int batch, int32_t *ints,
+                  flash_attn_slice *slice)
+{
+    static const float numbers[] = {NAN, INFINITY, -INFINITY, -1.0f, 2.0f};
+    flash_attn_tensor *t         = some_tensor(b, p, g);
+    int                n         = below(b, 4);
+    switch (below(b, 22)) {
+    case 0: t->shape[n] -= 1 + below(b, 3); break;
+    case 1: t->shape[n] = INT64_MAX - below(b, 3); break;
+    case 2: t->shape[n] = -((int64_t)1 << below(b, 63)); break;
+    case 3: t->stride[n] = INT64_MAX - below(b, 3); break;
+    case 4: t->stride[n] = 0; break;
+    case 5: t->dtype = (flash_attn_dtype)(int)(4 + below(b, 9)); break;
+    case 6: t->data = NULL; break;
+    case 7: t->reserved = 1 + below(b, 9); break;
+    case 8: p->scale = numbers[below(b, 3)]; break;
+    case 9: p->softcap = numbers[below(b, 4)]; break;
+    case 10: p->mask = (flash_attn_mask)(int)(3 + below(b, 1000)); break;
+    case 11: p->window_left = -2 - below(b, 1000); break;
+    case 12: p->reserved[below(b, 8)] = 1; break;
+    case 13: p->dropout.p = numbers[below(b, 5)]; break;
+    case 14: p->batch = below(b, 2) ? -1 : p->batch + 1 + below(b, 3); break;
+    case 15: p->num_splits = -1 - below(b, 100); break;
+    case 16: p->cu_seqlens_q = spoilt_ints(b, p->cu_seqlens_q, batch + 1, ints); break;
+    case 17: p->seqused_k = spoilt_ints(b, p->seqused_k, batch, ints); break;
+    case 18: p->leftpad_k = spoilt_ints(b, p->leftpad_k, batch, ints); break;
+    case 19: p->device.type = (flash_attn_device_type)(int)(3 + below(b, 9)); break;
+    case 20: t->dtype = FLASH_ATTN_F8E4M3; break;
+    default:
+        *slice =
+            (flash_attn_slice){below(b, 9) - 4, below(b, 9) - 4, below(b, 9) - 4, below(b, 9) - 4, below(b, 9) - 2};
+        p->slices.list    = slice;
+        p->slices.count   = 1;
+        p->slices.offsets = NULL;
+    }
+}
+
+/* ---- one run ---- */
+
+typedef enum outcome { RIGHT, REFUSED, UNSUPPORTED, WRONG, NUM_OUTCOMES } outcome;
+
+static outcome failure(const char *what, const char *reason)
+{
+    printf("FAILED: %s: %s\n", what, reason);
+    return WRONG;
+}
+
+static outcome run_spoilt(case_instance *x, const tier *t, bytes *b)
+{
+    flash_attn_problem p = x->problem;
+    flash_attn_grads   g = x->grads;
+    int32_t            ints[64];
+    flash_attn_slice   slice;
+    case_result        result = {.worst_of = ""};
+    for (int n = 1 + below(b, 3); n > 0; n--)
+        spoil(b, &p, &g, x->shape.batch, ints, &slice);
+    case_poison_outputs(x);
+    bool              backward = x->backward && one_in(b, 2);
+    flash_attn_status status =
+        backward ? flash_attn_backward(t->context, &p, &g, NULL) : flash_attn_forward(t->context, &p, NULL);
+    if (status == FLASH_ATTN_OK) /* what was spoilt did not matter, or made another valid problem */
+        return case_only_outputs_changed(x, &result) ? RIGHT : failure("a harmless change", result.reason);
+    if (status != FLASH_ATTN_INVALID && status != FLASH_ATTN_UNSUPPORTED && status != FLASH_ATTN_NO_DEVICE &&
+        status != FLASH_ATTN_NO_MEMORY)
+        return failure("a spoilt problem", flash_attn_status_string(status));
+    if (flash_attn_last_error()[0] == 0)
+        return failure("a spoilt problem", "no sentence in last_error");
+    for (int n = 0; n < x->num_buffers; n++)
+        for (size_t m = 0; x->buffers[n].output && m < x->buffers[n].bytes; m++)
+            if (x->buffers[n].base[m] != 0xFF)
+                return failure("a refused problem", "an output was written to");
+    if (!case_only_outputs_changed(x, &result))
+        return failure("a refused problem", result.reason);
+    return REFUSED;
+}
+
+static bool good_call_works(const tier *t)
+{
+    float              one = 1, o = 0;
+    flash_attn_problem p = {.q = {.data = &one, .shape = {1, 1, 1, 1}},
+                            .k = {.data = &one, .shape = {1, 1, 1, 1}},
+                            .v = {.data = &one, .shape = {1, 1, 1, 1}},
+                            .o = {.data = &o}};
+    return flash_attn_forward(t->context, &p, NULL) == FLASH_ATTN_OK && o == 1;
+}
+
+static outcome run_bytes(bytes b)
+{
+    char             why[300];
+    bool             spoilt  = one_in(&b, 3);
+    flash_attn_dtype dtype   = (flash_attn_dtype)below(&b, 3);
+    const tier      *t       = tier_at(below(&b, num_tiers()));
+    int              threads = 1 + below(&b, HARNESS_THREADS);
+    uint64_t         seed    = (uint64_t)below(&b, 65536);
+    test_case        c       = take_shape(&b);
+    take_scores(&b, &c);
+    take_lengths(&b, &c);
+    case_instance *x = case_build(&c, dtype, CASE_BACKWARD | (spoilt ? CASE_NO_EXPECT : 0), seed, why, sizeof why);
+    outcome        result;
+    if (!x) {
+        result = failure("building", why);
+    } else if (spoilt) {
+        result = run_spoilt(x, t, &b);
+    } else {
+        case_device device = {.context = t->context, .num_threads = threads};
+        case_result judged = case_run(x, &device);
+        result = judged.verdict == CASE_PASSED ? RIGHT : judged.verdict == CASE_SKIPPED ? UNSUPPORTED : WRONG;
+        if (result == WRONG)
+            failure("a valid problem", judged.reason);
+    }
+    if (result != WRONG && !good_call_works(t))
+        result = failure("the next call", flash_attn_last_error());
+    if (result == WRONG)
+        describe(&c, dtype, t, threads);
+    case_free(x);
+    return result;
+}
+
+#ifdef FLASH_ATTN_FUZZ
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    if (run_bytes((bytes){data, data + size}) == WRONG)
+        abort();
+    return 0;
+}
+
+#else
+
+static volatile uint64_t current_seed;
+
+/* A crash or a hang must name its seed. */
+static void last_words(int signal_number)
+{
+    char     text[] = "\nseed 00000000000000000000 crashed, or took more than 60 s\n";
+    uint64_t seed   = current_seed;
+    for (int n = 25; n > 5; n--, seed /= 10)
+        text[n] = (char)('0' + seed % 10);
+    if (write(2, text, sizeof text - 1) < 0)
+        _exit(3);
+    signal(signal_number, SIG_DFL);
+    raise(signal_number);
+}
+
+static outcome run_seed(uint64_t seed)
+{
+    uint8_t  data[400];
+    uint64_t state = seed;
+    for (size_t n = 0; n < sizeof data; n++)
+        data[n] = (uint8_t)random_bits(&state);
+    current_seed = seed;
+    alarm(60);
+    outcome result = run_bytes((bytes){data, data + sizeof data});
+    alarm(0);
+    if (result == WRONG)
+        printf("  again with: fuzz_problem --seed %llu\n", (unsigned long long)seed);
+    return result;
+}
+
+int main(int argc, char **argv)
+{
+    uint64_t seed = 1, count[NUM_OUTCOMES] = {0};
+    double   seconds = -1;
+    for (int n = 1; n < argc; n++) {
+        if (strcmp(argv[n], "--seconds") == 0 && n + 1 < argc) {
+            seconds = strtod(argv[++n], NULL);
+        } else if (strcmp(argv[n], "--seed") == 0 && n + 1 < argc) {
+            seed = strtoull(argv[++n], NULL, 0);
+        } else {
+            fprintf(stderr, "usage: fuzz_problem [--seconds N] [--seed N]\n");
+            return 2;
+        }
+    }
+    static const int fatal[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGALRM};
+    for (size_t n = 0; n < sizeof fatal / sizeof fatal[0]; n++)
+        signal(fatal[n], last_words);
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    time_t end = time(NULL) + (time_t)seconds;
+    do {
+        count[run_seed(seed++)]++;
+    } while (seconds >= 0 && count[WRONG] < 10 && (seconds == 0 || time(NULL) < end));
+    printf("fuzz: %llu right, %llu refused, %llu unsupported, %llu failed\n", (unsigned long long)count[RIGHT],
+           (unsigned long long)count[REFUSED], (unsigned long long)count[UNSUPPORTED],
+           (unsigned long long)count[WRONG]);
+    return count[WRONG] > 0;
+}
+
+#endif
