@@ -8,14 +8,15 @@
  * outside the outputs has changed and that every number is within its tolerance.
  *
  * Tolerances, with M = max(1, max|expected|):
- *   float32   o 5e-6 M, lse 5e-6 max(1, |lse|), gradients 1e-5 M; relative L2 5e-6 (1e-5 for gradients);
- *   16 bit    twice (gradients: three times) the error of plain attention in the same precision, plus one rounding;
- * relative L2 1e-3 (float16) or 5e-3 (bfloat16), or twice plain attention's where that is larger; lse as float32; all
- * plus |lse| 2^-24 max(1, sqrt(head_dim) / 4), which scores of that size lose in float32; a mean error towards or away from
- * zero of at most a tenth of the largest error (where there are enough numbers to tell); exactly 0 what a query that
- * sees nothing gives, and the gradients of keys and pairs that nobody sees. Plain attention multiplies exactly and
- * rounds each matrix that it stores (S, P, dP, dS and the results) to 16 bits, as the unfused operations of a framework
- * do.
+ * - float32: o 5e-6 M, lse 5e-6 max(1, |lse|), gradients 1e-5 M; relative L2 5e-6 (1e-5 for gradients).
+ * - 16 bit: twice (gradients: three times) the error of plain attention in the same precision, plus one rounding;
+ *   relative L2 1e-3 (float16), 5e-3 (bfloat16) or twice plain attention's where that is larger; lse as float32.
+ * - All: plus |lse| 2^-24 max(1, sqrt(head_dim) / 4), which float32 scores of that size lose. A mean error towards or
+ *   away from zero of at most a tenth of the largest error, where there are enough numbers to tell.
+ * - Exactly 0: what a query that sees nothing gives, and the gradients of keys and pairs that nobody sees.
+ *
+ * Plain attention multiplies exactly and rounds each matrix that it stores (S, P, dP, dS and the results) to 16 bits,
+ * as the unfused operations of a framework do.
  */
 #ifndef CASE_RUNNER_H
 #define CASE_RUNNER_H
