@@ -248,10 +248,11 @@ typedef struct flash_attn_problem {
     int32_t         window_left, window_right; /* with WINDOW: keys to the left and right of the diagonal, -1: no limit.
                                                   Otherwise 0 or -1. */
 
-    flash_attn_tensor bias;         /* added to the scores: [b or 1, hq or 1, sq or 1, sk], F32 or q's dtype; varlen
-                                       or paged: sq and sk are at least the longest sequence. May hold -inf. */
+    flash_attn_tensor bias;         /* added to the scores: [b or 1, hq or 1, sq or 1, sk], F32 or q's dtype (with
+                                       F8E4M3: F32); varlen or paged: sq and sk are at least the longest sequence. May
+                                       hold -inf. */
     flash_attn_tensor alibi_slopes; /* F32 [b or 1, hq, 1, 1]: adds -slope * |i + seqlen_k - seqlen_q - j| */
-    flash_attn_tensor sinks;        /* F32 or q's dtype [1, hq, 1, 1]: one more logit for each head that takes
+    flash_attn_tensor sinks;        /* [1, hq, 1, 1], as bias F32 or q's dtype: one more logit for each head that takes
                                        probability and gives no value */
 
     /* Lengths: device memory with CUDA, else host memory. NULL: every sequence is as long as the tensor. */

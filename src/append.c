@@ -210,7 +210,7 @@ static flash_attn_status check_memory(const flash_attn_append *a, const sizes *s
                 {"cache_seqlens", fa_array_view(a->cache_seqlens, size->batch, FLASH_ATTN_F32), false},
                 {"cache_batch_idx", fa_array_view(a->cache_batch_idx, size->batch, FLASH_ATTN_F32), false},
                 {"leftpad_k", fa_array_view(a->leftpad_k, size->batch, FLASH_ATTN_F32), false},
-                {"pages.table", fa_array_view(a->pages.table, size->batch * a->pages.row_stride, FLASH_ATTN_F32), false},
+                {"pages.table", fa_table_view(&a->pages, size->batch), false},
     };
     return fa_check_overlap(regions, (int)(sizeof regions / sizeof *regions));
 }

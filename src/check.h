@@ -57,6 +57,9 @@ typedef struct fa_region {
 /* A plain array as a view. */
 flash_attn_tensor fa_array_view(const void *data, int64_t count, flash_attn_dtype same_size_dtype);
 
+/* The entries of a page table that belong to a call; what lies between its rows does not. */
+flash_attn_tensor fa_table_view(const flash_attn_pages *pages, int64_t batch);
+
 /* The same elements at the same addresses. */
 bool fa_same_view(const flash_attn_tensor *a, const flash_attn_tensor *b);
 

@@ -27,6 +27,14 @@ flash_attn_tensor fa_array_view(const void *data, int64_t count, flash_attn_dtyp
         .data = (void *)data, .dtype = same_size_dtype, .shape = {1, 1, 1, count}, .stride = {count, count, count, 1}};
 }
 
+flash_attn_tensor fa_table_view(const flash_attn_pages *pages, int64_t batch)
+{
+    return (flash_attn_tensor){.data   = (void *)pages->table,
+                               .dtype  = FLASH_ATTN_F32, /* four bytes */
+                               .shape  = {1, 1, batch, pages->pages_per_seq},
+                               .stride = {0, 0, pages->row_stride, 1}};
+}
+
 bool fa_same_view(const flash_attn_tensor *a, const flash_attn_tensor *b)
 {
     if (a->data != b->data || a->dtype != b->dtype)

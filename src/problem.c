@@ -272,7 +272,7 @@ flash_attn_status fa_check_memory(const fa_call *call, const void *workspace, si
         {"seqused_k", fa_array_view(call->seqused_k, batch, FLASH_ATTN_F32), false},
         {"leftpad_k", fa_array_view(call->leftpad_k, batch, FLASH_ATTN_F32), false},
         {"cache_batch_idx", fa_array_view(call->cache_batch_idx, batch, FLASH_ATTN_F32), false},
-        {"pages.table", fa_array_view(call->pages.table, batch * call->pages.row_stride, FLASH_ATTN_F32), false},
+        {"pages.table", fa_table_view(&call->pages, batch), false},
         {"exec.workspace", fa_array_view(workspace, (int64_t)workspace_bytes, FLASH_ATTN_F8E4M3), true},
     };
     return fa_check_overlap(regions, (int)(sizeof regions / sizeof *regions));

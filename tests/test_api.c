@@ -354,6 +354,30 @@ static void gradients_may_share_one_packed_buffer(void **state)
     }
 }
 
+/* Rows of a table may lie far apart; what is between them, and behind the last, is not the table's. */
+static void a_page_table_ends_with_its_last_row(void **state)
+{
+    (void)state;
+    static float q[2 * D], k[4 * 4 * D], v[4 * 4 * D], o[2 * D];
+    union {
+        int32_t table[12];
+        float   lse[12];
+    } shared = {.table = {0, 1, -1, -1, -1, -1, 2, 3, -1, -1, -1, -1}};
+    fill(q, 2 * D);
+    fill(k, 4 * 4 * D);
+    fill(v, 4 * 4 * D);
+    flash_attn_problem p = {.pages = {.table = shared.table, .row_stride = 6, .pages_per_seq = 2}};
+    p.q                  = (flash_attn_tensor){.data = q, .shape = {2, 1, 1, D}};
+    p.k                  = (flash_attn_tensor){.data = k, .shape = {4, 4, 1, D}};
+    p.v                  = (flash_attn_tensor){.data = v, .shape = {4, 4, 1, D}};
+    p.o.data             = o;
+    p.lse                = (flash_attn_tensor){.data = shared.lse + 4, .stride = {5, 1, 1, 1}}; /* entries 4 and 9 */
+    ASSERT_OK(flash_attn_forward(NULL, &p, NULL));
+    assert_true(shared.table[3] == -1 && shared.lse[4] > 0 && shared.table[6] == 2 && shared.lse[9] > 0);
+    p.lse.stride[0] = 2; /* entries 4 and 6 */
+    ASSERT_FAILS(flash_attn_forward(NULL, &p, NULL), FLASH_ATTN_INVALID, "pages.table");
+}
+
 static void what_is_not_wanted_is_not_written(void **state)
 {
     (void)state;
@@ -480,6 +504,7 @@ int main(void)
         cmocka_unit_test(empty_problems_are_valid),
         cmocka_unit_test(varlen_without_sequences_is_valid),
         cmocka_unit_test(gradients_may_share_one_packed_buffer),
+        cmocka_unit_test(a_page_table_ends_with_its_last_row),
         cmocka_unit_test(what_is_not_wanted_is_not_written),
         cmocka_unit_test(zero_scale_is_the_default_and_minus_zero_is_zero),
         cmocka_unit_test(options_are_normalised),
