@@ -60,8 +60,18 @@ void bench_report_begin(bench_report *report, const flash_attn_device_info *devi
               report->csv);
 }
 
+/* What was best at the last number of threads. */
+static void keep_peaks(bench_report *report)
+{
+    if (report->threads == 0)
+        return;
+    report->earlier[report->num_peaks].threads = report->threads;
+    report->earlier[report->num_peaks++].peaks = report->peaks;
+}
+
 void bench_report_threads(bench_report *report, int threads, cli_peaks peaks)
 {
+    keep_peaks(report);
     report->threads = threads;
     report->peaks   = peaks;
     fprintf(report->table, "\nat %d thread%s: float32 peak %.0f GFLOP/s (%s)", threads, threads == 1 ? "" : "s",
@@ -177,13 +187,31 @@ void bench_report_row(bench_report *report, const bench_row *row)
 
 void bench_report_end(bench_report *report, int num_rows, int num_wrong)
 {
-    fprintf(report->table, "\n%d rows, %d wrong; peak resident memory %.0f MB\n", num_rows, num_wrong,
+    cli_json *json = &report->json;
+    keep_peaks(report);
+    fprintf(report->table, "\n%d rows, %d wrong; peak resident memory %.0f MB", num_rows, num_wrong,
             (double)peak_rss_bytes() * 1e-6);
-    if (report->json_file) {
-        json_close(&report->json, ']');
-        json_whole(&report->json, "num_rows", num_rows);
-        json_whole(&report->json, "num_wrong", num_wrong);
-        json_whole(&report->json, "peak_rss_bytes", peak_rss_bytes());
-        json_close(&report->json, '}');
+    for (int i = 0; i < report->num_peaks; i++) {
+        fprintf(report->table, "\npeaks seen at %d thread%s: float32 %.0f GFLOP/s", report->earlier[i].threads,
+                report->earlier[i].threads == 1 ? "" : "s", report->earlier[i].peaks.fma_gflops);
+        if (report->earlier[i].peaks.amx_gflops > 0)
+            fprintf(report->table, ", bfloat16 AMX %.0f GFLOP/s", report->earlier[i].peaks.amx_gflops);
     }
+    fputc('\n', report->table);
+    if (!report->json_file)
+        return;
+    json_close(json, ']');
+    json_open(json, "peaks", '[');
+    for (int i = 0; i < report->num_peaks; i++) {
+        json_open(json, NULL, '{');
+        json_whole(json, "threads", report->earlier[i].threads);
+        json_real(json, "fma_gflops", report->earlier[i].peaks.fma_gflops);
+        json_real(json, "amx_gflops", report->earlier[i].peaks.amx_gflops);
+        json_close(json, '}');
+    }
+    json_close(json, ']');
+    json_whole(json, "num_rows", num_rows);
+    json_whole(json, "num_wrong", num_wrong);
+    json_whole(json, "peak_rss_bytes", peak_rss_bytes());
+    json_close(json, '}');
 }

@@ -4,6 +4,7 @@
 
 #include "bench_shape.h"
 #include "json.h"
+#include "options.h"
 #include "peak.h"
 
 #include <stdio.h>
@@ -12,13 +13,18 @@ typedef struct bench_report {
     FILE     *table, *json_file, *csv; /* json_file, csv: NULL if not wanted */
     cli_json  json;
     bool      quick;
-    cli_peaks peaks; /* at the threads of the rows that follow */
+    cli_peaks peaks; /* at the threads of the rows that follow; the caller may improve them */
     int       threads;
+    int       num_peaks; /* those of earlier numbers of threads */
+    struct {
+        int       threads;
+        cli_peaks peaks;
+    } earlier[CLI_LIST_LONGEST];
 } bench_report;
 
 void bench_report_begin(bench_report *report, const flash_attn_device_info *device, const char *device_name);
 
-/* Peaks measured at so many threads; rows until the next are at these. */
+/* The rows that follow are at so many threads, with these peaks so far. At most CLI_LIST_LONGEST calls. */
 void bench_report_threads(bench_report *report, int threads, cli_peaks peaks);
 
 void bench_report_row(bench_report *report, const bench_row *row);

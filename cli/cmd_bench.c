@@ -129,6 +129,7 @@ typedef struct bench_run {
     bench_settings     settings;
     cli_progress       progress;
     int                num_rows, num_wrong, num_done;
+    bool               with_amx;
 } bench_run;
 
 enum { QUICK_S = 8 }; /* of the 20 s that --quick may take */
@@ -158,6 +159,7 @@ static int run_shape(bench_run *run, const bench_shape *shape)
         /* A slow machine gets fewer repeats rather than a long wait. */
         if (run->flags->quick && cli_seconds() - run->progress.start_s > QUICK_S)
             run->settings.least_repeats = 1;
+        cli_measure_peaks(&run->report.peaks, run->settings.pool, 12, run->with_amx);
         go_on = bench_measure(&arrays, &run->settings, (flash_attn_pass)pass, &row);
         cli_progress_clear(&run->progress);
         run->num_done++;
@@ -222,7 +224,9 @@ static int run_at_threads(bench_run *run, int64_t threads, bool first)
         go_on = cli_fail("bench: %d threads are not to be had", info.num_threads);
     else {
         cli_progress_show(&run->progress, run->num_done, "the machine's peaks");
-        cli_peaks peaks = cli_measure_peaks(run->settings.pool, strcmp(info.isa, "amx") == 0);
+        cli_peaks peaks = {0};
+        run->with_amx   = strcmp(info.isa, "amx") == 0;
+        cli_measure_peaks(&peaks, run->settings.pool, 40, run->with_amx);
         cli_progress_clear(&run->progress);
         if (first)
             bench_report_begin(&run->report, &info, cli_device_name(flags->device.device));

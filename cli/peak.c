@@ -152,35 +152,33 @@ static void peak_task(void *arg, int64_t index, int thread)
     job->sink = job->kernel(job->rounds);
 }
 
-/* Best of many short runs on all threads at once; each run is long enough that waking the threads does not count. */
-static double measure(cli_pool *pool, peak_kernel kernel, double flops_a_round)
+/* All threads at once; a burst is long enough that waking the threads hardly counts, and short enough
+ * to fit between two turns that the system gives to other programs. */
+static void measure(cli_pool *pool, peak_kernel kernel, double flops_a_round, int bursts, int64_t *rounds, double *best)
 {
-    enum { RUNS = 12 };
-    const double run_s = 0.008;
-    peak_job     job   = {.kernel = kernel, .rounds = 1000};
-    int          count = cli_pool_threads(pool);
-    double       best  = 0;
-    for (int run = 0; run < RUNS;) {
+    const double burst_s = 0.004;
+    int          count   = cli_pool_threads(pool);
+    peak_job     job     = {.kernel = kernel, .rounds = *rounds ? *rounds : 1000};
+    for (int burst = 0; burst < bursts;) {
         double start = cli_seconds();
         cli_pool_run(pool, count, peak_task, &job);
         double seconds = cli_seconds() - start;
-        if (seconds < run_s / 2 && job.rounds < (int64_t)1 << 40) {
+        if (seconds < burst_s / 2 && job.rounds < (int64_t)1 << 40) {
             job.rounds *= 2;
             continue;
         }
         double gflops = flops_a_round * (double)job.rounds * count / seconds * 1e-9;
-        best          = gflops > best ? gflops : best;
-        run++;
+        *best         = gflops > *best ? gflops : *best;
+        burst++;
     }
-    return best;
+    *rounds = job.rounds;
 }
 
-cli_peaks cli_measure_peaks(cli_pool *pool, int with_amx)
+void cli_measure_peaks(cli_peaks *peaks, cli_pool *pool, int bursts, int with_amx)
 {
-    const struct fma_choice *fma   = choose_fma();
-    cli_peaks                peaks = {.fma_name   = fma->name,
-                                      .fma_gflops = measure(pool, fma->kernel, 2.0 * fma->lanes * ACCUMULATORS)};
+    const struct fma_choice *fma = choose_fma();
+    peaks->fma_name              = fma->name;
+    measure(pool, fma->kernel, 2.0 * fma->lanes * ACCUMULATORS, bursts, &peaks->fma_rounds, &peaks->fma_gflops);
     if (with_amx && may_use_amx())
-        peaks.amx_gflops = measure(pool, amx_products, 4 * 2.0 * 16 * 16 * 32);
-    return peaks;
+        measure(pool, amx_products, 4 * 2.0 * 16 * 16 * 32, bursts, &peaks->amx_rounds, &peaks->amx_gflops);
 }

@@ -4,14 +4,17 @@
 
 #include "pool.h"
 
+/* The best seen so far, all threads together, a multiply-add counting two. Start with zeros. */
 typedef struct cli_peaks {
-    double      fma_gflops; /* float32 fused multiply-adds from registers, a multiply-add counting two, all threads */
-    const char *fma_name;   /* "AVX-512 FMA" */
-    double      amx_gflops; /* bfloat16 tile products from registers; 0: no AMX */
+    double      fma_gflops;             /* float32 fused multiply-adds from registers */
+    const char *fma_name;               /* "AVX-512 FMA" */
+    double      amx_gflops;             /* bfloat16 tile products from registers; 0: no AMX */
+    int64_t     fma_rounds, amx_rounds; /* of a burst that takes a few milliseconds */
 } cli_peaks;
 
-/* Takes about 0.2 s. with_amx: the library says that the tier is amx. */
-cli_peaks cli_measure_peaks(cli_pool *pool, int with_amx);
+/* Some bursts more; each takes about 3 ms. Neighbours on the same chip slow a burst down by half and more, so a run
+ * that takes minutes measures now and then and keeps the best. with_amx: the library says that the tier is amx. */
+void cli_measure_peaks(cli_peaks *peaks, cli_pool *pool, int bursts, int with_amx);
 
 /* Seconds of a clock that only rises. */
 double cli_seconds(void);

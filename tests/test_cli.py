@@ -488,7 +488,7 @@ class Schema(Case):
             list(report),
             (
                 "schema version device device_name isa features quick standard_products standard_dtype memory_meaning "
-                "rows num_rows num_wrong peak_rss_bytes"
+                "rows peaks num_rows num_wrong peak_rss_bytes"
             ).split(),
         )
         keys = (
@@ -503,6 +503,7 @@ class Schema(Case):
             self.assertEqual(list(row["standard"]), ["min_ms", "median_ms", "gflops", "error"])
             self.assertTrue(row["right"])
             self.assertGreaterEqual(row["median_ms"], row["min_ms"])
+            self.assertLessEqual(row["fma_peak_gflops"], report["peaks"][0]["fma_gflops"])
             self.assertEqual(
                 row["standard_memory_bytes"],
                 2 * row["seqlen_k"] * (4 * row["seqlen_k"] if row["pass"] == "forward" else 8 * row["seqlen_k"] + 4),
