@@ -1,0 +1,126 @@
+#include "case_gpu.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+
+/* Of the CUDA Driver API. */
+#define FUNCTIONS(X)                                                                             \
+    X(cuInit, (unsigned flags))                                                                  \
+    X(cuDeviceGet, (int *device, int ordinal))                                                   \
+    X(cuDevicePrimaryCtxRetain, (void **context, int device))                                    \
+    X(cuCtxSetCurrent, (void *context))                                                          \
+    X(cuMemAlloc_v2, (uint64_t *memory, size_t bytes))                                           \
+    X(cuMemFree_v2, (uint64_t memory))                                                           \
+    X(cuMemcpyHtoD_v2, (uint64_t to, const void *from, size_t bytes))                            \
+    X(cuMemcpyDtoH_v2, (void *to, uint64_t from, size_t bytes))                                  \
+    X(cuMemsetD8_v2, (uint64_t to, unsigned char byte, size_t bytes))                            \
+    X(cuStreamCreate, (void **stream, unsigned flags))                                           \
+    X(cuStreamDestroy_v2, (void *stream))                                                        \
+    X(cuStreamSynchronize, (void *stream))                                                       \
+    X(cuStreamBeginCapture_v2, (void *stream, int mode))                                         \
+    X(cuStreamEndCapture, (void *stream, void **graph))                                          \
+    X(cuGraphInstantiateWithFlags, (void **executable, void *graph, unsigned long long flags))   \
+    X(cuGraphDestroy, (void *graph))                                                             \
+    X(cuGraphLaunch, (void *executable, void *stream))                                           \
+    X(cuGraphExecDestroy, (void *executable))
+
+static struct {
+#define X(name, arguments) int(*name) arguments;
+    FUNCTIONS(X)
+#undef X
+    void *context;
+} cuda;
+
+/* The library works on the default stream and is asynchronous; copies to and from pageable memory wait for it. */
+static void *gpu_alloc(size_t bytes)
+{
+    uint64_t memory = 0;
+    return cuda.cuMemAlloc_v2(&memory, bytes ? bytes : 1) == 0 ? (void *)(uintptr_t)memory : NULL;
+}
+static void gpu_free(void *memory) { cuda.cuMemFree_v2((uint64_t)(uintptr_t)memory); }
+static bool gpu_to_device(void *to, const void *from, size_t bytes)
+{
+    return cuda.cuMemcpyHtoD_v2((uint64_t)(uintptr_t)to, from, bytes) == 0;
+}
+static bool gpu_to_host(void *to, const void *from, size_t bytes)
+{
+    return cuda.cuMemcpyDtoH_v2(to, (uint64_t)(uintptr_t)from, bytes) == 0;
+}
+static bool gpu_fill(void *to, unsigned char byte, size_t bytes)
+{
+    return cuda.cuMemsetD8_v2((uint64_t)(uintptr_t)to, byte, bytes) == 0;
+}
+static void *gpu_stream(void)
+{
+    void *stream = NULL;
+    return cuda.cuStreamCreate(&stream, 1) == 0 ? stream : NULL; /* 1: non-blocking */
+}
+static void gpu_stream_free(void *stream) { cuda.cuStreamDestroy_v2(stream); }
+static bool gpu_wait(void *stream) { return cuda.cuStreamSynchronize(stream) == 0; }
+static bool gpu_capture_begin(void *stream) { return cuda.cuStreamBeginCapture_v2(stream, 0) == 0; } /* 0: global */
+static void *gpu_capture_end(void *stream)
+{
+    void *graph = NULL, *executable = NULL;
+    if (cuda.cuStreamEndCapture(stream, &graph) != 0 || !graph)
+        return NULL;
+    bool made = cuda.cuGraphInstantiateWithFlags(&executable, graph, 0) == 0;
+    cuda.cuGraphDestroy(graph);
+    return made ? executable : NULL;
+}
+static bool gpu_graph_launch(void *graph, void *stream) { return cuda.cuGraphLaunch(graph, stream) == 0; }
+static void gpu_graph_free(void *graph) { cuda.cuGraphExecDestroy(graph); }
+static bool gpu_adopt(void) { return cuda.cuCtxSetCurrent(cuda.context) == 0; }
+static bool gpu_abandon(void) { return cuda.cuCtxSetCurrent(NULL) == 0; }
+
+const case_gpu *case_gpu_get(void)
+{
+    static const case_gpu gpu = {gpu_alloc,       gpu_free,      gpu_to_device,     gpu_to_host,     gpu_fill,
+                                 gpu_stream,      gpu_stream_free, gpu_wait,        gpu_capture_begin, gpu_capture_end,
+                                 gpu_graph_launch, gpu_graph_free, gpu_adopt,       gpu_abandon};
+    return &gpu;
+}
+
+static void *memory_upload(void *user, const void *host, size_t bytes)
+{
+    (void)user;
+    void *memory = gpu_alloc(bytes);
+    if (memory && !gpu_to_device(memory, host, bytes)) {
+        gpu_free(memory);
+        memory = NULL;
+    }
+    return memory;
+}
+static bool memory_download(void *user, void *host, const void *device, size_t bytes)
+{
+    (void)user;
+    return gpu_to_host(host, device, bytes);
+}
+static void memory_release(void *user, void *device)
+{
+    (void)user;
+    gpu_free(device);
+}
+
+const case_memory *case_gpu_memory(int index, char *why, size_t why_bytes)
+{
+    static const case_memory memory  = {memory_upload, memory_download, memory_release, NULL};
+    void                    *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (!library) {
+        snprintf(why, why_bytes, "libcuda.so.1, the driver's library, was not found");
+        return NULL;
+    }
+#define X(name, arguments)                                              \
+    if (!(*(void **)&cuda.name = dlsym(library, #name))) {              \
+        snprintf(why, why_bytes, "the CUDA driver lacks %s", #name);    \
+        return NULL;                                                    \
+    }
+    FUNCTIONS(X)
+#undef X
+    int device;
+    if (cuda.cuInit(0) != 0 || cuda.cuDeviceGet(&device, index) != 0 ||
+        cuda.cuDevicePrimaryCtxRetain(&cuda.context, device) != 0 || !gpu_adopt()) {
+        snprintf(why, why_bytes, "there is no usable CUDA device %d", index);
+        return NULL;
+    }
+    return &memory;
+}

@@ -1,0 +1,619 @@
+/*
+ * The public calls on a GPU; skipped, with the reason, where there is none.
+ *
+ *     test_cuda [--group NAME] [--seed N] [--quick]
+ *
+ * First the case list in every dtype against the reference, then what only a GPU can get wrong: streams, graphs,
+ * threads, large offsets, large grids, cold processes.
+ */
+#include "case_gpu.h"
+#include "case_numbers.h"
+#include "harness.h"
+
+#include <pthread.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static const case_memory *memory;
+static const case_gpu    *gpu;
+static char               no_gpu[200];
+
+static struct {
+    const char *group;
+    uint64_t    seed;
+    bool        quick;
+} options = {.seed = 1};
+
+static void need_gpu(void)
+{
+    if (memory)
+        return;
+    print_message("skipped: %s\n", no_gpu);
+    skip();
+}
+
+static flash_attn_device on_gpu(void) { return (flash_attn_device){.type = FLASH_ATTN_CUDA}; }
+
+/* ---- the case list ---- */
+
+typedef struct group_tally {
+    tally  tally;
+    double worst;
+    char   worst_of[160];
+    char   skip_reason[400];
+} group_tally;
+
+static void run_case(const test_case *c, flash_attn_dtype dtype, group_tally *group)
+{
+    char           why[300];
+    case_instance *instance = case_build(c, dtype, CASE_BACKWARD, options.seed, why, sizeof why);
+    if (!instance)
+        fail_msg("%s/%s: %s", c->group, c->name, why);
+    case_device device = {.device = on_gpu(), .memory = memory};
+    case_result result = case_run(instance, &device);
+    case_free(instance);
+    group->tally.passed += result.verdict == CASE_PASSED;
+    group->tally.failed += result.verdict == CASE_FAILED;
+    group->tally.skipped += result.verdict == CASE_SKIPPED;
+    if (result.verdict == CASE_FAILED)
+        printf("  FAILED %s/%s, %s, seed %llu: %s\n", c->group, c->name, dtype_name(dtype),
+               (unsigned long long)options.seed, result.reason);
+    if (result.verdict == CASE_SKIPPED)
+        snprintf(group->skip_reason, sizeof group->skip_reason, "%s", result.reason);
+    if (result.verdict == CASE_PASSED && result.worst > group->worst) {
+        group->worst = result.worst;
+        snprintf(group->worst_of, sizeof group->worst_of, "%s: %s", c->name, result.worst_of);
+    }
+}
+
+static void run_all_cases(flash_attn_dtype dtype)
+{
+    need_gpu();
+    int failed = 0;
+    for (int first = 0, next; first < num_test_cases; first = next) {
+        group_tally group = {0};
+        const char *name  = test_cases[first].group;
+        for (next = first; next < num_test_cases && strcmp(test_cases[next].group, name) == 0; next++)
+            if ((!options.group || strcmp(options.group, name) == 0) && (!options.quick || next % 3 == (int)dtype))
+                run_case(&test_cases[next], dtype, &group);
+        if (group.tally.passed + group.tally.failed + group.tally.skipped == 0)
+            continue;
+        printf("%-4s %-10s %4d passed %3d failed %3d skipped   worst %.2f of the tolerance (%s)%s%s\n", dtype_name(dtype),
+               name, group.tally.passed, group.tally.failed, group.tally.skipped, group.worst, group.worst_of,
+               group.skip_reason[0] ? "\n       last skip: " : "", group.skip_reason);
+        fflush(stdout);
+        failed += group.tally.failed;
+    }
+    assert_int_equal(failed, 0);
+}
+
+static void the_case_list_in_float16(void **state)
+{
+    (void)state;
+    run_all_cases(FLASH_ATTN_F16);
+}
+
+static void the_case_list_in_bfloat16(void **state)
+{
+    (void)state;
+    run_all_cases(FLASH_ATTN_BF16);
+}
+
+static void the_case_list_in_float32(void **state)
+{
+    (void)state;
+    run_all_cases(FLASH_ATTN_F32);
+}
+
+/* ---- plain problems in device memory ---- */
+
+typedef struct plain {
+    flash_attn_problem problem;
+    void              *memory; /* q, k, v, o, lse one after another */
+    size_t             o_bytes, lse_bytes;
+    void              *workspace;
+    size_t             workspace_bytes;
+} plain;
+
+static uint32_t next_random(uint32_t *state) { return *state = *state * 1664525u + 1013904223u; }
+
+/* bfloat16 numbers of either sign and size 0.06 to 2. */
+static void fill_random(void *device, size_t count, uint32_t seed)
+{
+    uint16_t *host = malloc(count * sizeof *host + 1);
+    assert_non_null(host);
+    for (size_t i = 0; i < count; i++) {
+        uint32_t r = next_random(&seed) >> 8;
+        host[i]    = (uint16_t)((r & 1) << 15 | (123 + (r >> 1) % 5) << 7 | (r >> 8 & 127));
+    }
+    assert_true(gpu->to_device(device, host, count * sizeof *host));
+    free(host);
+}
+
+static plain make_plain(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t heads, int64_t heads_k, int64_t d,
+                        uint32_t seed)
+{
+    plain   p       = {.problem = {.device = on_gpu(), .mask = FLASH_ATTN_CAUSAL}};
+    size_t  q_count = (size_t)(batch * seqlen_q * heads * d), k_count = (size_t)(batch * seqlen_k * heads_k * d);
+    p.o_bytes       = q_count * 2;
+    p.lse_bytes     = (size_t)(batch * seqlen_q * heads) * 4;
+    size_t q_room   = (q_count * 2 + 255) / 256 * 256, k_room = (k_count * 2 + 255) / 256 * 256;
+    char  *at       = gpu->alloc(2 * q_room + 2 * k_room + p.lse_bytes);
+    assert_non_null(at);
+    p.memory      = at;
+    p.problem.q   = (flash_attn_tensor){at, FLASH_ATTN_BF16, 0, {batch, seqlen_q, heads, d}, {0}};
+    p.problem.k   = (flash_attn_tensor){at + q_room, FLASH_ATTN_BF16, 0, {batch, seqlen_k, heads_k, d}, {0}};
+    p.problem.v   = (flash_attn_tensor){at + q_room + k_room, FLASH_ATTN_BF16, 0, {batch, seqlen_k, heads_k, d}, {0}};
+    p.problem.o   = (flash_attn_tensor){.data = at + q_room + 2 * k_room, .dtype = FLASH_ATTN_BF16};
+    p.problem.lse = (flash_attn_tensor){.data = at + 2 * q_room + 2 * k_room};
+    fill_random(p.problem.q.data, q_count, seed);
+    fill_random(p.problem.k.data, k_count, seed + 1);
+    fill_random(p.problem.v.data, k_count, seed + 2);
+    return p;
+}
+
+static void add_workspace(plain *p)
+{
+    assert_int_equal(flash_attn_workspace_size(NULL, &p->problem, FLASH_ATTN_FORWARD, &p->workspace_bytes), FLASH_ATTN_OK);
+    p->workspace = p->workspace_bytes ? gpu->alloc(p->workspace_bytes) : NULL;
+}
+
+static void free_plain(plain *p)
+{
+    gpu->free(p->memory);
+    if (p->workspace)
+        gpu->free(p->workspace);
+}
+
+static flash_attn_status forward_on(plain *p, void *stream)
+{
+    flash_attn_exec exec = {.stream = stream, .workspace = p->workspace, .workspace_bytes = p->workspace_bytes};
+    return flash_attn_forward(NULL, &p->problem, &exec);
+}
+
+static void expect_ok(flash_attn_status status)
+{
+    if (status != FLASH_ATTN_OK)
+        fail_msg("%s", flash_attn_last_error());
+}
+
+/* o's and lse's bytes. */
+static unsigned char *result_of(const plain *p)
+{
+    unsigned char *bytes = malloc(p->o_bytes + p->lse_bytes);
+    assert_non_null(bytes);
+    assert_true(gpu->to_host(bytes, p->problem.o.data, p->o_bytes));
+    assert_true(gpu->to_host(bytes + p->o_bytes, p->problem.lse.data, p->lse_bytes));
+    return bytes;
+}
+
+static void poison(plain *p)
+{
+    assert_true(gpu->fill(p->problem.o.data, 0xFF, p->o_bytes));
+    assert_true(gpu->fill(p->problem.lse.data, 0xFF, p->lse_bytes));
+    assert_true(gpu->wait(NULL));
+}
+
+/* What the problem gives on the default stream with the library's own workspace. */
+static unsigned char *expected_of(plain *p)
+{
+    poison(p);
+    expect_ok(flash_attn_forward(NULL, &p->problem, NULL));
+    return result_of(p);
+}
+
+static void expect_same(const plain *p, const unsigned char *expected)
+{
+    unsigned char *got = result_of(p);
+    assert_memory_equal(got, expected, p->o_bytes + p->lse_bytes);
+    free(got);
+}
+
+/* ---- streams, graphs, threads ---- */
+
+static void calls_on_several_streams_at_once_give_the_same_bits(void **state)
+{
+    (void)state;
+    need_gpu();
+    enum { STREAMS = 4, ROUNDS = 20 };
+    plain          p[STREAMS];
+    unsigned char *expected[STREAMS];
+    void          *stream[STREAMS];
+    for (int s = 0; s < STREAMS; s++) {
+        p[s]        = make_plain(2, s == 3 ? 1 : 300, 4096, 8, 2, 128, 10u * (unsigned)s);
+        expected[s] = expected_of(&p[s]);
+        add_workspace(&p[s]);
+        poison(&p[s]);
+        stream[s] = gpu->stream();
+    }
+    for (int round = 0; round < ROUNDS; round++)
+        for (int s = 0; s < STREAMS; s++)
+            expect_ok(forward_on(&p[s], stream[s]));
+    for (int s = 0; s < STREAMS; s++) {
+        assert_true(gpu->wait(stream[s]));
+        expect_same(&p[s], expected[s]);
+        gpu->stream_free(stream[s]);
+        free(expected[s]);
+        free_plain(&p[s]);
+    }
+}
+
+static void a_captured_graph_follows_changed_lengths(void **state)
+{
+    (void)state;
+    need_gpu();
+    enum { BATCH = 3, KEYS = 2000 };
+    plain    p = make_plain(BATCH, 1, KEYS, 8, 2, 64, 7);
+    int32_t *seqused = gpu->alloc(BATCH * sizeof *seqused), lengths[][BATCH] = {{2000, 1, 700}, {0, 1999, 256}, {5, 257, 2000}};
+    p.problem.seqused_k = seqused;
+    add_workspace(&p);
+    expect_ok(flash_attn_prepare(NULL, &p.problem, FLASH_ATTN_FORWARD));
+    void *stream = gpu->stream();
+    assert_true(gpu->capture_begin(stream));
+    expect_ok(forward_on(&p, stream));
+    void *graph = gpu->capture_end(stream);
+    assert_non_null(graph);
+    for (int n = 0; n < 3; n++) {
+        assert_true(gpu->to_device(seqused, lengths[n], sizeof lengths[n]));
+        unsigned char *expected = expected_of(&p);
+        poison(&p);
+        assert_true(gpu->graph_launch(graph, stream));
+        assert_true(gpu->wait(stream));
+        expect_same(&p, expected);
+        free(expected);
+    }
+    gpu->graph_free(graph);
+    gpu->stream_free(stream);
+    gpu->free(seqused);
+    free_plain(&p);
+}
+
+/* The slices' host memory may be gone when the graph runs. */
+static void a_captured_graph_keeps_its_own_block_mask(void **state)
+{
+    (void)state;
+    need_gpu();
+    plain             p      = make_plain(1, 1000, 1000, 4, 4, 64, 9);
+    flash_attn_slice *slices = calloc(250, sizeof *slices);
+    for (int n = 0; n < 250; n++)
+        slices[n] = (flash_attn_slice){4 * n, 4 * n + 4, 4 * n, n % 3 ? 4 * n + 4 : 1000, n % 3};
+    p.problem.mask          = FLASH_ATTN_NONE;
+    p.problem.slices        = (flash_attn_slices){.list = slices, .count = 250};
+    unsigned char *expected = expected_of(&p);
+    add_workspace(&p);
+    void *stream = gpu->stream();
+    assert_true(gpu->capture_begin(stream));
+    expect_ok(forward_on(&p, stream));
+    void *graph = gpu->capture_end(stream);
+    assert_non_null(graph);
+    memset(slices, 0xFF, 250 * sizeof *slices);
+    free(slices);
+    poison(&p);
+    assert_true(gpu->fill(p.workspace, 0xFF, p.workspace_bytes) && gpu->wait(NULL));
+    assert_true(gpu->graph_launch(graph, stream));
+    assert_true(gpu->wait(stream));
+    expect_same(&p, expected);
+    gpu->graph_free(graph);
+    gpu->stream_free(stream);
+    free(expected);
+    free_plain(&p);
+}
+
+typedef struct thread_work {
+    plain                p;
+    const unsigned char *expected;
+    flash_attn_context  *context;
+    bool                 has_context; /* whether the thread makes a CUDA context current */
+    int                  failures;
+} thread_work;
+
+static void *thread_main(void *argument)
+{
+    thread_work *work = argument;
+    if (work->has_context)
+        gpu->adopt();
+    void *stream = NULL;
+    gpu->adopt();
+    stream = gpu->stream();
+    if (!work->has_context)
+        gpu->abandon();
+    flash_attn_exec exec = {.stream = stream};
+    for (int round = 0; round < 30; round++)
+        work->failures += flash_attn_forward(work->context, &work->p.problem, &exec) != FLASH_ATTN_OK;
+    gpu->adopt();
+    work->failures += !gpu->wait(stream);
+    gpu->stream_free(stream);
+    return NULL;
+}
+
+static void threads_share_a_context_cold(void **state)
+{
+    (void)state;
+    need_gpu();
+    enum { THREADS = 4 };
+    flash_attn_context *context;
+    pthread_t           thread[THREADS];
+    thread_work         work[THREADS];
+    expect_ok(flash_attn_create(&context, NULL)); /* its kernels are not yet loaded: the threads race for them */
+    for (int t = 0; t < THREADS; t++) {
+        work[t]          = (thread_work){.p = make_plain(1, 500, 700, 4, 2, 64, 3), .context = context, .has_context = t % 2};
+        work[t].expected = expected_of(&work[t].p);
+        poison(&work[t].p);
+    }
+    for (int t = 0; t < THREADS; t++)
+        assert_int_equal(pthread_create(&thread[t], NULL, thread_main, &work[t]), 0);
+    for (int t = 0; t < THREADS; t++) {
+        pthread_join(thread[t], NULL);
+        assert_int_equal(work[t].failures, 0);
+        expect_same(&work[t].p, work[t].expected);
+        free((void *)work[t].expected);
+        free_plain(&work[t].p);
+    }
+    flash_attn_destroy(context);
+}
+
+static void a_call_leaves_the_current_context_as_it_was(void **state)
+{
+    (void)state;
+    need_gpu();
+    plain          p        = make_plain(1, 100, 100, 2, 2, 64, 5);
+    unsigned char *expected = expected_of(&p);
+    poison(&p);
+    assert_true(gpu->abandon());
+    flash_attn_status status   = flash_attn_forward(NULL, &p.problem, NULL);
+    bool              has_none = !gpu->wait(NULL); /* fails without a context */
+    assert_true(gpu->adopt());
+    expect_ok(status);
+    assert_true(has_none);
+    expect_same(&p, expected);
+    free(expected);
+    free_plain(&p);
+}
+
+/* ---- sizes ---- */
+
+static void a_grid_of_more_than_65535_batch_heads_is_whole(void **state)
+{
+    (void)state;
+    need_gpu();
+    plain          big = make_plain(70000, 2, 3, 1, 1, 32, 1), one;
+    unsigned char *all = expected_of(&big);
+    for (int64_t b = 0; b < 70000; b += 6999) { /* as alone */
+        one                = big;
+        one.problem.q.shape[0] = one.problem.k.shape[0] = one.problem.v.shape[0] = 1;
+        one.problem.q.data = (char *)big.problem.q.data + b * 2 * 32 * 2;
+        one.problem.k.data = (char *)big.problem.k.data + b * 3 * 32 * 2;
+        one.problem.v.data = (char *)big.problem.v.data + b * 3 * 32 * 2;
+        one.o_bytes        = 2 * 32 * 2;
+        one.lse_bytes      = 2 * 4;
+        unsigned char *alone = expected_of(&one);
+        assert_memory_equal(alone, all + b * 128, 128);
+        assert_memory_equal(alone + 128, all + big.o_bytes + b * 8, 8);
+        free(alone);
+    }
+    free(all);
+    free_plain(&big);
+}
+
+/* Offsets in elements beyond 2^31 and 2^32, by the batch's stride. */
+static void offsets_beyond_32_bits_are_right(void **state)
+{
+    (void)state;
+    need_gpu();
+    int64_t  stride = ((int64_t)1 << 32) + 64;
+    plain    near   = make_plain(2, 70, 90, 2, 2, 64, 21), far = near;
+    char    *memory_of_far = gpu->alloc((size_t)(stride * 2 + (1 << 20)));
+    if (!memory_of_far) {
+        print_message("skipped: the device has no 8.6 GB free\n");
+        free_plain(&near);
+        skip();
+    }
+    unsigned char     *expected  = expected_of(&near);
+    flash_attn_tensor *tensors[] = {&far.problem.q, &far.problem.k, &far.problem.v, &far.problem.o};
+    char               host[2 * 90 * 2 * 64];
+    for (int t = 0; t < 4; t++) {
+        flash_attn_tensor *x    = tensors[t];
+        const char        *from = x->data;
+        int64_t            rows = t == 1 || t == 2 ? 90 : 70, bytes = rows * 2 * 64 * 2;
+        x->data = memory_of_far + t * 65536;
+        for (int i = 0; i < 4; i++)
+            x->stride[i] = (int64_t[]){stride, 2 * 64, 64, 1}[i];
+        for (int b = 0; b < 2; b++) {
+            assert_true(gpu->to_host(host, from + b * bytes, (size_t)bytes));
+            assert_true(gpu->to_device((char *)x->data + b * stride * 2, host, (size_t)bytes));
+        }
+    }
+    assert_true(gpu->fill(far.problem.lse.data, 0xFF, far.lse_bytes));
+    for (int b = 0; b < 2; b++)
+        assert_true(gpu->fill((char *)far.problem.o.data + b * stride * 2, 0xFF, near.o_bytes / 2));
+    expect_ok(flash_attn_forward(NULL, &far.problem, NULL));
+    for (int b = 0; b < 2; b++) {
+        assert_true(gpu->to_host(host, (char *)far.problem.o.data + b * stride * 2, near.o_bytes / 2));
+        assert_memory_equal(host, expected + (size_t)b * (near.o_bytes / 2), near.o_bytes / 2);
+    }
+    free(expected);
+    gpu->free(memory_of_far);
+    free_plain(&near);
+}
+
+/* ---- workspace, repetition, errors ---- */
+
+static void a_workspace_one_byte_short_is_refused_and_nothing_written(void **state)
+{
+    (void)state;
+    need_gpu();
+    plain p = make_plain(1, 1, 8192, 8, 2, 128, 4); /* split, so that it needs one */
+    poison(&p);
+    unsigned char *before = result_of(&p);
+    add_workspace(&p);
+    assert_true(p.workspace_bytes > 0);
+    p.workspace_bytes--;
+    assert_int_equal(forward_on(&p, NULL), FLASH_ATTN_NO_MEMORY);
+    expect_same(&p, before);
+    p.workspace_bytes++;
+    expect_ok(forward_on(&p, NULL));
+    free(before);
+    free_plain(&p);
+}
+
+static void a_misaligned_workspace_is_as_good(void **state)
+{
+    (void)state;
+    need_gpu();
+    plain          p        = make_plain(2, 1, 8192, 8, 2, 128, 4);
+    unsigned char *expected = expected_of(&p);
+    add_workspace(&p);
+    char *own   = p.workspace;
+    p.workspace = gpu->alloc(p.workspace_bytes + 1);
+    gpu->free(own);
+    own         = p.workspace;
+    p.workspace = own + 1;
+    poison(&p);
+    expect_ok(forward_on(&p, NULL));
+    expect_same(&p, expected);
+    p.workspace = own;
+    free(expected);
+    free_plain(&p);
+}
+
+static void the_forward_repeats_bit_by_bit(void **state)
+{
+    (void)state;
+    need_gpu();
+    plain          p        = make_plain(2, 1000, 1000, 8, 2, 128, 4);
+    unsigned char *expected = expected_of(&p);
+    for (int round = 0; round < 200; round++) {
+        poison(&p);
+        expect_ok(forward_on(&p, NULL));
+        expect_same(&p, expected);
+    }
+    free(expected);
+    free_plain(&p);
+}
+
+static void a_sequence_has_the_same_bits_alone_and_in_a_batch(void **state)
+{
+    (void)state;
+    need_gpu();
+    static const int64_t queries[] = {1, 64, 513};
+    for (int n = 0; n < 3; n++) {
+        plain          p   = make_plain(5, queries[n], 3000, 8, 2, 128, 11), one;
+        unsigned char *all = expected_of(&p);
+        for (int64_t b = 0; b < 5; b++) {
+            one                    = p;
+            one.problem.q.shape[0] = one.problem.k.shape[0] = one.problem.v.shape[0] = 1;
+            one.problem.q.data     = (char *)p.problem.q.data + b * queries[n] * 8 * 128 * 2;
+            one.problem.k.data     = (char *)p.problem.k.data + b * 3000 * 2 * 128 * 2;
+            one.problem.v.data     = (char *)p.problem.v.data + b * 3000 * 2 * 128 * 2;
+            one.o_bytes            = p.o_bytes / 5;
+            one.lse_bytes          = p.lse_bytes / 5;
+            unsigned char *alone   = expected_of(&one);
+            assert_memory_equal(alone, all + (size_t)b * one.o_bytes, one.o_bytes);
+            assert_memory_equal(alone + one.o_bytes, all + p.o_bytes + (size_t)b * one.lse_bytes, one.lse_bytes);
+            free(alone);
+        }
+        free(all);
+        free_plain(&p);
+    }
+}
+
+static void a_device_that_is_not_there_is_said(void **state)
+{
+    (void)state;
+    need_gpu();
+    plain p                  = make_plain(1, 10, 10, 1, 1, 32, 4);
+    p.problem.device.index   = 63;
+    assert_int_equal(flash_attn_forward(NULL, &p.problem, NULL), FLASH_ATTN_NO_DEVICE);
+    assert_non_null(strstr(flash_attn_last_error(), "63"));
+    free_plain(&p);
+}
+
+/* ---- processes ---- */
+
+/* The exit status of one small call in a process that has not used CUDA before. */
+static int one_call(void)
+{
+    memory = case_gpu_memory(0, no_gpu, sizeof no_gpu);
+    if (!memory)
+        return 3;
+    gpu     = case_gpu_get();
+    plain p = make_plain(1, 100, 100, 2, 2, 64, 5);
+    if (flash_attn_forward(NULL, &p.problem, NULL) != FLASH_ATTN_OK) {
+        printf("  %s\n", flash_attn_last_error());
+        return 1;
+    }
+    return gpu->wait(NULL) ? 0 : 2;
+}
+
+static const char *own_path;
+
+static void eight_cold_processes_at_once(void **state)
+{
+    (void)state;
+    need_gpu();
+    pid_t child[8];
+    char  cache[] = "test_cuda.XXXXXX", absolute[4200], here[4000];
+    assert_non_null(mkdtemp(cache));
+    assert_non_null(getcwd(here, sizeof here));
+    snprintf(absolute, sizeof absolute, "%s/%s", here, cache);
+    fflush(stdout);
+    for (int i = 0; i < 8; i++) {
+        child[i] = fork();
+        if (child[i] == 0) {
+            setenv("XDG_CACHE_HOME", absolute, 1);
+            execl(own_path, own_path, "--one-call", (char *)NULL);
+            _exit(9);
+        }
+    }
+    for (int i = 0; i < 8; i++) {
+        int status;
+        assert_int_equal(waitpid(child[i], &status, 0), child[i]);
+        assert_true(WIFEXITED(status));
+        assert_int_equal(WEXITSTATUS(status), 0);
+    }
+    char command[4300];
+    snprintf(command, sizeof command, "rm -r '%s'", absolute);
+    assert_int_equal(system(command), 0);
+}
+
+int main(int argc, char **argv)
+{
+    own_path = "/proc/self/exe";
+    for (int n = 1; n < argc; n++) {
+        const char *value = n + 1 < argc ? argv[n + 1] : "";
+        if (strcmp(argv[n], "--one-call") == 0)
+            return one_call();
+        if (strcmp(argv[n], "--quick") == 0)
+            options.quick = true;
+        else if (strcmp(argv[n], "--group") == 0 && ++n)
+            options.group = value;
+        else if (strcmp(argv[n], "--seed") == 0 && ++n)
+            options.seed = strtoull(value, NULL, 0);
+        else {
+            fprintf(stderr, "usage: test_cuda [--group NAME] [--seed N] [--quick]\n");
+            return 2;
+        }
+    }
+    memory = case_gpu_memory(0, no_gpu, sizeof no_gpu);
+    gpu    = case_gpu_get();
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(the_case_list_in_bfloat16),
+        cmocka_unit_test(the_case_list_in_float16),
+        cmocka_unit_test(the_case_list_in_float32),
+        cmocka_unit_test(calls_on_several_streams_at_once_give_the_same_bits),
+        cmocka_unit_test(a_captured_graph_follows_changed_lengths),
+        cmocka_unit_test(a_captured_graph_keeps_its_own_block_mask),
+        cmocka_unit_test(threads_share_a_context_cold),
+        cmocka_unit_test(a_call_leaves_the_current_context_as_it_was),
+        cmocka_unit_test(a_grid_of_more_than_65535_batch_heads_is_whole),
+        cmocka_unit_test(offsets_beyond_32_bits_are_right),
+        cmocka_unit_test(a_workspace_one_byte_short_is_refused_and_nothing_written),
+        cmocka_unit_test(a_misaligned_workspace_is_as_good),
+        cmocka_unit_test(the_forward_repeats_bit_by_bit),
+        cmocka_unit_test(a_sequence_has_the_same_bits_alone_and_in_a_batch),
+        cmocka_unit_test(a_device_that_is_not_there_is_said),
+        cmocka_unit_test(eight_cold_processes_at_once),
+    };
+    return cmocka_run_group_tests_name("cuda", tests, NULL, NULL);
+}
