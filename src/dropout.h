@@ -56,10 +56,11 @@ FA_DROPOUT_INLINE fa_philox fa_dropout_block(const fa_dropout *dropout, fa_u32 b
                             dropout->seed_high);
 }
 
-/* Number n (0 .. 7) of a call. */
+/* Number n (0 .. 7) of a call. Chosen, not indexed: an array indexed at run time would leave a GPU's registers. */
 FA_DROPOUT_INLINE fa_u32 fa_dropout_number(fa_philox numbers, int n)
 {
-    return (numbers.word[n >> 1] >> (16 * (n & 1))) & 0xFFFFu;
+    fa_u32 low = n & 2 ? numbers.word[1] : numbers.word[0], high = n & 2 ? numbers.word[3] : numbers.word[2];
+    return ((n & 4 ? high : low) >> (16 * (n & 1))) & 0xFFFFu;
 }
 
 /* One element, the slow and plain way. */

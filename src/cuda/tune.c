@@ -12,18 +12,18 @@ const fa_kernel_names fa_kernels[FA_NUM_KERNELS] = {
  */
 const fa_tune_row fa_tune_rows[] = {
     /* arch    kernel               dtypes        head masks      few  tile_q tile_k warps stages blocks variant why */
-    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 64, FA_ON_ANY, 0, 128, 128, 4, 1, 1, 0,
-     "FlashAttention-2's tile for head_dim 64: four warps, 32 query rows each"},
-    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 128, FA_ON_ANY, 0, 128, 64, 4, 1, 1, 0,
-     "FlashAttention-2's tile for head_dim 128: 64 KB of shared memory, two blocks a multiprocessor on 8.0 and 9.0"},
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 64, FA_ON_ANY, 0, 128, 64, 4, 2, 1, 0,
+     "head_dim 64: four warps of 32 rows; 128 keys would spill; two blocks a multiprocessor"},
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 128, FA_ON_ANY, 0, 128, 64, 8, 2, 1, 0,
+     "head_dim 128: eight warps of 16 rows, for every option fits their registers; two stages in 96 KB"},
     {80, 80, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 256, FA_ON_ANY, 0, 128, 64, 8, 1, 1, 0,
-     "128 KB of shared memory; eight warps of 16 rows, for O alone takes 128 registers"},
+     "head_dim 256: eight warps of 16 rows, for O alone takes 128 registers; 128 KB of shared memory"},
     {86, 89, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 256, FA_ON_ANY, 0, 64, 64, 4, 1, 1, 0,
-     "96 KB of shared memory, all that a block may have here"},
+     "head_dim 256: 96 KB of shared memory, all that a block may have here"},
     {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 256, FA_ON_ANY, 0, 128, 64, 8, 1, 1, 0,
-     "128 KB of shared memory; eight warps of 16 rows, for O alone takes 128 registers"},
+     "head_dim 256: eight warps of 16 rows, for O alone takes 128 registers; 128 KB of shared memory"},
     {120, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 256, FA_ON_ANY, 0, 64, 64, 4, 1, 1, 0,
-     "96 KB of shared memory, all that a block may have here"},
+     "head_dim 256: 96 KB of shared memory, all that a block may have here"},
 };
 const int fa_num_tune_rows = sizeof fa_tune_rows / sizeof *fa_tune_rows;
 

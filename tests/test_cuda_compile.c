@@ -1,0 +1,377 @@
+/*
+ * Every tune row is compiled by NVRTC for every architecture that it serves, and no kernel may spill, keep a stack frame
+ * or draw a remark that the compiler has broken up its tensor-core pipeline. No GPU is needed. Without NVRTC the tests
+ * are skipped, with the reason.
+ *
+ *     test_cuda_compile [--all]      --all: every architecture, and each option of a problem on each row; otherwise
+ *                                    sm_80 and sm_90, and the options of head_dim 128 on one
+ *
+ * Kernels that have not changed since the last run come from a cache in the folder that it is run in.
+ */
+#include "harness.h"
+
+#include "check.h"
+#include "cuda/cuda.h"
+
+#include <limits.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static const int archs[] = {80, 86, 89, 90, 100, 120};
+enum { NUM_ARCHS = sizeof archs / sizeof *archs };
+
+static bool all;
+
+/* ---- problems ---- */
+
+typedef struct option {
+    const char *name;
+    bool        forward, backward; /* passes that have it */
+    void (*set)(flash_attn_problem *p, flash_attn_grads *g);
+} option;
+
+static int32_t          some_int32[64]; /* an address; never read */
+static flash_attn_slice some_slices[2] = {{0, 64, 0, 64, FLASH_ATTN_SLICE_FULL}, {64, 128, 64, 128, FLASH_ATTN_SLICE_CAUSAL}};
+
+static void set_nothing(flash_attn_problem *p, flash_attn_grads *g)
+{
+    (void)p;
+    (void)g;
+}
+static void set_full(flash_attn_problem *p, flash_attn_grads *g)
+{
+    (void)g;
+    p->mask = FLASH_ATTN_NONE;
+}
+static void set_window(flash_attn_problem *p, flash_attn_grads *g)
+{
+    (void)g;
+    p->mask        = FLASH_ATTN_WINDOW;
+    p->window_left = 100;
+}
+static void set_softcap(flash_attn_problem *p, flash_attn_grads *g)
+{
+    (void)g;
+    p->softcap = 30.0f;
+}
+static void set_bias(flash_attn_problem *p, flash_attn_grads *g)
+{
+    (void)g;
+    p->bias = (flash_attn_tensor){.dtype = p->q.dtype, .shape = {1, p->q.shape[2], p->q.shape[1], p->k.shape[1]}};
+}
+static void set_bias_f32(flash_attn_problem *p, flash_attn_grads *g)
+{
+    set_bias(p, g);
+    p->bias.dtype = FLASH_ATTN_F32;
+}
+static void set_dbias(flash_attn_problem *p, flash_attn_grads *g)
+{
+    set_bias(p, g);
+    g->dbias = p->bias;
+}
+static void set_alibi(flash_attn_problem *p, flash_attn_grads *g)
+{
+    (void)g;
+    p->alibi_slopes = (flash_attn_tensor){.dtype = FLASH_ATTN_F32, .shape = {1, p->q.shape[2], 1, 1}};
+}
+static void set_sinks(flash_attn_problem *p, flash_attn_grads *g)
+{
+    p->sinks  = (flash_attn_tensor){.dtype = FLASH_ATTN_F32, .shape = {1, p->q.shape[2], 1, 1}};
+    g->dsinks = p->sinks;
+}
+static void set_dropout(flash_attn_problem *p, flash_attn_grads *g)
+{
+    (void)g;
+    p->dropout = (flash_attn_dropout){.p = 0.1f, .seed = 1};
+}
+static void set_slices(flash_attn_problem *p, flash_attn_grads *g)
+{
+    (void)g;
+    p->slices = (flash_attn_slices){.list = some_slices, .count = 2};
+}
+static void set_varlen(flash_attn_problem *p, flash_attn_grads *g)
+{
+    (void)g;
+    p->q.shape[1] *= p->q.shape[0];
+    p->k.shape[1] *= p->k.shape[0];
+    p->batch      = (int32_t)p->q.shape[0];
+    p->q.shape[0] = p->k.shape[0] = 1;
+    p->v.shape[0] = 1;
+    p->v.shape[1] = p->k.shape[1];
+    p->max_seqlen_q = p->max_seqlen_k = 128;
+    p->cu_seqlens_q = p->cu_seqlens_k = some_int32;
+}
+static void set_paged(flash_attn_problem *p, flash_attn_grads *g)
+{
+    (void)g;
+    p->pages      = (flash_attn_pages){.table = some_int32, .pages_per_seq = 8};
+    p->k.shape[1] = p->v.shape[1] = 16;
+}
+static void set_split(flash_attn_problem *p, flash_attn_grads *g)
+{
+    (void)g;
+    p->num_splits = 4;
+    p->k.shape[1] = p->v.shape[1] = 8192;
+}
+static void set_few_heads_k(flash_attn_problem *p, flash_attn_grads *g)
+{
+    (void)g;
+    p->k.shape[2] = p->v.shape[2] = 1;
+}
+static void set_uneven(flash_attn_problem *p, flash_attn_grads *g)
+{
+    (void)g;
+    p->q.shape[3] -= 8;
+    p->k.shape[3] -= 8;
+    p->v.shape[3] -= 16;
+}
+static void set_odd(flash_attn_problem *p, flash_attn_grads *g)
+{
+    (void)g;
+    p->q.shape[3] -= 1;
+    p->k.shape[3] -= 1;
+    p->v.shape[3] -= 1;
+}
+static void set_o_f32(flash_attn_problem *p, flash_attn_grads *g)
+{
+    p->o.dtype = FLASH_ATTN_F32;
+    g->dout.dtype = g->dq.dtype = g->dk.dtype = g->dv.dtype = FLASH_ATTN_F32;
+}
+static void set_deterministic(flash_attn_problem *p, flash_attn_grads *g)
+{
+    (void)g;
+    p->deterministic = true;
+}
+
+static const option options[] = {{"causal", true, true, set_nothing},
+                                 {"full", true, true, set_full},
+                                 {"window", true, true, set_window},
+                                 {"softcap", true, true, set_softcap},
+                                 {"bias", true, true, set_bias},
+                                 {"bias_f32", true, true, set_bias_f32},
+                                 {"dbias", false, true, set_dbias},
+                                 {"alibi", true, true, set_alibi},
+                                 {"sinks", true, true, set_sinks},
+                                 {"dropout", true, true, set_dropout},
+                                 {"slices", true, true, set_slices},
+                                 {"varlen", true, true, set_varlen},
+                                 {"paged", true, false, set_paged},
+                                 {"split", true, false, set_split},
+                                 {"few_heads_k", true, true, set_few_heads_k},
+                                 {"uneven_d", true, true, set_uneven},
+                                 {"odd_d", true, true, set_odd},
+                                 {"o_f32", true, true, set_o_f32},
+                                 {"deterministic", false, true, set_deterministic}};
+enum { NUM_OPTIONS = sizeof options / sizeof *options };
+
+static bool is_backward(const fa_tune_row *row) { return strncmp(fa_kernels[row->kernel].name, "backward", 8) == 0; }
+
+/* A call that takes this row, causal unless the row or the option says otherwise. */
+static flash_attn_status call_for(const fa_tune_row *row, flash_attn_dtype dtype, const option *with, fa_call *call)
+{
+    int64_t            seqlen = row->max_queries ? row->max_queries : 256, d = row->head_dim;
+    flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA},
+                            .q      = {.dtype = dtype, .shape = {2, seqlen, 4, d}},
+                            .k      = {.dtype = dtype, .shape = {2, 256, 4, d}},
+                            .v      = {.dtype = dtype, .shape = {2, 256, 4, d}},
+                            .o      = {.dtype = dtype == FLASH_ATTN_F8E4M3 ? FLASH_ATTN_BF16 : dtype},
+                            .mask   = FLASH_ATTN_CAUSAL};
+    flash_attn_tensor  like = {.dtype = dtype};
+    flash_attn_grads   grads = {.dout = like, .dq = like, .dk = like, .dv = like};
+    if (!(row->masks & FA_ON_CAUSAL))
+        p.mask = row->masks & FA_ON_NONE ? FLASH_ATTN_NONE : FLASH_ATTN_WINDOW;
+    if (p.mask == FLASH_ATTN_WINDOW)
+        p.window_left = 100;
+    with->set(&p, &grads);
+    if (is_backward(row))
+        return fa_normalise(&p, &grads, FLASH_ATTN_BACKWARD, FA_PLAN, call);
+    return fa_normalise(&p, NULL, FLASH_ATTN_FORWARD, FA_PLAN, call);
+}
+
+/* ---- compiling a list of keys on all cores ---- */
+
+typedef struct key_list {
+    fa_key *key;
+    int     count, room;
+} key_list;
+
+static void add_key(key_list *list, const fa_key *key)
+{
+    for (int i = 0; i < list->count; i++)
+        if (memcmp(&list->key[i], key, sizeof *key) == 0)
+            return;
+    if (list->count == list->room) {
+        list->room = list->room ? 2 * list->room : 64;
+        list->key  = realloc(list->key, (size_t)list->room * sizeof *list->key);
+        assert_non_null(list->key);
+    }
+    list->key[list->count++] = *key;
+}
+
+static void add_plan(key_list *list, const fa_plan *plan)
+{
+    for (int i = 0; i < plan->num_launches; i++)
+        add_key(list, &plan->launch[i].key);
+}
+
+/* The most shared memory that a block may have, from the CUDA Programming Guide's table of compute capabilities. */
+static int max_shared_bytes(int arch)
+{
+    return arch == 80 ? 163 << 10 : arch == 90 || arch == 100 ? 227 << 10 : 99 << 10;
+}
+
+/* One line if the key does not build cleanly. */
+static bool builds_cleanly(fa_jit *jit, const fa_key *key)
+{
+    char      line[FA_KEY_LINE_BYTES];
+    fa_binary binary;
+    fa_key_line(key, line, sizeof line);
+    if (fa_jit_build(jit, key, &binary) != FLASH_ATTN_OK) {
+        print_message("  %s: %s\n", line, flash_attn_last_error());
+        return false;
+    }
+    free(binary.cubin);
+    const fa_resources *r = &binary.resources;
+    bool clean = r->stack_bytes == 0 && r->spill_bytes == 0 && !r->warning[0] && r->shared_bytes <= max_shared_bytes(key->arch);
+    if (!clean)
+        print_message("  %s: %d registers, %d bytes of stack, %d of spills, %d of shared memory %s\n", line, r->registers,
+                      r->stack_bytes, r->spill_bytes, r->shared_bytes, r->warning);
+    return clean;
+}
+
+static int count_failures(const key_list *list)
+{
+    long  cores   = sysconf(_SC_NPROCESSORS_ONLN);
+    int   workers = cores > 16 ? 16 : cores < 1 ? 1 : (int)cores, failures = 0;
+    pid_t child[16];
+    fflush(NULL);
+    for (int w = 0; w < workers; w++) {
+        child[w] = fork();
+        assert_true(child[w] >= 0);
+        if (child[w] == 0) {
+            fa_jit jit;
+            int    failed = fa_jit_init(&jit, NULL, 0) != FLASH_ATTN_OK;
+            for (int i = w; i < list->count && failed < 3; i += workers) /* a few failures are enough to see */
+                failed += !builds_cleanly(&jit, &list->key[i]);
+            fflush(NULL);
+            _exit(failed != 0);
+        }
+    }
+    for (int w = 0; w < workers; w++) {
+        int status;
+        assert_int_equal(waitpid(child[w], &status, 0), child[w]);
+        failures += !WIFEXITED(status) || WEXITSTATUS(status) != 0;
+    }
+    print_message("%d kernels\n", list->count);
+    return failures;
+}
+
+static void need_nvrtc(void)
+{
+    fa_nvrtc nvrtc;
+    if (fa_nvrtc_load(&nvrtc, NULL) == FLASH_ATTN_OK)
+        return;
+    print_message("skipped: %s\n", flash_attn_last_error());
+    skip();
+}
+
+/* ---- tests ---- */
+
+static bool skips(int arch) { return !all && arch != 80 && arch != 90; }
+
+/* A row that no problem takes, because one before it takes them all, is a mistake. */
+static void every_row_is_taken_on_every_architecture_that_it_names(void **state)
+{
+    (void)state;
+    for (int r = 0; r < fa_num_tune_rows; r++)
+        for (int a = 0; a < NUM_ARCHS; a++)
+            for (int dtype = 0; dtype <= FLASH_ATTN_F8E4M3; dtype++) {
+                const fa_tune_row *row = &fa_tune_rows[r];
+                fa_call            call;
+                fa_plan            plan;
+                if (archs[a] < row->arch_min || archs[a] > row->arch_max || !(row->dtypes >> dtype & 1))
+                    continue;
+                if (call_for(row, (flash_attn_dtype)dtype, &options[0], &call) != FLASH_ATTN_OK ||
+                    fa_plan_make(&call, archs[a], NULL, &plan) != FLASH_ATTN_OK)
+                    fail_msg("row %d, sm_%d: %s", r, archs[a], flash_attn_last_error());
+                if (plan.row != row)
+                    fail_msg("row %d (%s) is hidden on sm_%d by row %d", r, row->why, archs[a],
+                             (int)(plan.row - fa_tune_rows));
+            }
+}
+
+static void every_row_builds_cleanly_for_every_architecture(void **state)
+{
+    (void)state;
+    need_nvrtc();
+    key_list list = {0};
+    for (int r = 0; r < fa_num_tune_rows; r++)
+        for (int a = 0; a < NUM_ARCHS; a++)
+            for (int dtype = 0; dtype <= FLASH_ATTN_F8E4M3; dtype++) {
+                const fa_tune_row *row = &fa_tune_rows[r];
+                fa_call            call;
+                fa_plan            plan;
+                if (archs[a] < row->arch_min || archs[a] > row->arch_max || !(row->dtypes >> dtype & 1) || skips(archs[a]))
+                    continue;
+                /* bfloat16 and float16 make the same code but for the instruction's name: one architecture has both. */
+                if (dtype == FLASH_ATTN_F16 && (row->dtypes & FA_IN_BF16) && archs[a] != 80)
+                    continue;
+                assert_int_equal(call_for(row, (flash_attn_dtype)dtype, &options[0], &call), FLASH_ATTN_OK);
+                assert_int_equal(fa_plan_make(&call, archs[a], NULL, &plan), FLASH_ATTN_OK);
+                add_plan(&list, &plan);
+            }
+    for (int a = 0; a < NUM_ARCHS && !skips(archs[a]); a++) {
+        static const enum fa_kernel_id alone[] = {FA_KERNEL_UPLOAD, FA_KERNEL_MERGE, FA_KERNEL_APPEND};
+        for (size_t i = 0; i < sizeof alone / sizeof *alone; i++) {
+            fa_key key = fa_plan_small_key(alone[i], archs[a]);
+            add_key(&list, &key);
+        }
+    }
+    assert_int_equal(count_failures(&list), 0);
+    free(list.key);
+}
+
+static void every_option_builds_cleanly(void **state)
+{
+    (void)state;
+    need_nvrtc();
+    key_list list = {0};
+    for (int r = 0; r < fa_num_tune_rows; r++)
+        for (int o = 0; o < NUM_OPTIONS; o++) {
+            const fa_tune_row *row = &fa_tune_rows[r];
+            fa_call            call;
+            fa_plan            plan;
+            int                arch = row->arch_max >= 90 && row->arch_min <= 90 ? 90 : row->arch_min;
+            if (!(is_backward(row) ? options[o].backward : options[o].forward))
+                continue;
+            if (!all && (row->head_dim != 128 || arch != 90))
+                continue;
+            flash_attn_dtype dtype = row->dtypes & FA_IN_BF16 ? FLASH_ATTN_BF16 : FLASH_ATTN_F32;
+            if (call_for(row, dtype, &options[o], &call) != FLASH_ATTN_OK)
+                fail_msg("%s: %s", options[o].name, flash_attn_last_error());
+            if (fa_plan_make(&call, arch, NULL, &plan) == FLASH_ATTN_OK)
+                add_plan(&list, &plan);
+            else
+                print_message("  %s %s: %s\n", fa_kernels[row->kernel].name, options[o].name, flash_attn_last_error());
+        }
+    assert_int_equal(count_failures(&list), 0);
+    free(list.key);
+}
+
+int main(int argc, char **argv)
+{
+    char here[PATH_MAX - 64], cache[PATH_MAX];
+    all = argc > 1 && strcmp(argv[1], "--all") == 0;
+    if (!getcwd(here, sizeof here))
+        return 1;
+    snprintf(cache, sizeof cache, "%s/kernel_cache", here);
+    mkdir(cache, 0700);
+    setenv("XDG_CACHE_HOME", cache, 1);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_row_is_taken_on_every_architecture_that_it_names),
+        cmocka_unit_test(every_row_builds_cleanly_for_every_architecture),
+        cmocka_unit_test(every_option_builds_cleanly),
+    };
+    return cmocka_run_group_tests_name("cuda_compile", tests, NULL, NULL);
+}
