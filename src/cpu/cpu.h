@@ -145,9 +145,10 @@ typedef struct fa_kernels {
     void (*accumulate_few)(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v,
                            int rows);
 
-    /* Fused, for tiles without masks and options; NULL: composed from the entries above. */
-    void (*forward_block)(const fa_forward_block *block);
-    void (*backward_block)(const fa_backward_block *block);
+    /* Fused, for tiles without masks and options; NULL: composed from the entries above. false: not for this shape, and
+     * nothing was done. */
+    bool (*forward_block)(const fa_forward_block *block);
+    bool (*backward_block)(const fa_backward_block *block);
     size_t (*forward_scratch_bytes)(int rows, int keys, int head_dim, int head_dim_v); /* NULL: 0 */
     size_t (*backward_scratch_bytes)(int rows, int keys, int head_dim, int head_dim_v);
 

@@ -201,7 +201,7 @@ typedef struct step {
     int               lds, ldo;
 } step;
 
-static void fused_step(const step *t, const scratch *s)
+static bool fused_step(const step *t, const scratch *s)
 {
     fa_forward_block block = {.q          = t->q,
                               .k          = s->k,
@@ -216,7 +216,7 @@ static void fused_step(const step *t, const scratch *s)
                               .head_dim_v = (int)t->call->head_dim_v,
                               .multiplier = t->scale * FA_LOG2_E,
                               .scratch    = s->fused};
-    t->kernels->forward_block(&block);
+    return t->kernels->forward_block(&block);
 }
 
 static void forward_step(const step *t, const scratch *s)
@@ -225,10 +225,8 @@ static void forward_step(const step *t, const scratch *s)
     const fa_call    *call = t->call;
     int               rows = fa_tile_rows(t->tile), keys = fa_tile_keys(t->tile);
     bool plain = t->visible == FA_VISIBLE_ALL && !fa_has_options(call, t->scale) && call->dropout.threshold == 0;
-    if (plain && k->forward_block && s->num_bad == 0 && !t->in_place) {
-        fused_step(t, s);
+    if (plain && k->forward_block && s->num_bad == 0 && !t->in_place && fused_step(t, s))
         return;
-    }
     if (t->in_place)
         k->scores_few(s->s, t->lds, t->q, &s->k_rows, rows);
     else

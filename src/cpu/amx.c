@@ -1,0 +1,475 @@
+/*
+ * The AMX tier: packing, and the five matrix products as plain tile loops. All else that works on float32 tiles comes
+ * from the AVX-512 table. bfloat16 (and FP8, whose values are bfloat16's) is one piece; float16 is two bfloat16 pieces
+ * exactly and float32 three, and their products are sums of products of pieces:
+ *     float16   (h + l)(h' + l')          = hh' + hl' + lh' + ll'             exactly
+ *     float32   (h + m + l)(h' + m' + l') = hh' + hm' + mh' + hl' + mm' + lh'  + 2^-24
+ */
+#include "cpu/amx.h"
+
+#include <pthread.h>
+
+/* ---- pieces ---- */
+
+enum { MAX_PIECES = 3 };
+
+typedef struct product {
+    int left, right;
+} product;
+
+/* Smallest first: what is small is not lost in the sum. */
+static const product products[MAX_PIECES + 1][6] = {
+    {{0, 0}},
+    {{0, 0}},
+    {{1, 1}, {1, 0}, {0, 1}, {0, 0}},
+    {{2, 0}, {1, 1}, {0, 2}, {1, 0}, {0, 1}, {0, 0}},
+};
+static const int num_products[MAX_PIECES + 1] = {0, 1, 4, 6};
+
+/* ---- packing ---- */
+
+static int tiles_of(int n, int step) { return (n + step - 1) / step; }
+
+FA_AMX_INLINE bool is_left(fa_role role) { return role == FA_ROLE_Q || role == FA_ROLE_DO; }
+FA_AMX_INLINE bool is_keys(fa_role role) { return role == FA_ROLE_K || role == FA_ROLE_V_T; }
+
+FA_AMX_INLINE size_t bytes_of(fa_role role, int rows, int cols, int pieces)
+{
+    int tiles = is_left(role) || is_keys(role) ? tiles_of(rows, 16) * tiles_of(cols, 32)
+                                               : tiles_of(rows, 32) * tiles_of(cols, 16);
+    return (size_t)tiles * (size_t)pieces * FA_AMX_TILE;
+}
+
+/* 16 rows from `first` on by 32 columns, as dwords of two columns. */
+FA_AMX_INLINE void load_pairs(__m512i piece[MAX_PIECES][16], const fa_rows *src, int first, int col, int pieces)
+{
+    /* Lane n takes columns 2n and 2n + 1. */
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd  = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    for (int r = 0; r < 16; r++) {
+        const void *row = first + r < src->count ? src->row[first + r] : NULL;
+        __m512      lo = _mm512_setzero_ps(), hi = lo;
+        if (row) {
+            lo = fa_amx_load16(row, src->stride, src->dtype, col, src->cols);
+            if (col + 16 < src->cols)
+                hi = fa_amx_load16(row, src->stride, src->dtype, col + 16, src->cols);
+        }
+        for (int n = 0; n < pieces; n++) {
+            __m512 lo_piece = fa_amx_round(lo), hi_piece = fa_amx_round(hi);
+            piece[n][r] = fa_amx_pair(_mm512_permutex2var_ps(lo_piece, even, hi_piece),
+                                      _mm512_permutex2var_ps(lo_piece, odd, hi_piece));
+            lo          = fa_amx_rest(lo, lo_piece);
+            hi          = fa_amx_rest(hi, hi_piece);
+        }
+    }
+}
+
+FA_AMX_INLINE void pack_along_columns(char *out, const fa_rows *src, int pieces, bool keys)
+{
+    __m512i tile[MAX_PIECES][16];
+    for (int first = 0; first < src->count; first += 16) {
+        for (int col = 0; col < src->cols; col += 32) {
+            load_pairs(tile, src, first, col, pieces);
+            for (int n = 0; n < pieces; n++, out += FA_AMX_TILE) {
+                if (keys)
+                    fa_amx_transpose(tile[n]);
+                for (int r = 0; r < 16; r++)
+                    _mm512_store_si512(out + 64 * r, tile[n][r]);
+            }
+        }
+    }
+}
+
+static bool row_is_finite(const fa_rows *src, int r)
+{
+    __m512 sum = _mm512_setzero_ps();
+    for (int col = 0; col < src->cols; col += 16) {
+        __m512 x = fa_amx_load16(src->row[r], src->stride, src->dtype, col, src->cols);
+        sum      = _mm512_add_ps(sum, _mm512_sub_ps(x, x));
+    }
+    return _mm512_cmp_ps_mask(sum, _mm512_setzero_ps(), _CMP_EQ_OQ) == 0xFFFF;
+}
+
+FA_AMX_INLINE int pack_along_rows(char *out, const fa_rows *src, int pieces, int *bad)
+{
+    int num_bad = 0;
+    for (int first = 0; first < src->count; first += 32) {
+        const void *row[32];
+        for (int r = 0; r < 32; r++) {
+            row[r] = first + r < src->count ? src->row[first + r] : NULL;
+            if (row[r] && bad && !row_is_finite(src, first + r)) {
+                bad[num_bad++] = first + r;
+                row[r]         = NULL;
+            }
+        }
+        for (int col = 0; col < src->cols; col += 16, out += pieces * FA_AMX_TILE) {
+            for (int r = 0; r < 16; r++) {
+                __m512 x[2];
+                for (int h = 0; h < 2; h++)
+                    x[h] = row[r + 16 * h] ? fa_amx_load16(row[r + 16 * h], src->stride, src->dtype, col, src->cols)
+                                           : _mm512_setzero_ps();
+                for (int n = 0; n < pieces; n++) {
+                    __m512 a = fa_amx_round(x[0]), b = fa_amx_round(x[1]);
+                    _mm512_store_si512(out + n * FA_AMX_TILE + 64 * r, fa_amx_pair(a, b));
+                    x[0] = fa_amx_rest(x[0], a);
+                    x[1] = fa_amx_rest(x[1], b);
+                }
+            }
+        }
+    }
+    return num_bad;
+}
+
+FA_AMX_INLINE int pack_any(fa_role role, void *packed, const fa_rows *src, int *bad, int pieces)
+{
+    if (is_left(role))
+        pack_along_columns(packed, src, pieces, false);
+    else if (is_keys(role))
+        pack_along_columns(packed, src, pieces, true);
+    else
+        return pack_along_rows(packed, src, pieces, bad);
+    return 0;
+}
+
+/* The usual case gets its own copy of the loops, so that the checks of type and stride leave them. */
+FA_AMX_INLINE int pack_operand(fa_role role, void *packed, const fa_rows *src, int *bad, int pieces)
+{
+    static const flash_attn_dtype usual[MAX_PIECES + 1] = {FLASH_ATTN_BF16, FLASH_ATTN_BF16, FLASH_ATTN_F16,
+                                                           FLASH_ATTN_F32};
+    fa_rows rows = *src;
+    if (rows.stride == 1 && rows.dtype == usual[pieces]) {
+        rows.stride = 1;
+        rows.dtype  = usual[pieces];
+        return pack_any(role, packed, &rows, bad, pieces);
+    }
+    return pack_any(role, packed, &rows, bad, pieces);
+}
+
+/* ---- the products: C[2 x 16 rows][2 x 16 columns] in tiles 0 to 3 ---- */
+
+typedef struct operand {
+    const char *base;
+    int64_t     outer, inner; /* bytes from one tile to the next across C, and along the contraction; pieces between */
+} operand;
+
+typedef struct matrix {
+    float *at;
+    int    ld, rows, cols; /* columns: a multiple of 16 */
+} matrix;
+
+/* A tile of C may lack rows: then work on a copy. */
+typedef struct corner {
+    float *at;
+    int    ld;
+    float *copy;
+} corner;
+
+static corner corner_begin(const matrix *c, int row, int col, bool add, float copy[FA_AMX_TILE_FLOATS])
+{
+    corner place = {c->at + (int64_t)row * c->ld + col, c->ld, NULL};
+    if (row + 16 <= c->rows)
+        return place;
+    place.copy = copy;
+    memset(copy, 0, FA_AMX_TILE);
+    for (int r = 0; add && r < c->rows - row; r++)
+        memcpy(copy + 16 * r, place.at + (int64_t)r * c->ld, 64);
+    return place;
+}
+
+static void corner_end(const matrix *c, const corner *place, int row)
+{
+    for (int r = 0; place->copy && r < c->rows - row; r++)
+        memcpy(place->at + (int64_t)r * c->ld, place->copy + 16 * r, 64);
+}
+
+static void *corner_data(const corner *place) { return place->copy ? place->copy : place->at; }
+static int   corner_stride(const corner *place) { return place->copy ? 64 : place->ld * 4; }
+
+FA_AMX_INLINE void dot_block(const char *a, const operand *left, const char *b, const operand *right, int steps,
+                             int pieces, bool second_row, bool second_col)
+{
+    for (int k = 0; k < steps; k++, a += left->inner, b += right->inner) {
+        for (int n = 0; n < num_products[pieces]; n++) {
+            const char *a0 = a + products[pieces][n].left * FA_AMX_TILE;
+            const char *b0 = b + products[pieces][n].right * FA_AMX_TILE;
+            TILE_LOAD(4, a0, 64);
+            TILE_LOAD(6, b0, 64);
+            TILE_DOT(0, 4, 6);
+            if (second_col) {
+                TILE_LOAD(7, b0 + right->outer, 64);
+                TILE_DOT(1, 4, 7);
+            }
+            if (second_row) {
+                TILE_LOAD(5, a0 + left->outer, 64);
+                TILE_DOT(2, 5, 6);
+                if (second_col)
+                    TILE_DOT(3, 5, 7);
+            }
+        }
+    }
+}
+
+/* C = left right, or C += left right. */
+FA_AMX_INLINE void multiply(const matrix *c, const operand *left, const operand *right, int steps, int pieces, bool add)
+{
+    _Alignas(64) float copy[4][FA_AMX_TILE_FLOATS];
+    for (int row = 0; row < c->rows; row += 32) {
+        bool second_row = row + 16 < c->rows;
+        for (int col = 0; col < c->cols; col += 32) {
+            bool        second_col = col + 16 < c->cols;
+            corner      at[4]      = {{0}};
+            const char *a = left->base + row / 16 * left->outer, *b = right->base + col / 16 * right->outer;
+            at[0] = corner_begin(c, row, col, add, copy[0]);
+            at[1] = second_col ? corner_begin(c, row, col + 16, add, copy[1]) : at[0];
+            at[2] = second_row ? corner_begin(c, row + 16, col, add, copy[2]) : at[0];
+            at[3] = second_row && second_col ? corner_begin(c, row + 16, col + 16, add, copy[3]) : at[0];
+            if (add) {
+                TILE_LOAD(0, corner_data(&at[0]), corner_stride(&at[0]));
+                TILE_LOAD(1, corner_data(&at[1]), corner_stride(&at[1]));
+                TILE_LOAD(2, corner_data(&at[2]), corner_stride(&at[2]));
+                TILE_LOAD(3, corner_data(&at[3]), corner_stride(&at[3]));
+            } else {
+                TILE_ZERO(0);
+                TILE_ZERO(1);
+                TILE_ZERO(2);
+                TILE_ZERO(3);
+            }
+            if (second_row && second_col)
+                dot_block(a, left, b, right, steps, pieces, true, true);
+            else
+                dot_block(a, left, b, right, steps, pieces, second_row, second_col);
+            TILE_STORE(0, corner_data(&at[0]), corner_stride(&at[0]));
+            corner_end(c, &at[0], row);
+            if (second_col) {
+                TILE_STORE(1, corner_data(&at[1]), corner_stride(&at[1]));
+                corner_end(c, &at[1], row);
+            }
+            if (second_row) {
+                TILE_STORE(2, corner_data(&at[2]), corner_stride(&at[2]));
+                corner_end(c, &at[2], row + 16);
+            }
+            if (second_row && second_col) {
+                TILE_STORE(3, corner_data(&at[3]), corner_stride(&at[3]));
+                corner_end(c, &at[3], row + 16);
+            }
+        }
+    }
+}
+
+FA_AMX_INLINE void scores_pieces(float *s, int lds, const void *left, const void *right, int rows, int keys, int depth,
+                                 int pieces)
+{
+    int64_t steps = tiles_of(depth, 32), step = (int64_t)pieces * FA_AMX_TILE;
+    matrix  c     = {s, lds, rows, tiles_of(keys, 16) * 16};
+    operand a = {left, steps * step, step}, b = {right, steps * step, step};
+    multiply(&c, &a, &b, (int)steps, pieces, false);
+}
+
+FA_AMX_INLINE __m512 load_keys(const float *p, int key, int keys)
+{
+    __mmask16 mask = keys - key >= 16 ? 0xFFFF : keys <= key ? 0 : (__mmask16)((1u << (keys - key)) - 1);
+    return _mm512_maskz_loadu_ps(mask, p + key);
+}
+
+/* P's rows as a left operand: pairs (k, k + 16). */
+FA_AMX_INLINE void pack_p(char *out, const float *p, int ldp, int rows, int keys, int pieces)
+{
+    for (int first = 0; first < rows; first += 16) {
+        for (int key = 0; key < keys; key += 32, out += pieces * FA_AMX_TILE) {
+            for (int r = 0; r < 16; r++) {
+                __m512 x = _mm512_setzero_ps(), y = x;
+                if (first + r < rows) {
+                    x = load_keys(p + (int64_t)(first + r) * ldp, key, keys);
+                    y = load_keys(p + (int64_t)(first + r) * ldp, key + 16, keys);
+                }
+                for (int n = 0; n < pieces; n++) {
+                    __m512 a = fa_amx_round(x), b = fa_amx_round(y);
+                    _mm512_store_si512(out + n * FA_AMX_TILE + 64 * r, fa_amx_pair(a, b));
+                    x = fa_amx_rest(x, a);
+                    y = fa_amx_rest(y, b);
+                }
+            }
+        }
+    }
+}
+
+/* P^T as a left operand: rows = keys, pairs (r, r + 16) along the queries. */
+FA_AMX_INLINE void pack_p_transposed(char *out, const float *p, int ldp, int rows, int keys, int pieces)
+{
+    for (int key = 0; key < keys; key += 16) {
+        for (int first = 0; first < rows; first += 32, out += pieces * FA_AMX_TILE) {
+            __m512i x[16], y[16];
+            for (int r = 0; r < 16; r++) {
+                int one = first + r, two = one + 16;
+                x[r] = one < rows ? _mm512_loadu_si512(p + (int64_t)one * ldp + key) : _mm512_setzero_si512();
+                y[r] = two < rows ? _mm512_loadu_si512(p + (int64_t)two * ldp + key) : _mm512_setzero_si512();
+            }
+            fa_amx_transpose(x);
+            fa_amx_transpose(y);
+            for (int r = 0; r < 16; r++) {
+                __m512 one = _mm512_castsi512_ps(x[r]), two = _mm512_castsi512_ps(y[r]);
+                for (int n = 0; n < pieces; n++) {
+                    __m512 a = fa_amx_round(one), b = fa_amx_round(two);
+                    _mm512_store_si512(out + n * FA_AMX_TILE + 64 * r, fa_amx_pair(a, b));
+                    one = fa_amx_rest(one, a);
+                    two = fa_amx_rest(two, b);
+                }
+            }
+        }
+    }
+}
+
+static void scale_rows(float *c, int ldc, const float *rescale, int rows, int cols)
+{
+    for (int r = 0; r < rows; r++) {
+        if (rescale[r] == 1.0f)
+            continue;
+        for (int col = 0; col < cols; col += 16) {
+            float *at = c + (int64_t)r * ldc + col;
+            _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_set1_ps(rescale[r])));
+        }
+    }
+}
+
+FA_AMX_INLINE void accumulate_pieces(float *c, int ldc, const float *rescale, const float *p, int ldp,
+                                     const void *right, int rows, int keys, int cols, void *scratch, int pieces)
+{
+    int64_t steps = tiles_of(keys, 32), columns = tiles_of(cols, 16), step = (int64_t)pieces * FA_AMX_TILE;
+    matrix  out   = {c, ldc, rows, (int)columns * 16};
+    operand a = {scratch, steps * step, step}, b = {right, step, columns * step};
+    if (rescale)
+        scale_rows(c, ldc, rescale, rows, cols);
+    pack_p(scratch, p, ldp, rows, keys, pieces);
+    multiply(&out, &a, &b, (int)steps, pieces, true);
+}
+
+FA_AMX_INLINE void accumulate_t_pieces(float *c, int ldc, const float *p, int ldp, const void *right, int rows, int keys,
+                                       int cols, void *scratch, int pieces)
+{
+    int64_t steps = tiles_of(rows, 32), columns = tiles_of(cols, 16), step = (int64_t)pieces * FA_AMX_TILE;
+    matrix  out   = {c, ldc, keys, (int)columns * 16};
+    operand a = {scratch, steps * step, step}, b = {right, step, columns * step};
+    pack_p_transposed(scratch, p, ldp, rows, keys, pieces);
+    multiply(&out, &a, &b, (int)steps, pieces, true);
+}
+
+FA_AMX_INLINE size_t p_bytes(int rows, int keys, int pieces)
+{
+    return (size_t)tiles_of(rows, 32) * 2 * (size_t)tiles_of(keys, 32) * 2 * (size_t)pieces * FA_AMX_TILE;
+}
+
+/* ---- tiles are configured once a thread and region ---- */
+
+typedef struct tile_config {
+    uint8_t  palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t  rows[16];
+} tile_config;
+
+static void enter(void)
+{
+    _Alignas(64) tile_config config = {.palette = 1};
+    for (int t = 0; t < 8; t++) {
+        config.row_bytes[t] = 64;
+        config.rows[t]      = 16;
+    }
+    __asm__ volatile("ldtilecfg %0" ::"m"(config));
+}
+
+static void leave(void) { __asm__ volatile("tilerelease" ::); }
+
+/* ---- the tables, one for each number of pieces ---- */
+
+#define DEFINE_PIECES(N)                                                                                               \
+    static size_t packed_bytes_##N(fa_role role, int rows, int cols) { return bytes_of(role, rows, cols, N); }         \
+    static int    pack_##N(fa_role role, void *packed, const fa_rows *src, int *bad)                                   \
+    {                                                                                                                  \
+        return pack_operand(role, packed, src, bad, N);                                                                \
+    }                                                                                                                  \
+    static void scores_##N(float *s, int lds, const void *left, const void *right, int rows, int keys, int depth)     \
+    {                                                                                                                  \
+        scores_pieces(s, lds, left, right, rows, keys, depth, N);                                                      \
+    }                                                                                                                  \
+    static void accumulate_##N(float *c, int ldc, const float *rescale, const float *p, int ldp, const void *right,    \
+                               int rows, int keys, int cols, void *scratch)                                            \
+    {                                                                                                                  \
+        accumulate_pieces(c, ldc, rescale, p, ldp, right, rows, keys, cols, scratch, N);                               \
+    }                                                                                                                  \
+    static void accumulate_t_##N(float *c, int ldc, const float *p, int ldp, const void *right, int rows, int keys,   \
+                                 int cols, void *scratch)                                                              \
+    {                                                                                                                  \
+        accumulate_t_pieces(c, ldc, p, ldp, right, rows, keys, cols, scratch, N);                                      \
+    }                                                                                                                  \
+    static size_t p_scratch_##N(int rows, int keys, int head_dim, int head_dim_v)                                      \
+    {                                                                                                                  \
+        (void)head_dim, (void)head_dim_v;                                                                              \
+        return p_bytes(rows, keys, N);                                                                                 \
+    }
+
+DEFINE_PIECES(1)
+DEFINE_PIECES(2)
+DEFINE_PIECES(3)
+
+static size_t forward_scratch_1(int rows, int keys, int head_dim, int head_dim_v)
+{
+    size_t composed = p_bytes(rows, keys, 1), fused = fa_amx_forward_scratch(rows, keys, head_dim, head_dim_v);
+    return composed > fused ? composed : fused;
+}
+
+/* Many steps a call keep the fused kernel's pipeline full; pieces make a tile that many times larger. */
+static fa_tile_shape tiles(flash_attn_pass pass, int64_t head_dim)
+{
+    (void)pass, (void)head_dim;
+    return (fa_tile_shape){128, 256};
+}
+
+static fa_tile_shape tiles_pieces(flash_attn_pass pass, int64_t head_dim)
+{
+    (void)pass, (void)head_dim;
+    return (fa_tile_shape){128, 128};
+}
+
+static fa_kernels     tables[MAX_PIECES + 1];
+static pthread_once_t tables_once = PTHREAD_ONCE_INIT;
+
+#define FILL_PIECES(N)                                                                                                 \
+    tables[N].packed_bytes           = packed_bytes_##N;                                                               \
+    tables[N].pack                   = pack_##N;                                                                       \
+    tables[N].scores                 = scores_##N;                                                                     \
+    tables[N].accumulate             = accumulate_##N;                                                                 \
+    tables[N].accumulate_t           = accumulate_t_##N;                                                               \
+    tables[N].forward_scratch_bytes  = p_scratch_##N;                                                                  \
+    tables[N].backward_scratch_bytes = p_scratch_##N;
+
+static void fill_tables(void)
+{
+    for (int n = 1; n <= MAX_PIECES; n++) {
+        fa_kernels *t  = &tables[n];
+        *t             = *fa_kernels_avx512();
+        t->name        = "amx";
+        t->isa         = FLASH_ATTN_ISA_AMX;
+        t->key_step    = 32;
+        t->tiles       = n == 1 ? tiles : tiles_pieces;
+        t->few_rows    = 0;
+        t->scores_few  = NULL;
+        t->accumulate_few = NULL;
+        t->enter       = enter;
+        t->leave       = leave;
+    }
+    FILL_PIECES(1)
+    FILL_PIECES(2)
+    FILL_PIECES(3)
+    tables[1].forward_block         = fa_amx_forward_block;
+    tables[1].forward_scratch_bytes = forward_scratch_1;
+}
+
+const fa_kernels *fa_kernels_amx(const fa_kernels *base, flash_attn_dtype dtype)
+{
+    (void)base; /* the AVX-512 table */
+    pthread_once(&tables_once, fill_tables);
+    switch (dtype) {
+    case FLASH_ATTN_F32: return &tables[3];
+    case FLASH_ATTN_F16: return &tables[2];
+    default: return &tables[1];
+    }
+}

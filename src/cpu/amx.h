@@ -1,0 +1,118 @@
+/*
+ * What the AMX tier's files share: tile instructions, packed layouts, bfloat16 pieces.
+ *
+ * A tile register holds 16 rows of 64 bytes. TDPBF16PS: C[16][16] += A[16][32] B[32][16], where A's rows are 32 bfloat16
+ * and B holds pairs of its rows side by side: row p of the register is (B[2p][0], B[2p+1][0], B[2p][1], ...). Which two
+ * rows make a pair is ours to choose as long as A's columns follow: along keys we pair j with j + 16, so that two
+ * vectors of P become a row of A by a shift and a blend.
+ *
+ * Packed operands are arrays of 1 KB tiles; a value may be the sum of several bfloat16 pieces, whose tiles follow each
+ * other:
+ *     left      [rows / 16][cols / 32][piece]    16 rows of 32 columns
+ *     keys      [rows / 16][cols / 32][piece]    right operand contracted along its columns, pairs (2c, 2c + 1)
+ *     values    [rows / 32][cols / 16][piece]    right operand contracted along its rows, pairs (r, r + 16)
+ */
+#ifndef FA_CPU_AMX_H
+#define FA_CPU_AMX_H
+
+#include "cpu/cpu.h"
+
+#include <immintrin.h>
+
+#define FA_AMX_INLINE static inline __attribute__((always_inline))
+
+/* Statements of our own, not the compiler's intrinsics: those do not say that they read memory. */
+#define TILE_LOAD(t, p, stride) \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(p), "r"((int64_t)(stride)) : "memory")
+#define TILE_STORE(t, p, stride) \
+    __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"((int64_t)(stride)) : "memory")
+#define TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
+#define TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+
+#define FA_AMX_TILE 1024          /* bytes */
+#define FA_AMX_TILE_FLOATS 256
+#define FA_AMX_TILE_HALVES 512
+
+/* 16 floats from column `col` of a row of the caller's; beyond `cols` zeros. */
+FA_AMX_INLINE __m512 fa_amx_load16(const void *row, int64_t stride, flash_attn_dtype dtype, int col, int cols)
+{
+    __mmask16 mask = cols - col >= 16 ? 0xFFFF : (__mmask16)((1u << (cols - col)) - 1);
+    if (stride == 1 && dtype == FLASH_ATTN_F32)
+        return _mm512_maskz_loadu_ps(mask, (const float *)row + col);
+    if (stride == 1 && dtype == FLASH_ATTN_BF16) {
+        __m256i half = _mm256_maskz_loadu_epi16(mask, (const uint16_t *)row + col);
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+    }
+    if (stride == 1 && dtype == FLASH_ATTN_F16)
+        return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, (const uint16_t *)row + col));
+    float lanes[16];
+    for (int n = 0; n < 16; n++)
+        lanes[n] = col + n < cols ? fa_load(row, (col + n) * stride, dtype) : 0.0f;
+    return _mm512_loadu_ps(lanes);
+}
+
+/* The nearest bfloat16, ties to even, as a float; finite stays finite; Inf and NaN stay. */
+FA_AMX_INLINE __m512 fa_amx_round(__m512 x)
+{
+    __m512i bits = _mm512_castps_si512(x), high = _mm512_set1_epi32((int)0xFFFF0000);
+    __m512i odd     = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+    __mmask16 huge  = _mm512_cmpge_epu32_mask(_mm512_and_si512(rounded, _mm512_set1_epi32(0x7FFFFFFF)),
+                                              _mm512_set1_epi32(0x7F800000));
+    __mmask16 nan   = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    rounded         = _mm512_mask_mov_epi32(rounded, huge, bits); /* cut off instead: the next piece takes the rest */
+    rounded         = _mm512_mask_mov_epi32(rounded, nan, _mm512_or_si512(bits, _mm512_set1_epi32(0x400000)));
+    return _mm512_castsi512_ps(_mm512_and_si512(rounded, high));
+}
+
+/* What is left of x for the next piece: exact; 0 where x is not finite. */
+FA_AMX_INLINE __m512 fa_amx_rest(__m512 x, __m512 piece)
+{
+    __mmask16 finite = _mm512_cmp_ps_mask(_mm512_sub_ps(x, x), _mm512_setzero_ps(), _CMP_EQ_OQ);
+    return _mm512_maskz_sub_ps(finite, x, piece);
+}
+
+/* Lane n of the result: the upper halves of a[n] (first of the pair) and b[n]. Exact for bfloat16 values. */
+FA_AMX_INLINE __m512i fa_amx_pair(__m512 a, __m512 b)
+{
+    __m512i low = _mm512_srli_epi32(_mm512_castps_si512(a), 16);
+    return _mm512_ternarylogic_epi32(low, _mm512_castps_si512(b), _mm512_set1_epi32((int)0xFFFF0000), 0xF8);
+}
+
+/* r[i][j] <-> r[j][i]. */
+FA_AMX_INLINE void fa_amx_transpose(__m512i r[16])
+{
+    __m512i t[16];
+    _Pragma("GCC unroll 8") for (int n = 0; n < 16; n += 2)
+    {
+        t[n]     = _mm512_unpacklo_epi32(r[n], r[n + 1]);
+        t[n + 1] = _mm512_unpackhi_epi32(r[n], r[n + 1]);
+    }
+    _Pragma("GCC unroll 4") for (int n = 0; n < 16; n += 4)
+    {
+        r[n]     = _mm512_unpacklo_epi64(t[n], t[n + 2]);
+        r[n + 1] = _mm512_unpackhi_epi64(t[n], t[n + 2]);
+        r[n + 2] = _mm512_unpacklo_epi64(t[n + 1], t[n + 3]);
+        r[n + 3] = _mm512_unpackhi_epi64(t[n + 1], t[n + 3]);
+    }
+    _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++)
+    {
+        t[c]      = _mm512_shuffle_i32x4(r[c], r[c + 4], 0x88);
+        t[c + 4]  = _mm512_shuffle_i32x4(r[c], r[c + 4], 0xDD);
+        t[c + 8]  = _mm512_shuffle_i32x4(r[c + 8], r[c + 12], 0x88);
+        t[c + 12] = _mm512_shuffle_i32x4(r[c + 8], r[c + 12], 0xDD);
+    }
+    _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++)
+    {
+        r[c]      = _mm512_shuffle_i32x4(t[c], t[c + 8], 0x88);
+        r[c + 8]  = _mm512_shuffle_i32x4(t[c], t[c + 8], 0xDD);
+        r[c + 4]  = _mm512_shuffle_i32x4(t[c + 4], t[c + 12], 0x88);
+        r[c + 12] = _mm512_shuffle_i32x4(t[c + 4], t[c + 12], 0xDD);
+    }
+}
+
+/* amx_forward.c: operands of one piece. */
+bool   fa_amx_forward_block(const fa_forward_block *block);
+size_t fa_amx_forward_scratch(int rows, int keys, int head_dim, int head_dim_v);
+
+#endif
