@@ -287,6 +287,23 @@ static bool train(run *r)
     }
 }
 
+/* A model of bytes may write what no terminal should see: controls and broken UTF-8 become '?'. */
+static void print_text(const uint8_t *bytes, int count)
+{
+    for (int i = 0; i < count;) {
+        uint8_t first = bytes[i];
+        int     more  = first >= 0xF0 && first <= 0xF4 ? 3 : first >= 0xE0 ? 2 : first >= 0xC2 ? 1 : 0;
+        bool    valid = first == '\n' || (first >= 32 && first < 127) || (first >= 0xC2 && first <= 0xF4);
+        for (int n = 1; n <= more; n++)
+            valid = valid && i + n < count && bytes[i + n] >= 0x80 && bytes[i + n] <= 0xBF;
+        if (valid)
+            fwrite(bytes + i, 1, (size_t)more + 1, stdout);
+        else
+            putchar('?');
+        i += valid ? more + 1 : 1;
+    }
+}
+
 static bool write_sample(run *r)
 {
     int        length = (int)strlen(r->o.prompt), count = (int)r->o.sample;
@@ -302,8 +319,7 @@ static bool write_sample(run *r)
     bool   good  = gpt_generate(r->model, cache, bytes, length, count, (float)r->o.temperature, &r->random);
     if (good) {
         printf("\nsample, %d bytes at %.0f bytes/s:\n\n", count, count / (now() - begin));
-        for (int i = 0; i < length + count; i++) /* a byte-level model may write what no terminal should see */
-            putchar(bytes[i] == '\n' || (bytes[i] >= 32 && bytes[i] != 127) ? bytes[i] : '?');
+        print_text(bytes, length + count);
         putchar('\n');
     }
     free(bytes);
