@@ -3,6 +3,7 @@
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_C_COMPILER aarch64-linux-gnu-gcc)
+set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)
 set(CMAKE_LIBRARY_ARCHITECTURE aarch64-linux-gnu)
 find_program(QEMU_AARCH64 NAMES qemu-aarch64 qemu-aarch64-static)
 set(CMAKE_CROSSCOMPILING_EMULATOR ${QEMU_AARCH64})

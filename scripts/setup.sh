@@ -37,6 +37,7 @@ for goal in "$@"; do
         need binutils program strip
         need qemu-user either qemu-aarch64 qemu-aarch64-static
         need gcc-aarch64-linux-gnu program aarch64-linux-gnu-gcc
+        need g++-aarch64-linux-gnu program aarch64-linux-gnu-g++
         need libc6-dev-arm64-cross file /usr/aarch64-linux-gnu/include/stdio.h
         need libcmocka-dev:arm64 file /usr/lib/aarch64-linux-gnu/libcmocka.so
         ;;
