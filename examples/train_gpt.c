@@ -256,21 +256,24 @@ static float learning_rate(const run *r, long step, double progress)
 
 static bool train(run *r)
 {
-    double begin = now(), loss = 0, validation = 0, sum = 0;
+    double begin = now(), loss = 0, sum = 0;
     long   tokens_per_step = (long)r->o.model.batch * r->o.model.context, since = 0;
     for (long step = 0;; step++) {
         double elapsed = now() - begin, progress = progress_of(r, step, elapsed);
         bool   last = progress >= 1.0;
-        if (step % VALIDATE_EVERY == 0 || last) {
-            if (!validate(r, &validation))
-                return false;
-        }
         if (step > 0 && (step % PROGRESS_EVERY == 0 || last)) {
-            printf("step %5ld   loss %.4f   validation %.4f   %6.0f tokens/s   %5.1f s\n", step,
-                   since ? sum / (double)since : loss, validation, (double)(step * tokens_per_step) / elapsed, elapsed);
-            fflush(stdout);
+            printf("step %5ld   loss %.4f   %6.0f tokens/s   %5.1f s", step, since ? sum / (double)since : loss,
+                   (double)(step * tokens_per_step) / elapsed, elapsed);
             sum   = 0;
             since = 0;
+            double validation;
+            if (step % VALIDATE_EVERY == 0 || last) {
+                if (!validate(r, &validation))
+                    return false;
+                printf("   validation %.4f", validation);
+            }
+            putchar('\n');
+            fflush(stdout);
         }
         if (last)
             return true;
