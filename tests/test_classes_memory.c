@@ -238,11 +238,11 @@ static void outputs_that_overlap_one_another_are_refused(void **state)
 static void layouts(const tier *t, flash_attn_dtype dtype)
 {
     for (int how = LAYOUT_CONTIGUOUS; how <= LAYOUT_REVERSED; how++) {
+        if (how == LAYOUT_BROADCAST)
+            continue;
         test_case c = {.batch = 2, .heads_q = 2, .seqlen_q = 66, .seqlen_k = 66, .head_dim = 24, .bias = BIAS};
         fixture   f = fixture_make(&c, dtype, 37);
         c.layout    = (layout)how;
-        if (how == LAYOUT_BROADCAST)
-            continue;
         fixture g = fixture_make(&c, dtype, 37); /* the same random numbers in the same order */
         fixture_run(&f, t, 2);
         fixture_run(&g, t, 2);
