@@ -112,6 +112,9 @@ static void a_stack_of_64_kib_is_enough_for_a_caller(void **state)
 static void a_forked_child_works(void **state)
 {
     (void)state;
+#if defined(__SANITIZE_THREAD__)
+    skip(); /* ThreadSanitizer forbids threads in a child of a process with threads */
+#endif
     flash_attn_context *contexts[2] = {context_with(4), NULL};
     fixture             f           = fixture_make(&shape, FLASH_ATTN_F32, 42);
     for (int n = 0; n < 2; n++) {
