@@ -39,12 +39,12 @@ static int mask_kind(fa_window window)
     return window.right < FA_UNLIMITED ? FA_MASK_CAUSAL : FA_MASK_NONE;
 }
 
-static fa_key main_key(const fa_call *call, const fa_tune_row *row, int arch)
+/* What the call asks for; the tiles come from a tune row. */
+static fa_key wanted_key(const fa_call *call, int arch)
 {
     bool   backward = call->pass == FLASH_ATTN_BACKWARD;
     fa_key key;
     memset(&key, 0, sizeof key);
-    key.kernel      = (int)row->kernel;
     key.arch        = arch;
     key.dtype       = (int)call->q.dtype;
     key.dtype_o     = (int)call->o.dtype;
@@ -56,12 +56,6 @@ static fa_key main_key(const fa_call *call, const fa_tune_row *row, int arch)
     key.aligned     = is_aligned(&call->q) && is_aligned(&call->k) && is_aligned(&call->v) && is_aligned(&call->o) &&
                   (!backward || (is_aligned(&call->dout) && is_aligned(&call->dq) && is_aligned(&call->dk) &&
                                  is_aligned(&call->dv)));
-    key.tile_q      = row->tile_q;
-    key.tile_k      = row->tile_k;
-    key.warps       = row->warps;
-    key.stages      = row->stages;
-    key.min_blocks  = row->min_blocks;
-    key.variant     = row->variant;
     key.mask        = mask_kind(call->window);
     key.has_slices  = call->slices.count > 0;
     key.has_softcap = call->softcap > 0;
@@ -72,6 +66,17 @@ static fa_key main_key(const fa_call *call, const fa_tune_row *row, int arch)
     key.has_dbias   = backward && call->dbias.data != NULL;
     key.deterministic = backward && call->deterministic;
     return key;
+}
+
+static void use_row(fa_key *key, const fa_tune_row *row)
+{
+    key->kernel     = (int)row->kernel;
+    key->tile_q     = row->tile_q;
+    key->tile_k     = row->tile_k;
+    key->warps      = row->warps;
+    key->stages     = row->stages;
+    key->min_blocks = row->min_blocks;
+    key->variant    = row->variant;
 }
 
 fa_key fa_plan_small_key(enum fa_kernel_id kernel, int arch)
@@ -312,7 +317,9 @@ static void fill_dbias(fa_args *args)
 flash_attn_status fa_plan_make(const fa_call *call, int arch, const char *name, fa_plan *plan)
 {
     memset(plan, 0, sizeof *plan);
-    FA_TRY(fa_tune_choose(call, arch, mask_kind(call->window), name, &plan->row));
+    fa_key key = wanted_key(call, arch);
+    FA_TRY(fa_tune_choose(call, &key, name, &plan->row));
+    use_row(&key, plan->row);
     fill_tensors(call, &plan->args);
     fill_sizes(call, plan->row, &plan->args);
     fill_dbias(&plan->args);
@@ -322,7 +329,6 @@ flash_attn_status fa_plan_make(const fa_call *call, int arch, const char *name, 
         fa_key upload = fa_plan_small_key(FA_KERNEL_UPLOAD, arch);
         FA_TRY(add_launch(plan, &upload, 1));
     }
-    fa_key key = main_key(call, plan->row, arch);
     if (call->pass == FLASH_ATTN_BACKWARD)
         FA_TRY(plan_backward(call, plan, &key));
     else

@@ -2,7 +2,7 @@
 #ifndef FA_CUDA_TUNE_H
 #define FA_CUDA_TUNE_H
 
-#include "call.h"
+#include "cuda/jit.h"
 
 /* X(enumerator, entry name, file) */
 #define FA_KERNELS(X)                                               \
@@ -43,14 +43,23 @@ enum {
     FA_ON_ANY    = 7
 };
 
+/* Which calls a row is for. */
+enum fa_row_for {
+    FA_FOR_ANY,
+    FA_FOR_ALIGNED, /* with FA_ALIGNED */
+    FA_FOR_PLAIN    /* and without softcap, bias, ALiBi, dropout, slices and pages */
+};
+
 typedef struct fa_tune_row {
     int            arch_min, arch_max; /* compute capability, 80 for 8.0 */
     enum fa_kernel_id kernel;
     unsigned       dtypes;
     int            head_dim; /* the largest that it holds, of Q and of V */
     unsigned       masks;
+    enum fa_row_for only;
     int            max_queries; /* for so few queries at most; 0: any number */
     int            tile_q, tile_k, warps, stages, min_blocks, variant;
+    int            max_spill_bytes; /* that the tests accept: 0, unless measured to be faster all the same */
     const char    *why;
 } fa_tune_row;
 
@@ -61,7 +70,8 @@ extern const int         fa_num_tune_rows;
  * table knows, of the same major number and not above. 0: none. */
 int fa_tune_arch(int device_arch);
 
-/* The first row that fits. name: only rows of that kernel; NULL: any. UNSUPPORTED says what is lacking. */
-flash_attn_status fa_tune_choose(const fa_call *call, int arch, int mask, const char *name, const fa_tune_row **row);
+/* The first row that fits. key holds what the call needs, not yet the tiles. name: only rows of that kernel; NULL: any.
+ * UNSUPPORTED says what is lacking. */
+flash_attn_status fa_tune_choose(const fa_call *call, const fa_key *key, const char *name, const fa_tune_row **row);
 
 #endif
