@@ -1,22 +1,582 @@
-/* The backward pass: by the formula until Algorithm 2 over tiles takes its place. */
+/*
+ * Algorithm 2 over tiles, the keys outside. A task is one tile of keys of one key head:
+ *
+ *     pack K, V
+ *     for each head of the group, for each tile of queries that sees the keys
+ *         P = exp(S - LSE);  dP = dO V^T;  dS = P (dP - Delta)
+ *         dV += P^T dO;   dK += dS^T Q             the task's own, in float32
+ *         dQ += dS K                               shared, in float32: tiles of keys take turns in rising order
+ *
+ * Taking turns keeps the order of dQ's sums fixed at any number of threads without a copy of dQ for each. Tasks are
+ * handed out in rising order, so the one whose turn it is has always been started; threads fall in step one tile of
+ * queries apart and then hardly wait. Packed Q and dO are made once by whoever comes first and shared. Both live in a
+ * slot of their key head; there are slots for a few more key heads than can be in flight.
+ */
+#include "cpu/gradient.h"
 #include "cpu/passes.h"
 
+#include <sched.h>
 #include <stdio.h>
+
+typedef struct plan {
+    const fa_kernels *kernels;
+    const fa_call    *call;
+    int               threads;
+    fa_tile_shape     tile;
+    int64_t           query_tiles;  /* of one head, at most */
+    int64_t           pairs, slots; /* a pair: one key head of one sequence */
+    int               ldq, ldv;     /* of accumulators with head_dim and head_dim_v columns */
+    size_t            q_bytes, q_right_bytes, dout_bytes, dout_right_bytes;
+} plan;
+
+/* A tile of queries in a slot. */
+typedef struct query_tile {
+    void  *q, *q_right, *dout, *dout_right;
+    float *dq;
+    float *lse_log2, *row_delta;
+    int   *bad_q, *bad_dout; /* rows that pack left out of q_right and dout_right */
+    int   *num_bad;          /* [2] */
+} query_tile;
+
+/* What threads tell each other about it; not in the slot, so that it is ready before the slot is. */
+typedef struct query_state {
+    atomic_int packed; /* 0: no, 1: somebody is at it, 2: yes */
+    atomic_int turn;   /* tile of keys that may add to dQ */
+} query_state;
+
+typedef struct scratch {
+    void        *k, *k_right, *v_t;
+    float       *dk, *dv;
+    float       *p, *ds, *slope, *dropped, *dq;
+    float       *temp; /* 2 rows */
+    const void **row, **row_k;
+    fa_rows      k_rows;
+    int         *bad_k, num_bad_k;
+    int32_t     *slices;
+    void        *fused;
+} scratch;
+
+typedef struct run {
+    plan         plan;
+    int64_t     *task_begin; /* [batch + 1] */
+    float       *delta;
+    query_state *state;      /* [pairs, group, query_tiles] */
+    atomic_int  *tasks_left; /* [pairs] */
+    char        *slots, *scratch;
+    size_t       slot_bytes, scratch_bytes;
+    atomic_llong next, next_delta, next_bias, next_sink;
+} run;
+
+/* ---- memory ---- */
+
+static plan plan_make(const fa_cpu *cpu, const fa_call *call, int threads)
+{
+    const fa_kernels *k = cpu->kernels[call->q.dtype];
+    int               d = (int)call->head_dim, dv = (int)call->head_dim_v;
+    plan p = {.kernels = k, .call = call, .threads = threads, .tile = k->tiles(FLASH_ATTN_BACKWARD, d > dv ? d : dv)};
+    p.query_tiles      = (call->max_seqlen_q + p.tile.q - 1) / p.tile.q;
+    p.pairs            = call->batch * call->heads_k;
+    p.slots            = p.pairs < threads + 1 ? p.pairs : threads + 1;
+    p.ldq              = fa_accumulator_ld(d);
+    p.ldv              = fa_accumulator_ld(dv);
+    p.q_bytes          = k->packed_bytes(FA_ROLE_Q, p.tile.q, d);
+    p.q_right_bytes    = k->packed_bytes(FA_ROLE_Q_RIGHT, p.tile.q, d);
+    p.dout_bytes       = k->packed_bytes(FA_ROLE_DO, p.tile.q, dv);
+    p.dout_right_bytes = k->packed_bytes(FA_ROLE_DO_RIGHT, p.tile.q, dv);
+    return p;
+}
+
+static query_tile carve_query_tile(fa_arena *arena, const plan *p)
+{
+    query_tile t;
+    t.q          = fa_carve(arena, p->q_bytes);
+    t.q_right    = p->q_right_bytes ? fa_carve(arena, p->q_right_bytes) : t.q;
+    t.dout       = fa_carve(arena, p->dout_bytes);
+    t.dout_right = p->dout_right_bytes ? fa_carve(arena, p->dout_right_bytes) : t.dout;
+    t.dq         = fa_carve_floats(arena, p->call->dq.data ? (int64_t)p->tile.q * p->ldq : 0);
+    t.lse_log2   = fa_carve_floats(arena, fa_row_array(p->tile.q));
+    t.row_delta  = fa_carve_floats(arena, fa_row_array(p->tile.q));
+    t.bad_q      = fa_carve(arena, (size_t)p->tile.q * sizeof(int));
+    t.bad_dout   = fa_carve(arena, (size_t)p->tile.q * sizeof(int));
+    t.num_bad    = fa_carve(arena, 2 * sizeof(int));
+    return t;
+}
+
+static size_t query_tile_bytes(const plan *p)
+{
+    fa_arena arena = {NULL, 0};
+    carve_query_tile(&arena, p);
+    return arena.used;
+}
+
+static scratch carve_scratch(fa_arena *arena, const plan *p)
+{
+    const fa_call    *call = p->call;
+    const fa_kernels *k    = p->kernels;
+    int               d = (int)call->head_dim, dv = (int)call->head_dim_v;
+    int64_t           scores = (int64_t)p->tile.q * fa_score_ld(p->tile.k);
+    scratch           s      = {0};
+    s.k                      = fa_carve(arena, k->packed_bytes(FA_ROLE_K, p->tile.k, d));
+    s.k_right                = fa_carve(arena, k->packed_bytes(FA_ROLE_K_RIGHT, p->tile.k, d));
+    s.v_t                    = fa_carve(arena, k->packed_bytes(FA_ROLE_V_T, p->tile.k, dv));
+    s.dk                     = fa_carve_floats(arena, (int64_t)p->tile.k * p->ldq);
+    s.dv                     = fa_carve_floats(arena, (int64_t)p->tile.k * p->ldv);
+    s.p                      = fa_carve_floats(arena, scores);
+    s.ds                     = fa_carve_floats(arena, scores);
+    s.slope                  = fa_carve_floats(arena, call->softcap > 0.0f ? scores : 0);
+    s.dropped                = fa_carve_floats(arena, call->dropout.threshold ? scores : 0);
+    s.dq                     = fa_carve_floats(arena, k->backward_block ? (int64_t)p->tile.q * p->ldq : 0);
+    s.temp                   = fa_carve_floats(arena, 2 * (int64_t)fa_max_int(p->ldq, p->ldv));
+    s.row                    = fa_carve(arena, (size_t)fa_max_int(p->tile.q, p->tile.k) * sizeof(void *));
+    s.row_k                  = fa_carve(arena, (size_t)p->tile.k * sizeof(void *));
+    s.bad_k                  = fa_carve(arena, (size_t)p->tile.k * sizeof(int));
+    s.slices                 = fa_carve(arena, (size_t)call->slices.count * sizeof(int32_t));
+    s.fused = fa_carve(arena, k->backward_scratch_bytes ? k->backward_scratch_bytes(p->tile.q, p->tile.k, d, dv) : 0);
+    return s;
+}
+
+/* Lay out a call's memory; base NULL: only measure. */
+static size_t carve_run(run *r, char *base)
+{
+    const plan    *p     = &r->plan;
+    const fa_call *call  = p->call;
+    fa_arena       arena = {base, 0}, one = {NULL, 0};
+    carve_scratch(&one, p);
+    r->scratch_bytes = one.used;
+    if (call->dbias.data) {
+        size_t bytes     = fa_dbias_scratch_bytes(p->kernels, call);
+        r->scratch_bytes = bytes > one.used ? bytes : one.used;
+    }
+    r->slot_bytes = query_tile_bytes(p) * (size_t)(call->group * p->query_tiles);
+    r->task_begin = fa_carve(&arena, (size_t)(call->batch + 1) * sizeof(int64_t));
+    r->delta      = fa_carve_floats(&arena, call->q.shape[0] * call->heads_q * call->q.shape[1]);
+    r->state      = fa_carve(&arena, (size_t)(p->pairs * call->group * p->query_tiles) * sizeof(query_state));
+    r->tasks_left = fa_carve(&arena, (size_t)p->pairs * sizeof(atomic_int));
+    r->slots      = fa_carve(&arena, r->slot_bytes * (size_t)p->slots);
+    r->scratch    = fa_carve(&arena, r->scratch_bytes * (size_t)p->threads);
+    return arena.used;
+}
+
+/* ---- waiting for another thread, which is running ---- */
+
+static void wait_for(atomic_int *value, int wanted)
+{
+    for (int round = 0; atomic_load_explicit(value, memory_order_acquire) != wanted; round++) {
+        if (round > 256)
+            sched_yield(); /* more threads than processors, perhaps */
+    }
+}
+
+/* ---- tiles of queries ---- */
+
+/* Tiles of keys that may see these queries: numbers; empty if none. */
+static fa_range key_tiles_of(const plan *p, const fa_sequence *seq, fa_range queries)
+{
+    fa_range keys = {seq->key_begin, seq->seqlen_k};
+    fa_range seen = fa_keys_seen(p->call->window, seq->diagonal, queries, keys);
+    if (seen.begin >= seen.end || queries.begin >= queries.end)
+        return (fa_range){0, 0};
+    return (fa_range){seen.begin / p->tile.k, (seen.end - 1) / p->tile.k + 1};
+}
+
+static fa_range tile_queries(const plan *p, const fa_sequence *seq, int number)
+{
+    return (fa_range){number * p->tile.q, fa_min_int((number + 1) * p->tile.q, seq->seqlen_q)};
+}
+
+static query_state *state_of(const run *r, int64_t pair, int64_t head_in_group, int number)
+{
+    return &r->state[(pair * r->plan.call->group + head_in_group) * r->plan.query_tiles + number];
+}
+
+static query_tile tile_in_slot(const run *r, int64_t pair, int64_t head_in_group, int number)
+{
+    const plan *p     = &r->plan;
+    size_t      index = (size_t)(head_in_group * p->query_tiles + number);
+    fa_arena    arena = {r->slots + (size_t)(pair % p->slots) * r->slot_bytes + index * query_tile_bytes(p), 0};
+    return carve_query_tile(&arena, p);
+}
+
+static void pack_queries(const run *r, const fa_tile *tile, const query_tile *t, scratch *s)
+{
+    const plan       *p    = &r->plan;
+    const fa_call    *call = p->call;
+    const fa_kernels *k    = p->kernels;
+    fa_rows           rows = fa_query_rows(call, &call->q, tile, s->row);
+    if (p->q_right_bytes)
+        k->pack(FA_ROLE_Q, t->q, &rows, NULL);
+    t->num_bad[0] = k->pack(p->q_right_bytes ? FA_ROLE_Q_RIGHT : FA_ROLE_Q, t->q_right, &rows, t->bad_q);
+    rows          = fa_query_rows(call, &call->dout, tile, s->row);
+    if (p->dout_right_bytes)
+        k->pack(FA_ROLE_DO, t->dout, &rows, NULL);
+    t->num_bad[1] = k->pack(p->dout_right_bytes ? FA_ROLE_DO_RIGHT : FA_ROLE_DO, t->dout_right, &rows, t->bad_dout);
+    fa_gather_rows(call, r->delta, tile, t->lse_log2, t->row_delta);
+}
+
+/* Packed Q and dO, by the first who needs them. */
+static void need_packed(const run *r, const fa_tile *tile, const query_tile *t, query_state *state, scratch *s)
+{
+    int expected = 0;
+    if (atomic_load_explicit(&state->packed, memory_order_acquire) == 2)
+        return;
+    if (atomic_compare_exchange_strong(&state->packed, &expected, 1)) {
+        pack_queries(r, tile, t, s);
+        atomic_store_explicit(&state->packed, 2, memory_order_release);
+    } else {
+        wait_for(&state->packed, 2);
+    }
+}
+
+/* dQ = scale * the sum, once the last tile of keys has added to it. */
+static void store_dq(const plan *p, const fa_tile *tile, const float *dq, float scale)
+{
+    const fa_call *call = p->call;
+    for (int n = 0; n < fa_tile_queries(tile); n++) {
+        int64_t row = tile->seq.q_row + tile->queries.begin + n;
+        p->kernels->store(fa_at(&call->dq, tile->seq.q_entry, row, tile->head, 0), call->dq.stride[3], call->dq.dtype,
+                          dq + (int64_t)n * p->ldq, (int)call->head_dim, scale);
+    }
+}
+
+/* ---- one tile of queries against one of keys ---- */
+
+typedef struct step {
+    const run *run;
+    scratch   *s;
+    fa_tile    tile;
+    query_tile query;
+    fa_visible visible;
+    float      scale;
+} step;
+
+static void add_dkv(const step *t, const float *p_of_dv)
+{
+    const plan       *p    = &t->run->plan;
+    const fa_call    *call = p->call;
+    const fa_kernels *k    = p->kernels;
+    scratch          *s    = t->s;
+    int               rows = fa_tile_rows(&t->tile), keys = fa_tile_keys(&t->tile), ld = fa_score_ld(p->tile.k);
+    if (call->dv.data) {
+        k->accumulate_t(s->dv, p->ldv, p_of_dv, ld, t->query.dout_right, rows, keys, (int)call->head_dim_v, s->fused);
+        if (t->query.num_bad[1] > 0) {
+            fa_rows source = fa_query_rows(call, &call->dout, &t->tile, s->row);
+            fa_add_bad_rows(k, s->dv, p->ldv, keys, p_of_dv, 1, ld, &source, t->query.bad_dout, t->query.num_bad[1],
+                            s->temp);
+        }
+    }
+    if (call->dk.data) {
+        k->accumulate_t(s->dk, p->ldq, s->ds, ld, t->query.q_right, rows, keys, (int)call->head_dim, s->fused);
+        if (t->query.num_bad[0] > 0) {
+            fa_rows source = fa_query_rows(call, &call->q, &t->tile, s->row);
+            fa_add_bad_rows(k, s->dk, p->ldq, keys, s->ds, 1, ld, &source, t->query.bad_q, t->query.num_bad[0],
+                            s->temp);
+        }
+    }
+}
+
+static void add_dq(const step *t)
+{
+    const plan       *p    = &t->run->plan;
+    const fa_kernels *k    = p->kernels;
+    scratch          *s    = t->s;
+    int               rows = fa_tile_rows(&t->tile), keys = fa_tile_keys(&t->tile), ld = fa_score_ld(p->tile.k);
+    k->accumulate(t->query.dq, p->ldq, NULL, s->ds, ld, s->k_right, rows, keys, (int)p->call->head_dim, s->fused);
+    fa_add_bad_rows(k, t->query.dq, p->ldq, rows, s->ds, ld, 1, &s->k_rows, s->bad_k, s->num_bad_k, s->temp);
+}
+
+/* True if the tier's fused entry does it all; dQ is then in s->dq. */
+static bool run_fused(const step *t)
+{
+    const plan    *p    = &t->run->plan;
+    const fa_call *call = p->call;
+    scratch       *s    = t->s;
+    if (!p->kernels->backward_block || t->visible != FA_VISIBLE_ALL || fa_has_options(call, t->scale) ||
+        call->dropout.threshold || t->query.num_bad[0] || t->query.num_bad[1] || s->num_bad_k)
+        return false;
+    fa_backward_block block = {.q          = t->query.q,
+                               .q_right    = t->query.q_right,
+                               .dout       = t->query.dout,
+                               .dout_right = t->query.dout_right,
+                               .k          = s->k,
+                               .k_right    = s->k_right,
+                               .v_t        = s->v_t,
+                               .lse_log2   = t->query.lse_log2,
+                               .delta      = t->query.row_delta,
+                               .dq         = s->dq,
+                               .dk         = s->dk,
+                               .dv         = s->dv,
+                               .ldq        = p->ldq,
+                               .ldk        = p->ldq,
+                               .ldv        = p->ldv,
+                               .rows       = fa_tile_rows(&t->tile),
+                               .keys       = fa_tile_keys(&t->tile),
+                               .head_dim   = (int)call->head_dim,
+                               .head_dim_v = (int)call->head_dim_v,
+                               .multiplier = t->scale * FA_LOG2_E,
+                               .scratch    = s->fused};
+    memset(s->dq, 0, sizeof(float) * (size_t)block.rows * (size_t)p->ldq);
+    p->kernels->backward_block(&block);
+    return true;
+}
+
+static void run_composed(const step *t)
+{
+    const plan      *p       = &t->run->plan;
+    const fa_call   *call    = p->call;
+    scratch         *s       = t->s;
+    fa_tile_gradient g       = {.kernels  = p->kernels,
+                                .call     = call,
+                                .tile     = &t->tile,
+                                .visible  = t->visible,
+                                .scale    = t->scale,
+                                .q        = t->query.q,
+                                .dout     = t->query.dout,
+                                .k        = s->k,
+                                .v_t      = s->v_t,
+                                .lse_log2 = t->query.lse_log2,
+                                .delta    = t->query.row_delta,
+                                .p        = s->p,
+                                .ds       = s->ds,
+                                .slope    = call->softcap > 0.0f ? s->slope : NULL,
+                                .dropped  = s->dropped,
+                                .ld       = fa_score_ld(p->tile.k)};
+    const float     *p_of_dv = fa_score_gradient(&g);
+    fa_softcap_gradient(&g);
+    add_dkv(t, p_of_dv);
+}
+
+/* The tile's turn at dQ: `first` and `last` of those that may see these queries clear and store it. */
+static void take_turn(const step *t, query_state *state, fa_range turns, int turn, bool fused)
+{
+    const plan *p    = &t->run->plan;
+    int64_t     size = (int64_t)fa_tile_rows(&t->tile) * p->ldq;
+    wait_for(&state->turn, turn);
+    if (turn == turns.begin)
+        memset(t->query.dq, 0, sizeof(float) * (size_t)size);
+    if (fused) {
+        for (int64_t n = 0; n < size; n++)
+            t->query.dq[n] += t->s->dq[n];
+    } else if (t->visible != FA_VISIBLE_NONE) {
+        add_dq(t);
+    }
+    if (turn == turns.end - 1)
+        store_dq(p, &t->tile, t->query.dq, t->scale);
+    atomic_store_explicit(&state->turn, turn + 1, memory_order_release);
+}
+
+static void run_step(step *t, int64_t pair, int64_t head_in_group, int number, int key_tile)
+{
+    const plan *p     = &t->run->plan;
+    fa_range    turns = key_tiles_of(p, &t->tile.seq, t->tile.queries);
+    bool        fused = false;
+    if (key_tile < turns.begin || key_tile >= turns.end)
+        return;
+    query_state *state = state_of(t->run, pair, head_in_group, number);
+    t->query           = tile_in_slot(t->run, pair, head_in_group, number);
+    t->visible         = fa_tile_visible(p->call, &t->tile);
+    if (t->visible != FA_VISIBLE_NONE) {
+        need_packed(t->run, &t->tile, &t->query, state, t->s);
+        fused = run_fused(t);
+        if (!fused)
+            run_composed(t);
+    }
+    if (p->call->dq.data)
+        take_turn(t, state, turns, key_tile, fused);
+}
+
+/* ---- a task: one tile of keys ---- */
+
+static void pack_keys(const plan *p, const fa_tile *tile, scratch *s)
+{
+    fa_rows rows = fa_key_rows(p->call, &p->call->v, tile, s->row);
+    p->kernels->pack(FA_ROLE_V_T, s->v_t, &rows, NULL);
+    s->k_rows = fa_key_rows(p->call, &p->call->k, tile, s->row_k);
+    p->kernels->pack(FA_ROLE_K, s->k, &s->k_rows, NULL);
+    s->num_bad_k = p->kernels->pack(FA_ROLE_K_RIGHT, s->k_right, &s->k_rows, s->bad_k);
+    memset(s->dk, 0, sizeof(float) * (size_t)p->tile.k * (size_t)p->ldq);
+    memset(s->dv, 0, sizeof(float) * (size_t)p->tile.k * (size_t)p->ldv);
+}
+
+/* Keys [begin, end) of grad; sums NULL: zeros. */
+static void store_keys(const plan *p, const flash_attn_tensor *grad, const fa_tile *tile, int begin, int end,
+                       const float *sums, int ld, float factor, float *zeros)
+{
+    if (!grad->data)
+        return;
+    memset(zeros, 0, sizeof(float) * (size_t)grad->shape[3]);
+    for (int j = begin; j < end; j++)
+        p->kernels->store(fa_kv_at(p->call, grad, &tile->seq, tile->b, j, tile->head_k), grad->stride[3], grad->dtype,
+                          sums ? sums + (int64_t)(j - begin) * ld : zeros, (int)grad->shape[3], factor);
+}
+
+static void store_unused_keys(const plan *p, const fa_tile *tile, float *zeros)
+{
+    const fa_sequence *seq   = &tile->seq;
+    int                begin = fa_min_int(seq->key_begin, seq->rows_k), end = fa_max_int(seq->seqlen_k, begin);
+    store_keys(p, &p->call->dk, tile, 0, begin, NULL, 0, 1.0f, zeros);
+    store_keys(p, &p->call->dk, tile, end, seq->rows_k, NULL, 0, 1.0f, zeros);
+    store_keys(p, &p->call->dv, tile, 0, begin, NULL, 0, 1.0f, zeros);
+    store_keys(p, &p->call->dv, tile, end, seq->rows_k, NULL, 0, 1.0f, zeros);
+}
+
+static int64_t key_tiles(const plan *p, const fa_sequence *seq)
+{
+    int64_t tiles = (seq->seqlen_k + p->tile.k - 1) / p->tile.k;
+    return tiles > 0 ? tiles : 1; /* one to write zeros */
+}
+
+static void run_task(run *r, scratch *s, int64_t b, int64_t task)
+{
+    const plan    *p    = &r->plan;
+    const fa_call *call = p->call;
+    step    t = {.run = r, .s = s, .tile = {.b = b, .heads = 1, .seq = fa_sequence_at(call, b), .slices = s->slices}};
+    int64_t tiles    = key_tiles(p, &t.tile.seq);
+    int     key_tile = (int)(task % tiles), first = key_tile * p->tile.k;
+    t.tile.head_k = task / tiles;
+    t.tile.keys =
+        (fa_range){fa_max_int(first, t.tile.seq.key_begin), fa_min_int(first + p->tile.k, t.tile.seq.seqlen_k)};
+    t.scale      = fa_score_scale(call, b, t.tile.head_k);
+    int64_t pair = b * call->heads_k + t.tile.head_k;
+    for (int64_t user = pair - p->slots; user >= 0; user -= p->slots) /* all who used the slot must have left */
+        wait_for(&r->tasks_left[user], 0);
+
+    fa_range all      = {0, t.tile.seq.seqlen_q};
+    fa_range seeing   = fa_queries_seeing(call->window, t.tile.seq.diagonal, all, t.tile.keys);
+    t.tile.num_slices = fa_slices_touching(call, b, all, t.tile.keys, s->slices);
+    if (key_tile == 0)
+        store_unused_keys(p, &t.tile, s->temp);
+    if (t.tile.keys.begin < t.tile.keys.end) {
+        pack_keys(p, &t.tile, s);
+        for (int64_t g = 0; g < call->group; g++) {
+            t.tile.head = t.tile.head_k * call->group + g;
+            for (int number = seeing.begin / p->tile.q; number * p->tile.q < seeing.end; number++) {
+                t.tile.queries = tile_queries(p, &t.tile.seq, number);
+                run_step(&t, pair, g, number, key_tile);
+            }
+        }
+        store_keys(p, &call->dk, &t.tile, t.tile.keys.begin, t.tile.keys.end, s->dk, p->ldq, t.scale, s->temp);
+        store_keys(p, &call->dv, &t.tile, t.tile.keys.begin, t.tile.keys.end, s->dv, p->ldv, 1.0f, s->temp);
+    }
+    atomic_fetch_sub_explicit(&r->tasks_left[pair], 1, memory_order_acq_rel);
+}
+
+/* ---- before and after: Delta and the state of tiles; gradients of bias and sinks ---- */
+
+/* One head of one sequence. */
+static void prepare_head(run *r, scratch *s, int64_t b, int64_t head)
+{
+    const plan    *p    = &r->plan;
+    const fa_call *call = p->call;
+    fa_sequence    seq  = fa_sequence_at(call, b);
+    int64_t        pair = b * call->heads_k + head / call->group;
+    int            ld   = fa_max_int(p->ldq, p->ldv);
+    fa_fill_delta(p->kernels, call, r->delta, &seq, head, (fa_range){0, seq.seqlen_q}, s->temp, p->ldv);
+    memset(s->temp, 0, sizeof(float) * (size_t)ld);
+    for (int number = 0; number * p->tile.q < seq.rows_q; number++) {
+        fa_range     queries = tile_queries(p, &seq, number), turns = key_tiles_of(p, &seq, queries);
+        query_state *state = state_of(r, pair, head % call->group, number);
+        atomic_store_explicit(&state->packed, 0, memory_order_relaxed);
+        atomic_store_explicit(&state->turn, turns.begin, memory_order_relaxed);
+        int unseen = turns.begin < turns.end ? queries.end : queries.begin; /* from here on dQ is zero */
+        int end    = fa_min_int((number + 1) * p->tile.q, seq.rows_q);
+        for (int i = fa_max_int(unseen, number * p->tile.q); call->dq.data && i < end; i++)
+            p->kernels->store(fa_at(&call->dq, seq.q_entry, seq.q_row + i, head, 0), call->dq.stride[3], call->dq.dtype,
+                              s->temp, (int)call->head_dim, 1.0f);
+    }
+    if (head % call->group == 0)
+        atomic_store_explicit(&r->tasks_left[pair], seq.rows_k > 0 ? (int)key_tiles(p, &seq) : 0, memory_order_relaxed);
+}
+
+static scratch thread_scratch(const run *r, int64_t index)
+{
+    fa_arena arena = {r->scratch + (size_t)index * r->scratch_bytes, 0};
+    return carve_scratch(&arena, &r->plan);
+}
+
+static void prepare_thread(void *arg, int64_t index)
+{
+    run           *r    = arg;
+    const fa_call *call = r->plan.call;
+    scratch        s    = thread_scratch(r, index);
+    int64_t        task;
+    while ((task = atomic_fetch_add(&r->next_delta, 1)) < call->batch * call->heads_q)
+        prepare_head(r, &s, task / call->heads_q, task % call->heads_q);
+}
+
+static void main_thread(void *arg, int64_t index)
+{
+    run           *r    = arg;
+    const fa_call *call = r->plan.call;
+    scratch        s    = thread_scratch(r, index);
+    int64_t        b    = 0, task;
+    if (r->plan.kernels->enter)
+        r->plan.kernels->enter();
+    while ((task = atomic_fetch_add(&r->next, 1)) < r->task_begin[call->batch]) {
+        while (r->task_begin[b + 1] <= task)
+            b++;
+        run_task(r, &s, b, task - r->task_begin[b]);
+    }
+    int64_t bias_tasks = fa_dbias_tasks(r->plan.kernels, call), sinks = call->dsinks.data ? call->heads_q : 0;
+    while ((task = atomic_fetch_add(&r->next_bias, 1)) < bias_tasks)
+        fa_dbias_task(r->plan.kernels, call, r->delta, task, r->scratch + (size_t)index * r->scratch_bytes);
+    while ((task = atomic_fetch_add(&r->next_sink, 1)) < sinks)
+        fa_dsinks_task(call, r->delta, task);
+    if (r->plan.kernels->leave)
+        r->plan.kernels->leave();
+}
+
+static int64_t count_tasks(run *r)
+{
+    const fa_call *call  = r->plan.call;
+    int64_t        total = 0;
+    for (int64_t b = 0; b < call->batch; b++) {
+        fa_sequence seq  = fa_sequence_at(call, b);
+        r->task_begin[b] = total;
+        total += seq.rows_k > 0 ? key_tiles(&r->plan, &seq) * call->heads_k : 0;
+    }
+    r->task_begin[call->batch] = total;
+    return total;
+}
+
+/* ---- the entry points ---- */
 
 size_t fa_backward_bytes(const fa_cpu *cpu, const fa_call *call, int threads)
 {
-    (void)cpu, (void)call, (void)threads;
-    return 0;
+    run r = {.plan = plan_make(cpu, call, threads)};
+    return carve_run(&r, NULL);
 }
 
 void fa_backward_explain(const fa_cpu *cpu, const fa_call *call, int threads, flash_attn_explanation *explanation)
 {
-    (void)cpu, (void)call, (void)threads;
-    snprintf(explanation->kernel, sizeof explanation->kernel, "backward_reference");
+    run r = {.plan = plan_make(cpu, call, threads)};
+    carve_run(&r, NULL);
+    for (int64_t b = 0; b < call->batch; b++) {
+        fa_sequence seq = fa_sequence_at(call, b);
+        explanation->num_tasks += seq.rows_k > 0 ? key_tiles(&r.plan, &seq) * call->heads_k : 0;
+    }
+    explanation->tile_q        = r.plan.tile.q;
+    explanation->tile_k        = r.plan.tile.k;
+    explanation->scratch_bytes = (int64_t)r.scratch_bytes;
+    snprintf(explanation->kernel, sizeof explanation->kernel, "backward_%s", r.plan.kernels->name);
+    snprintf(explanation->reason, sizeof explanation->reason,
+             "keys outside; packed Q and dO shared by all tiles of keys; dQ summed in the order of the keys");
 }
 
 flash_attn_status fa_cpu_backward(fa_cpu *cpu, const fa_call *call, const fa_exec *exec)
 {
-    (void)cpu, (void)exec;
-    return fa_reference_backward(call);
+    int       threads = fa_min_int(exec->num_threads, cpu->num_threads);
+    run       r       = {.plan = plan_make(cpu, call, threads)};
+    fa_memory memory;
+    FA_TRY(fa_memory_get(&memory, exec, carve_run(&r, NULL)));
+    carve_run(&r, memory.base);
+    atomic_store(&r.next_delta, 0);
+    atomic_store(&r.next, 0);
+    atomic_store(&r.next_bias, 0);
+    atomic_store(&r.next_sink, 0);
+    int64_t heads = call->batch * call->heads_q,
+            tasks = count_tasks(&r) + fa_dbias_tasks(r.plan.kernels, call) + call->heads_q;
+    fa_threads_run(cpu->threads, (int)(heads < threads ? heads : threads), prepare_thread, &r);
+    fa_threads_run(cpu->threads, (int)(tasks < threads ? tasks : threads), main_thread, &r);
+    fa_memory_free(&memory);
+    return FLASH_ATTN_OK;
 }

@@ -1,0 +1,49 @@
+/* What backward.c and dbias.c share: Delta, and P and dS of one tile. */
+#ifndef FA_CPU_GRADIENT_H
+#define FA_CPU_GRADIENT_H
+
+#include "cpu/tile.h"
+
+/* Delta = rowsum(dO * O), float32 [q entries, heads_q, q rows]. */
+static inline float *fa_delta_at(const fa_call *call, float *delta, const fa_sequence *seq, int64_t head, int i)
+{
+    return delta + (seq->q_entry * call->heads_q + head) * call->q.shape[1] + seq->q_row + i;
+}
+
+/* Delta of queries [begin, end) of one head; 0 for those that see nothing, whatever dO holds. temp: 2 * temp_floats. */
+void fa_fill_delta(const fa_kernels *kernels, const fa_call *call, float *delta, const fa_sequence *seq, int64_t head,
+                   fa_range queries, float *temp, int temp_floats);
+
+/* lse_log2 and delta of a tile's rows, as the kernels want them. A query that saw nothing gets lse_log2 = inf: P = 0.
+ */
+void fa_gather_rows(const fa_call *call, float *delta, const fa_tile *tile, float *row_lse_log2, float *row_delta);
+
+/* One tile of queries of one head against one of keys. */
+typedef struct fa_tile_gradient {
+    const fa_kernels *kernels;
+    const fa_call    *call;
+    const fa_tile    *tile;
+    fa_visible        visible;
+    float             scale;
+    const void       *q, *dout, *k, *v_t; /* packed: roles Q, DO, K, V_T */
+    const float      *lse_log2, *delta;
+    float            *p, *ds;  /* [rows][ld] */
+    float            *slope;   /* likewise, with softcap */
+    float            *dropped; /* likewise, with dropout: P that dV takes */
+    int               ld;
+} fa_tile_gradient;
+
+/* Algorithm 2, lines 11 to 15: p = P and ds = the gradient of the scores as the bias is added to them. Returns the P
+ * that dV takes: p, or dropped. */
+const float *fa_score_gradient(const fa_tile_gradient *t);
+
+/* From there through the softcap to scale * q.k: ds *= slope. */
+void fa_softcap_gradient(const fa_tile_gradient *t);
+
+/* Gradients of what is added to the scores (dbias.c). */
+size_t  fa_dbias_scratch_bytes(const fa_kernels *kernels, const fa_call *call);
+int64_t fa_dbias_tasks(const fa_kernels *kernels, const fa_call *call);
+void    fa_dbias_task(const fa_kernels *kernels, const fa_call *call, float *delta, int64_t task, char *scratch);
+void    fa_dsinks_task(const fa_call *call, float *delta, int64_t head);
+
+#endif
