@@ -24,6 +24,7 @@ V vf    v_div(vf a, vf b) { return _mm256_div_ps(a, b); }
 V vf    v_abs(vf x) { return _mm256_andnot_ps(v_set1(-0.0f), x); }
 V vf    v_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 V vf    v_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+V vf    v_min(vf a, vf b) { return _mm256_min_ps(a, b); }
 V vf    v_less(vf a, vf b, vf x, vf y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
 V vf    v_where_nonzero(vf p, vf x) { return _mm256_and_ps(_mm256_cmp_ps(p, v_zero(), _CMP_NEQ_UQ), x); }
 V float v_reduce_add(vf x)

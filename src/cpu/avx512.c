@@ -25,6 +25,7 @@ V vf    v_div(vf a, vf b) { return _mm512_div_ps(a, b); }
 V vf    v_abs(vf x) { return _mm512_abs_ps(x); }
 V vf    v_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 V vf    v_max(vf a, vf b) { return _mm512_max_ps(a, b); }
+V vf    v_min(vf a, vf b) { return _mm512_min_ps(a, b); }
 V float v_reduce_add(vf x) { return _mm512_reduce_add_ps(x); }
 V float v_reduce_max(vf x) { return _mm512_reduce_max_ps(x); }
 V vf    v_less(vf a, vf b, vf x, vf y) { return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x); }

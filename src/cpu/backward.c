@@ -33,7 +33,7 @@ typedef struct plan {
 typedef struct query_tile {
     void  *q, *q_right, *dout, *dout_right;
     float *dq;
-    float *lse_log2, *row_delta;
+    float *lse, *lse_log2, *row_delta;
     int   *bad_q, *bad_dout; /* rows that pack left out of q_right and dout_right */
     int   *num_bad;          /* [2] */
 } query_tile;
@@ -94,6 +94,7 @@ static query_tile carve_query_tile(fa_arena *arena, const plan *p)
     t.dout       = fa_carve(arena, p->dout_bytes);
     t.dout_right = p->dout_right_bytes ? fa_carve(arena, p->dout_right_bytes) : t.dout;
     t.dq         = fa_carve_floats(arena, p->call->dq.data ? (int64_t)p->tile.q * p->ldq : 0);
+    t.lse        = fa_carve_floats(arena, fa_row_array(p->tile.q));
     t.lse_log2   = fa_carve_floats(arena, fa_row_array(p->tile.q));
     t.row_delta  = fa_carve_floats(arena, fa_row_array(p->tile.q));
     t.bad_q      = fa_carve(arena, (size_t)p->tile.q * sizeof(int));
@@ -210,7 +211,8 @@ static void pack_queries(const run *r, const fa_tile *tile, const query_tile *t,
     if (p->dout_right_bytes)
         k->pack(FA_ROLE_DO, t->dout, &rows, NULL);
     t->num_bad[1] = k->pack(p->dout_right_bytes ? FA_ROLE_DO_RIGHT : FA_ROLE_DO, t->dout_right, &rows, t->bad_dout);
-    fa_gather_rows(call, r->delta, tile, t->lse_log2, t->row_delta);
+    fa_gather_rows(call, r->delta, tile, fa_score_scale(call, tile->b, tile->head_k), t->lse, t->lse_log2,
+                   t->row_delta);
 }
 
 /* Packed Q and dO, by the first who needs them. */
@@ -324,22 +326,22 @@ static void run_composed(const step *t)
     const plan      *p       = &t->run->plan;
     const fa_call   *call    = p->call;
     scratch         *s       = t->s;
-    fa_tile_gradient g       = {.kernels  = p->kernels,
-                                .call     = call,
-                                .tile     = &t->tile,
-                                .visible  = t->visible,
-                                .scale    = t->scale,
-                                .q        = t->query.q,
-                                .dout     = t->query.dout,
-                                .k        = s->k,
-                                .v_t      = s->v_t,
-                                .lse_log2 = t->query.lse_log2,
-                                .delta    = t->query.row_delta,
-                                .p        = s->p,
-                                .ds       = s->ds,
-                                .slope    = call->softcap > 0.0f ? s->slope : NULL,
-                                .dropped  = s->dropped,
-                                .ld       = fa_score_ld(p->tile.k)};
+    fa_tile_gradient g       = {.kernels = p->kernels,
+                                .call    = call,
+                                .tile    = &t->tile,
+                                .visible = t->visible,
+                                .scale   = t->scale,
+                                .q       = t->query.q,
+                                .dout    = t->query.dout,
+                                .k       = s->k,
+                                .v_t     = s->v_t,
+                                .lse     = t->query.lse,
+                                .delta   = t->query.row_delta,
+                                .p       = s->p,
+                                .ds      = s->ds,
+                                .slope   = call->softcap > 0.0f ? s->slope : NULL,
+                                .dropped = s->dropped,
+                                .ld      = fa_score_ld(p->tile.k)};
     const float     *p_of_dv = fa_score_gradient(&g);
     fa_softcap_gradient(&g);
     add_dkv(t, p_of_dv);
@@ -470,7 +472,7 @@ static void prepare_head(run *r, scratch *s, int64_t b, int64_t head)
     fa_sequence    seq  = fa_sequence_at(call, b);
     int64_t        pair = b * call->heads_k + head / call->group;
     int            ld   = fa_max_int(p->ldq, p->ldv);
-    fa_fill_delta(p->kernels, call, r->delta, &seq, head, (fa_range){0, seq.seqlen_q}, s->temp, p->ldv);
+    fa_fill_delta(p->kernels, call, r->delta, &seq, head, s->row, s->row_k, fa_min_int(p->tile.q, p->tile.k));
     memset(s->temp, 0, sizeof(float) * (size_t)ld);
     for (int number = 0; number * p->tile.q < seq.rows_q; number++) {
         fa_range     queries = tile_queries(p, &seq, number), turns = key_tiles_of(p, &seq, queries);

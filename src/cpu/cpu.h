@@ -123,10 +123,12 @@ typedef struct fa_kernels {
      * m_new) in place of S, rescale = exp2(m - m_new), l = l * rescale + sum P. S may hold -inf; m_new = -inf gives P =
      * 0. */
     void (*softmax)(float *s, int lds, int rows, int keys, float multiplier, float *m, float *l, float *rescale);
-    /* P = exp2(S * multiplier - lse_log2[r]) in place. */
-    void (*probabilities)(float *s, int lds, int rows, int keys, float multiplier, const float *lse_log2);
+    /* P = exp(S * scale - lse[r]) in place, at most 1; scale > 0. S = -inf gives 0 even where lse is NaN. */
+    void (*probabilities)(float *s, int lds, int rows, int keys, float scale, const float *lse);
     /* dS = P (dP - delta[r]) in place of dP; exactly 0 where P is 0, whatever dP and delta hold. */
     void (*gradient)(const float *p, float *dp, int ld, int rows, int keys, const float *delta);
+    /* out[r] = row r of a times row r of b, added up in the order of `scores`; where a is 0, 0, whatever b holds. */
+    void (*row_dots)(float *out, const fa_rows *a, const fa_rows *b);
     /* s = cap * tanh(s * scale / cap); slope = d s_new / d(s * scale) if not NULL. */
     void (*softcap)(float *s, float *slope, int ld, int rows, int keys, float scale, float cap);
     /* x (and y if not NULL) = kept ? x * keep_scale : 0, for queries i0 .. and keys j0 .. of one head. */

@@ -7,7 +7,7 @@
 
 typedef struct dbias_scratch {
     void        *q, *dout, *k, *v_t;
-    float       *p, *ds, *slope, *dropped, *lse_log2, *delta;
+    float       *p, *ds, *slope, *dropped, *lse, *lse_log2, *delta;
     double      *sum; /* [tile.q or 1][tile.k] */
     const void **row;
     int32_t     *slices;
@@ -32,6 +32,7 @@ static dbias_scratch carve(fa_arena *arena, const fa_kernels *kernels, const fa_
     s.ds       = fa_carve_floats(arena, scores);
     s.slope    = fa_carve_floats(arena, call->softcap > 0.0f ? scores : 0);
     s.dropped  = fa_carve_floats(arena, call->dropout.threshold ? scores : 0);
+    s.lse      = fa_carve_floats(arena, fa_row_array(tile.q));
     s.lse_log2 = fa_carve_floats(arena, fa_row_array(tile.q));
     s.delta    = fa_carve_floats(arena, fa_row_array(tile.q));
     s.sum      = fa_carve(arena, (size_t)tile.q * (size_t)tile.k * sizeof(double));
@@ -85,26 +86,26 @@ static void add_tile(const part *p, const fa_tile *tile, fa_visible visible, flo
 {
     const fa_call   *call = p->call;
     fa_rows          q    = fa_query_rows(call, &call->q, tile, p->s.row);
-    fa_tile_gradient t    = {.kernels  = p->kernels,
-                             .call     = call,
-                             .tile     = tile,
-                             .visible  = visible,
-                             .scale    = scale,
-                             .q        = p->s.q,
-                             .dout     = p->s.dout,
-                             .k        = p->s.k,
-                             .v_t      = p->s.v_t,
-                             .lse_log2 = p->s.lse_log2,
-                             .delta    = p->s.delta,
-                             .p        = p->s.p,
-                             .ds       = p->s.ds,
-                             .slope    = call->softcap > 0 ? p->s.slope : NULL,
-                             .dropped  = p->s.dropped,
-                             .ld       = fa_score_ld(p->tile.k)};
+    fa_tile_gradient t    = {.kernels = p->kernels,
+                             .call    = call,
+                             .tile    = tile,
+                             .visible = visible,
+                             .scale   = scale,
+                             .q       = p->s.q,
+                             .dout    = p->s.dout,
+                             .k       = p->s.k,
+                             .v_t     = p->s.v_t,
+                             .lse     = p->s.lse,
+                             .delta   = p->s.delta,
+                             .p       = p->s.p,
+                             .ds      = p->s.ds,
+                             .slope   = call->softcap > 0 ? p->s.slope : NULL,
+                             .dropped = p->s.dropped,
+                             .ld      = fa_score_ld(p->tile.k)};
     p->kernels->pack(FA_ROLE_Q, p->s.q, &q, NULL);
     fa_rows dout = fa_query_rows(call, &call->dout, tile, p->s.row);
     p->kernels->pack(FA_ROLE_DO, p->s.dout, &dout, NULL);
-    fa_gather_rows(call, p->delta, tile, p->s.lse_log2, p->s.delta);
+    fa_gather_rows(call, p->delta, tile, scale, p->s.lse, p->s.lse_log2, p->s.delta);
     fa_score_gradient(&t);
     for (int r = 0; r < fa_tile_rows(tile); r++) {
         int     row = p->one_query ? 0 : tile->queries.begin + r - p->queries.begin;

@@ -252,6 +252,7 @@ typedef struct block {
     fa_tile      at; /* whose block: b, head_k, seq */
     int          tiles;
     float        scale;
+    double       to_natural; /* what takes m from base 2 */
 } block;
 
 static float *tile_floats(float *base, const plan *p, int t) { return base + t * fa_row_array(p->tile_q); }
@@ -362,6 +363,13 @@ static void walk_keys(const block *b, fa_range part)
         walk_key_tile(b, (fa_range){fa_max_int(key, keys.begin), fa_min_int(key + step, keys.end)});
 }
 
+/* m is scores times a float32 multiplier, so what takes it back is that multiplier's own inverse and not ln 2: large
+ * scores would feel the difference. A NaN row has m = -inf, and l = NaN. */
+static float natural_lse(float m, float l, double to_natural)
+{
+    return l == 0.0f ? -INFINITY : (float)((double)m * to_natural + log((double)l));
+}
+
 /* Algorithm 1, lines 12 to 15: divide by l, add the sink, store. */
 static void store_tile(const block *b, int t, const fa_partial *result)
 {
@@ -375,7 +383,7 @@ static void store_tile(const block *b, int t, const fa_partial *result)
         int64_t head = tile->head + r / queries, row = tile->seq.q_row + tile->queries.begin + r % queries;
         float   m = result->m[r], l = result->l[r], factor = 1.0f;
         if (call->sinks.data) {
-            float sink = fa_load(fa_at(&call->sinks, 0, head, 0, 0), 0, call->sinks.dtype) * FA_LOG2_E;
+            float sink = fa_load(fa_at(&call->sinks, 0, head, 0, 0), 0, call->sinks.dtype) / (float)b->to_natural;
             float max = sink > m ? sink : m, shift = max == -INFINITY ? 0.0f : max;
             factor = exp2f(m - shift);
             l      = l * factor + exp2f(sink - shift);
@@ -385,8 +393,7 @@ static void store_tile(const block *b, int t, const fa_partial *result)
         b->shape->kernels->store(fa_at(&call->o, tile->seq.q_entry, row, head, 0), call->o.stride[3], call->o.dtype,
                                  result->o + (int64_t)r * result->ldo, (int)call->head_dim_v, factor);
         if (call->lse.data)
-            *(float *)fa_at(&call->lse, tile->seq.q_entry, head, row, 0) =
-                l == 0.0f ? -INFINITY : m * FA_LN_2 + logf(l); /* a NaN row has m = -inf, and l = NaN */
+            *(float *)fa_at(&call->lse, tile->seq.q_entry, head, row, 0) = natural_lse(m, l, b->to_natural);
     }
 }
 
@@ -471,6 +478,8 @@ static void run_task(run *r, scratch *s, int64_t b, int64_t task)
     if (shape.parts_are_tasks)
         first = 0;
     one.scale = fa_score_scale(p->call, b, one.at.head_k);
+    one.to_natural =
+        (fa_has_options(p->call, one.scale) ? 1.0 : (double)one.scale) / (double)fa_multiplier(p->call, one.scale);
     one.tiles = fa_min_int(p->tiles_per_block, shape.tiles - (int)first);
     begin_block(&one, (int)first);
     if (slot == 0)

@@ -2,34 +2,27 @@
 #include "cpu/gradient.h"
 
 void fa_fill_delta(const fa_kernels *kernels, const fa_call *call, float *delta, const fa_sequence *seq, int64_t head,
-                   fa_range queries, float *temp, int temp_floats)
+                   const void **row_o, const void **row_dout, int max_rows)
 {
-    float *o = temp, *dout = temp + temp_floats;
-    for (int i = queries.begin; i < queries.end; i++) {
-        int64_t row      = seq->q_row + i;
-        int     dv       = (int)call->head_dim_v;
-        float   part[16] = {0}, sum = 0.0f;
-        memset(o, 0, sizeof(float) * (size_t)temp_floats);
-        kernels->load(o, fa_at(&call->o, seq->q_entry, row, head, 0), call->o.stride[3], call->o.dtype, dv);
-        kernels->load(dout, fa_at(&call->dout, seq->q_entry, row, head, 0), call->dout.stride[3], call->dout.dtype, dv);
-        /* o is exactly 0 in a row that sees nothing; its dO may be anything. */
-        for (int c = 0; c < temp_floats; c += 16) {
-            for (int n = 0; n < 16; n++)
-                part[n] += o[c + n] == 0.0f ? 0.0f : o[c + n] * dout[c + n];
-        }
-        for (int n = 0; n < 16; n++)
-            sum += part[n];
-        *fa_delta_at(call, delta, seq, head, i) = sum;
+    fa_tile tile = {.seq = *seq, .head = head, .heads = 1};
+    for (int i = 0; i < seq->seqlen_q; i += max_rows) {
+        tile.queries = (fa_range){i, fa_min_int(i + max_rows, seq->seqlen_q)};
+        fa_rows o    = fa_query_rows(call, &call->o, &tile, row_o);
+        fa_rows dout = fa_query_rows(call, &call->dout, &tile, row_dout);
+        kernels->row_dots(fa_delta_at(call, delta, seq, head, i), &o, &dout);
     }
 }
 
-void fa_gather_rows(const fa_call *call, float *delta, const fa_tile *tile, float *row_lse_log2, float *row_delta)
+void fa_gather_rows(const fa_call *call, float *delta, const fa_tile *tile, float scale, float *row_lse,
+                    float *row_lse_log2, float *row_delta)
 {
+    double to_log2 = fa_has_options(call, scale) ? (double)FA_LOG2_E : (double)(scale * FA_LOG2_E) / (double)scale;
     for (int r = 0; r < fa_tile_queries(tile); r++) {
         int     i       = tile->queries.begin + r;
         int64_t row     = tile->seq.q_row + i;
         float   lse     = *(const float *)fa_at(&call->lse, tile->seq.q_entry, tile->head, row, 0);
-        row_lse_log2[r] = lse == -INFINITY ? INFINITY : lse * FA_LOG2_E;
+        row_lse[r]      = lse == -INFINITY ? INFINITY : lse;
+        row_lse_log2[r] = (float)((double)row_lse[r] * to_log2);
         row_delta[r]    = *fa_delta_at(call, delta, &tile->seq, tile->head, i);
     }
 }
@@ -42,7 +35,7 @@ const float *fa_score_gradient(const fa_tile_gradient *t)
     const float      *p_of_dv = t->p;
     k->scores(t->p, t->ld, t->q, t->k, rows, keys, (int)call->head_dim);
     fa_apply_options(k, call, t->tile, t->visible, t->scale, t->p, t->slope, t->ld);
-    k->probabilities(t->p, t->ld, rows, keys, fa_multiplier(call, t->scale), t->lse_log2);
+    k->probabilities(t->p, t->ld, rows, keys, fa_has_options(call, t->scale) ? 1.0f : t->scale, t->lse);
     k->scores(t->ds, t->ld, t->dout, t->v_t, rows, keys, (int)call->head_dim_v);
     if (call->dropout.threshold) {
         memcpy(t->dropped, t->p, sizeof(float) * (size_t)rows * (size_t)t->ld);

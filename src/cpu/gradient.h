@@ -10,13 +10,15 @@ static inline float *fa_delta_at(const fa_call *call, float *delta, const fa_seq
     return delta + (seq->q_entry * call->heads_q + head) * call->q.shape[1] + seq->q_row + i;
 }
 
-/* Delta of queries [begin, end) of one head; 0 for those that see nothing, whatever dO holds. temp: 2 * temp_floats. */
-void fa_fill_delta(const fa_kernels *kernels, const fa_call *call, float *delta, const fa_sequence *seq, int64_t head,
-                   fa_range queries, float *temp, int temp_floats);
-
-/* lse_log2 and delta of a tile's rows, as the kernels want them. A query that saw nothing gets lse_log2 = inf: P = 0.
+/* Delta of one head; 0 for queries that see nothing, whatever dO holds, for their o is exactly 0. Pointers: max_rows.
  */
-void fa_gather_rows(const fa_call *call, float *delta, const fa_tile *tile, float *row_lse_log2, float *row_delta);
+void fa_fill_delta(const fa_kernels *kernels, const fa_call *call, float *delta, const fa_sequence *seq, int64_t head,
+                   const void **row_o, const void **row_dout, int max_rows);
+
+/* lse (natural, and to base 2 as fa_multiplier takes scores there) and delta of a tile's rows, as the kernels want
+ * them. A query that saw nothing gets lse = inf: P = 0. */
+void fa_gather_rows(const fa_call *call, float *delta, const fa_tile *tile, float scale, float *row_lse,
+                    float *row_lse_log2, float *row_delta);
 
 /* One tile of queries of one head against one of keys. */
 typedef struct fa_tile_gradient {
@@ -26,7 +28,7 @@ typedef struct fa_tile_gradient {
     fa_visible        visible;
     float             scale;
     const void       *q, *dout, *k, *v_t; /* packed: roles Q, DO, K, V_T */
-    const float      *lse_log2, *delta;
+    const float      *lse, *delta;
     float            *p, *ds;  /* [rows][ld] */
     float            *slope;   /* likewise, with softcap */
     float            *dropped; /* likewise, with dropout: P that dV takes */

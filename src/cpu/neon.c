@@ -24,6 +24,7 @@ V vf   v_div(vf a, vf b) { return vdivq_f32(a, b); }
 V vf   v_abs(vf x) { return vabsq_f32(x); }
 V vf   v_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
 V vf   v_max(vf a, vf b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+V vf   v_min(vf a, vf b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
 V vf   v_less(vf a, vf b, vf x, vf y) { return vbslq_f32(vcltq_f32(a, b), x, y); }
 V vf   v_where_nonzero(vf p, vf x) { return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(x), vceqzq_f32(p))); }
 V float v_reduce_add(vf x) { return vaddvq_f32(x); }

@@ -30,6 +30,7 @@ V vf    v_fma(vf a, vf b, vf c) { return a * b + c; }
 V vf    v_pick(vi mask, vf x, vf y) { return (vf)((mask & (vi)x) | (~mask & (vi)y)); }
 V vf    v_abs(vf x) { return (vf)((vi)x & 0x7FFFFFFF); }
 V vf    v_max(vf a, vf b) { return v_pick(a > b, a, b); }
+V vf    v_min(vf a, vf b) { return v_pick(a < b, a, b); }
 V vf    v_less(vf a, vf b, vf x, vf y) { return v_pick(a < b, x, y); }
 V vf    v_where_nonzero(vf p, vf x) { return (vf)((p != v_zero()) & (vi)x); }
 V float v_reduce_add(vf x) { return (x[0] + x[1]) + (x[2] + x[3]); }
