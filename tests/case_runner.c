@@ -140,6 +140,12 @@ static void set_allowances(case_instance *x, int n, const difference *reference,
     double table    = x->dtype == FLASH_ATTN_F16 ? 1e-3 : x->dtype == FLASH_ATTN_BF16 ? 5e-3 : 5e-2;
     /* Plain attention in float16 overflows where ours must not; then only the relative bound is left. */
     double error = plain->finite ? plain->largest : 16 * dtype_epsilon(x->dtype) * M;
+    /* DSINKS: a handful of numbers, each a sum over all rows of what rounding O did to Delta: plain attention's own
+     * error is then a matter of luck. */
+    if (n == OUT_DSINKS) {
+        error = fmax(error, dtype_epsilon(x->dtype) * M);
+        table *= 2;
+    }
     x->allowed[n] += (gradient ? 3 : 2) * error + rounding;
     x->allowed_l2[n] = fmax(table, plain->finite ? 2 * plain->l2 / l2_scale(reference) : 0) + lost;
 }

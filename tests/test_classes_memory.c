@@ -121,7 +121,7 @@ static void more_than_65535_heads_of_batch_are_right(void **state)
         fixture f = fixture_make(&c, FLASH_ATTN_F32, 33);
         fixture_run(&f, tier_at(n), 2);
         expect_close(&f.p.o, &f.p.v, 1e-6, "o");
-        expect_close(&f.g.dv, &f.g.dout, 1e-6, "dv");
+        expect_close(&f.g.dv, &f.g.dout, 5e-6, "dv"); /* P = exp(s - LSE) has the rounding of LSE */
         fixture_free(&f);
     }
 }

@@ -71,7 +71,8 @@ typedef struct run {
 
 static plan plan_make(const fa_cpu *cpu, const fa_call *call, int threads)
 {
-    const fa_kernels *k = cpu->kernels[call->q.dtype];
+    /* dP - Delta cancels; in float32 both must be the same sum, which bfloat16 pieces do not give. */
+    const fa_kernels *k = call->q.dtype == FLASH_ATTN_F32 ? cpu->vector : cpu->kernels[call->q.dtype];
     int               d = (int)call->head_dim, dv = (int)call->head_dim_v;
     plan p = {.kernels = k, .call = call, .threads = threads, .tile = k->tiles(FLASH_ATTN_BACKWARD, d > dv ? d : dv)};
     p.query_tiles      = (call->max_seqlen_q + p.tile.q - 1) / p.tile.q;
