@@ -3,25 +3,14 @@
 #include "json.h"
 #include "options.h"
 #include "problem.h"
+#include "shape.h"
 
 typedef struct explain_flags {
-    int64_t   batch, seqlen, seqlen_q, seqlen_k, heads, heads_k, head_dim, head_dim_v, page_size;
-    cli_dtype dtype;
-    bool      backward, json;
+    bool backward, json;
 } explain_flags;
 
 #define FIELD(name) offsetof(explain_flags, name)
-static const cli_option shape_options[] = {
-    {"batch", "N", cli_parse_count, FIELD(batch), "default 1"},
-    {"seqlen", "N", cli_parse_count, FIELD(seqlen), "queries and keys; default 1024"},
-    {"seqlen-q", "N", cli_parse_count, FIELD(seqlen_q), "queries; with --cu-seqlens-q: of all sequences"},
-    {"seqlen-k", "N", cli_parse_count, FIELD(seqlen_k), "keys; with --cu-seqlens-k: of all sequences"},
-    {"heads", "N", cli_parse_count, FIELD(heads), "query heads; default 8"},
-    {"heads-k", "N", cli_parse_count, FIELD(heads_k), "key heads; default: as --heads"},
-    {"head-dim", "N", cli_parse_count, FIELD(head_dim), "default 64"},
-    {"head-dim-v", "N", cli_parse_count, FIELD(head_dim_v), "default: as --head-dim"},
-    {"dtype", "TYPE", cli_parse_dtype, FIELD(dtype), "f32, f16, bf16 or f8e4m3; default f32"},
-    {"page-size", "N", cli_parse_count, FIELD(page_size), "keys of a page; with --page-table"},
+static const cli_option explain_options[] = {
     {"backward", NULL, cli_parse_switch, FIELD(backward), "the backward pass; default: the forward"},
     {"json", NULL, cli_parse_switch, FIELD(json), "print JSON"},
     {0},
@@ -36,36 +25,6 @@ static const cli_help explain_help = {
     .examples = "  flashattn explain --seqlen 8192 --heads 16 --head-dim 128 --dtype bf16 --causal\n"
                 "  flashattn explain --seqlen-q 1 --seqlen-k 32768 --heads 32 --heads-k 8 --json",
 };
-
-/* Shapes of q, k, v, o and lse without data. A length of 0 is a length, so what was not given is -1. */
-static void set_shapes(const explain_flags *flags, flash_attn_problem *p)
-{
-    int64_t          seqlen_q = flags->seqlen_q >= 0 ? flags->seqlen_q : flags->seqlen;
-    int64_t          seqlen_k = flags->seqlen_k >= 0 ? flags->seqlen_k : flags->seqlen;
-    int64_t          heads_k  = flags->heads_k ? flags->heads_k : flags->heads;
-    int64_t          dim_v    = flags->head_dim_v ? flags->head_dim_v : flags->head_dim;
-    flash_attn_dtype dtype    = flags->dtype.dtype;
-    p->q   = (flash_attn_tensor){.dtype = dtype, .shape = {flags->batch, seqlen_q, flags->heads, flags->head_dim}};
-    p->k   = (flash_attn_tensor){.dtype = dtype, .shape = {flags->batch, seqlen_k, heads_k, flags->head_dim}};
-    p->v   = (flash_attn_tensor){.dtype = dtype, .shape = {flags->batch, seqlen_k, heads_k, dim_v}};
-    p->o   = (flash_attn_tensor){.dtype = dtype == FLASH_ATTN_F8E4M3 ? FLASH_ATTN_BF16 : dtype};
-    p->lse = (flash_attn_tensor){.dtype = FLASH_ATTN_F32};
-}
-
-/* A paged cache is as large as the highest page of the table asks for. */
-static int set_pages(const explain_flags *flags, int64_t batch, flash_attn_problem *p)
-{
-    if ((p->pages.table != NULL) != (flags->page_size > 0))
-        return cli_fail_usage(&explain_help, "--page-table and --page-size go together");
-    int64_t num_pages = 0;
-    if (p->pages.table) {
-        for (int64_t n = 0; n < batch * p->pages.pages_per_seq; n++)
-            num_pages = p->pages.table[n] >= num_pages ? (int64_t)p->pages.table[n] + 1 : num_pages;
-        p->k.shape[0] = p->v.shape[0] = num_pages;
-        p->k.shape[1] = p->v.shape[1] = flags->page_size;
-    }
-    return CLI_GO_ON;
-}
 
 static void print_explanation(const flash_attn_explanation *e)
 {
@@ -103,13 +62,15 @@ static void write_explanation(const flash_attn_explanation *e, bool backward)
 
 int cli_explain(int argc, char **argv)
 {
-    explain_flags     shape = {.batch = 1, .seqlen = 1024, .seqlen_q = -1, .seqlen_k = -1, .heads = 8, .head_dim = 64};
-    cli_problem_flags flags = {0};
-    cli_where_flags   where = {0};
-    const cli_group   groups[] = {{"shape", shape_options, &shape},
+    explain_flags     own      = {0};
+    cli_shape_flags   shape    = CLI_SHAPE_DEFAULTS;
+    cli_problem_flags flags    = {0};
+    cli_where_flags   where    = {0};
+    const cli_group   groups[] = {{"options", explain_options, &own},
+                                  {"shape", cli_shape_options, &shape},
                                   {"problem", cli_problem_options, &flags},
                                   {"where", cli_where_options, &where}};
-    int               go_on    = cli_parse(&explain_help, groups, 3, argc, argv);
+    int               go_on    = cli_parse(&explain_help, groups, 4, argc, argv);
     if (go_on != CLI_GO_ON)
         return go_on;
 
@@ -117,18 +78,17 @@ int cli_explain(int argc, char **argv)
     flash_attn_context *context     = NULL;
     int                 exit_status = CLI_REFUSED;
     owner.problem.device            = where.device.device;
-    set_shapes(&shape, &owner.problem);
+    cli_shape_apply(&shape, &owner.problem);
     if (cli_problem_apply(&owner, &flags, shape.dtype) == CLI_GO_ON &&
-        set_pages(&shape, owner.problem.cu_seqlens_q ? owner.problem.batch : shape.batch, &owner.problem) ==
-            CLI_GO_ON &&
+        cli_shape_pages(&explain_help, &shape, &owner.problem) == CLI_GO_ON &&
         cli_make_context(&where, &context) == CLI_GO_ON) {
         flash_attn_explanation explanation = {0};
-        flash_attn_pass        pass        = shape.backward ? FLASH_ATTN_BACKWARD : FLASH_ATTN_FORWARD;
+        flash_attn_pass        pass        = own.backward ? FLASH_ATTN_BACKWARD : FLASH_ATTN_FORWARD;
         flash_attn_status      status      = flash_attn_explain(context, &owner.problem, pass, &explanation);
         if (status != FLASH_ATTN_OK)
             cli_fail_library("explain", status);
         else {
-            shape.json ? write_explanation(&explanation, shape.backward) : print_explanation(&explanation);
+            own.json ? write_explanation(&explanation, own.backward) : print_explanation(&explanation);
             exit_status = CLI_OK;
         }
     }

@@ -25,7 +25,7 @@ from cli_support import (
     write_npy,
 )
 
-COMMANDS = ["info", "run", "check", "bench", "explain"]
+COMMANDS = ["info", "run", "check", "bench", "explain", "compile"]
 
 
 class Help(unittest.TestCase):

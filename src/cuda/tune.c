@@ -18,7 +18,7 @@ const fa_tune_row fa_tune_rows[] = {
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ANY, 0, 64, 64, 4, 2, 1, 0, 0,
      "head_dim 64, rows not aligned: loads by element take registers, so four warps of 16 rows"},
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_PLAIN, 0, 128, 64, 4, 2, 1, 0, 96,
-     "head_dim 128: four warps of 32 rows; 1.3 times as fast as eight of 16 in spite of a few spills (decision 0041)"},
+     "head_dim 128: four warps of 32 rows; 1.3 times as fast as eight of 16, in spite of a few spills (decision 0041)"},
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_ANY, 0, 128, 64, 8, 2, 1, 0, 0,
      "head_dim 128 with options: eight warps of 16 rows, for all options fit their registers"},
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_PLAIN, 0, 64, 64, 4, 1, 1, 0, 0,

@@ -1,0 +1,83 @@
+/* flashattn compile: fill a folder with GPU kernels for machines without NVRTC. Needs no GPU. */
+#include "cli.h"
+#include "options.h"
+#include "problem.h"
+#include "shape.h"
+
+typedef struct compile_flags {
+    const char *out;
+    cli_list    arch;
+    bool        forward_only;
+} compile_flags;
+
+#define FIELD(name) offsetof(compile_flags, name)
+static const cli_option compile_options[] = {
+    {"out", "FOLDER", cli_parse_text, FIELD(out), "where the kernels go; made if missing"},
+    {"arch", "LIST", cli_parse_counts, FIELD(arch), "compute capabilities: 80,86,89,90,100,120; default all of them"},
+    {"forward-only", NULL, cli_parse_switch, FIELD(forward_only), "not the backward's kernels"},
+    {0},
+};
+#undef FIELD
+
+static const cli_help compile_help = {
+    .command  = "compile",
+    .usage    = "--out FOLDER [--arch LIST] [shape] [problem]",
+    .about    = "Build the GPU kernels of a call ahead and put them into a folder. A program on a machine without\n"
+                "NVRTC gives that folder as flash_attn_options.kernel_folder. Run again with other shapes and\n"
+                "options to add more. A kernel serves all lengths, batches and heads; what counts is the type, the\n"
+                "head dims, the mask and the options.",
+    .examples = "  flashattn compile --out kernels --dtype bf16 --head-dim 128 --causal\n"
+                "  flashattn compile --out kernels --arch 80,90 --dtype f16 --head-dim 64 --softcap 30 --forward-only",
+};
+
+/* A pass that has no kernel for an architecture is said and does not stop the others. */
+static int compile_all(flash_attn_context *context, const flash_attn_problem *problem, const compile_flags *flags)
+{
+    int built = 0, status = CLI_OK;
+    for (int i = 0; i < flags->arch.count; i++)
+        for (int pass = FLASH_ATTN_FORWARD; pass <= (flags->forward_only ? FLASH_ATTN_FORWARD : FLASH_ATTN_BACKWARD); pass++) {
+            int32_t           arch   = (int32_t)flags->arch.value[i];
+            const char       *name   = pass == FLASH_ATTN_FORWARD ? "forward" : "backward";
+            flash_attn_status result = flash_attn_compile(context, problem, (flash_attn_pass)pass, arch, flags->out);
+            if (result == FLASH_ATTN_OK) {
+                printf("sm_%d %s\n", arch, name);
+                built++;
+            } else {
+                status = cli_fail_library("compile", result);
+                if (result != FLASH_ATTN_UNSUPPORTED)
+                    return status;
+            }
+        }
+    printf("%d of %d built in %s\n", built, flags->arch.count * (flags->forward_only ? 1 : 2), flags->out);
+    return status;
+}
+
+int cli_compile(int argc, char **argv)
+{
+    compile_flags     own      = {0};
+    cli_shape_flags   shape    = CLI_SHAPE_DEFAULTS;
+    cli_problem_flags flags    = {0};
+    cli_where_flags   where    = {0};
+    const cli_group   groups[] = {{"options", compile_options, &own},
+                                  {"shape", cli_shape_options, &shape},
+                                  {"problem", cli_problem_options, &flags}};
+    int               go_on    = cli_parse(&compile_help, groups, 3, argc, argv);
+    if (go_on != CLI_GO_ON)
+        return go_on;
+    if (!own.out)
+        return cli_fail_usage(&compile_help, "--out is missing: the folder to fill");
+    if (own.arch.count == 0)
+        own.arch = (cli_list){6, {80, 86, 89, 90, 100, 120}};
+
+    cli_problem         owner       = {0};
+    flash_attn_context *context     = NULL;
+    int                 exit_status = CLI_REFUSED;
+    cli_shape_apply(&shape, &owner.problem);
+    if (cli_problem_apply(&owner, &flags, shape.dtype) == CLI_GO_ON &&
+        cli_shape_pages(&compile_help, &shape, &owner.problem) == CLI_GO_ON &&
+        cli_make_context(&where, &context) == CLI_GO_ON)
+        exit_status = compile_all(context, &owner.problem, &own);
+    flash_attn_destroy(context);
+    cli_problem_free(&owner);
+    return exit_status;
+}
