@@ -57,14 +57,21 @@ def _of_torch(tensor):
     return View(tensor.data_ptr(), dtype, tensor.shape, tensor.stride(), device, index, tensor)
 
 
+_numpy_dtypes = {}  # by dtype object: its name is slow to ask for
+
+
 def _of_numpy(array):
-    code = _BY_NAME.get(array.dtype.name)
-    if code is None or not array.dtype.isnative:
-        raise _native.InvalidError(f"dtype {array.dtype} is not supported: expected native float32, float16 or bfloat16")
-    if any(step % array.itemsize for step in array.strides):
-        raise _native.InvalidError(f"strides {array.strides} are not multiples of the element size {array.itemsize}")
-    return View(array.ctypes.data, code, array.shape, tuple(step // array.itemsize for step in array.strides),
-                keep=array)
+    dtype, bytes_each = array.dtype, array.itemsize
+    code = _numpy_dtypes.get(dtype)
+    if code is None:
+        code = _BY_NAME.get(dtype.name) if dtype.isnative else None
+        if code is None:
+            raise _native.InvalidError(f"dtype {dtype} is not supported: expected native float32, float16 or bfloat16")
+        _numpy_dtypes[dtype] = code
+    stride = tuple([step // bytes_each for step in array.strides])
+    if any([step % bytes_each for step in array.strides]):
+        raise _native.InvalidError(f"strides {array.strides} are not multiples of the element size {bytes_each}")
+    return View(array.__array_interface__["data"][0], code, array.shape, stride, keep=array)
 
 
 # ---- DLPack, read from the capsule itself so that bfloat16 and strides come through without another library ----

@@ -2,7 +2,9 @@
 
 import ctypes
 import math
+import struct
 import sys
+import threading
 
 from . import _native
 from ._arrays import empty_like, is_torch, view
@@ -174,6 +176,49 @@ class Call:
             if array is not None:
                 _put(buffer, getattr(Grads, name).offset, view(array), name, dims)
         check(lib.flash_attn_backward(None, self.address, ctypes.addressof(buffer), self._exec()))
+
+
+# ---- the short way: [batch, seqlen, heads, d] PyTorch tensors and no array options ----
+
+# Device; q, k, v; o and lse by address and dtype alone (shape 0: implied); scale, softcap, mask, window.
+_pack_head = struct.Struct("<ii" + 3 * "Qi4x4q4q" + 2 * "Qi4x64x" + "ffiii").pack_into
+assert struct.calcsize("<ii" + 3 * "Qi4x4q4q" + 2 * "Qi4x64x" + "ffiii") == _AT["window_right"] + 4
+
+
+class _Short(threading.local):
+    """A thread's own struct. Only its head is ever written, so the rest stays zero."""
+
+    def __init__(self):
+        self.buffer = ctypes.create_string_buffer(_PROBLEM_BYTES)
+        self.address = ctypes.addressof(self.buffer)
+        self.exec = Exec()
+
+
+_short = _Short()
+
+
+def short_forward(q, k, v, dtype, scale, causal, left, right, softcap, out, lse):
+    """Call(q, k, v, ...).forward(out) for contiguous `out` and `lse` without objects in between: a few microseconds,
+    which is what a tiny attention takes. dtype is q's code, which k and v are known to share."""
+    short = _short
+    if causal and left < 0:
+        mask, left, right = _native.MASK_CAUSAL, 0, 0
+    elif left >= 0 or right >= 0:
+        mask, left, right = _native.MASK_WINDOW, max(left, -1), 0 if causal else max(right, -1)
+    else:
+        mask, left, right = _native.MASK_NONE, 0, 0
+    on_cpu = q.is_cpu
+    _pack_head(short.buffer, 0, _native.CPU if on_cpu else _native.CUDA, 0 if on_cpu else q.device.index,
+               q.data_ptr(), dtype, *q.shape, *q.stride(), k.data_ptr(), dtype, *k.shape, *k.stride(),
+               v.data_ptr(), dtype, *v.shape, *v.stride(), out.data_ptr(), dtype, lse.data_ptr(), _native.F32,
+               scale or -0.0, softcap, mask, left, right)
+    run = None
+    if not on_cpu:
+        short.exec.stream = sys.modules["torch"].cuda.current_stream(q.device).cuda_stream
+        run = ctypes.addressof(short.exec)
+    status = lib.flash_attn_forward(None, short.address, run)
+    if status:
+        check(status)
 
 
 def append_kv(k_cache, v_cache, k_new=None, v_new=None, *, q=None, q_out=None, cache_seqlens=None, cache_batch_idx=None,

@@ -12,7 +12,8 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from ._call import Call
+from . import _native
+from ._call import Call, short_forward
 
 _DOUBLE_BACKWARD = "flashattn: the backward has no gradient of its own (double backward is not supported)"
 
@@ -118,6 +119,9 @@ def _backward(ctx, dout, dlse, drng_state):
 forward.register_autograd(_backward, setup_context=_setup_context)
 
 
+_short_dtypes = {torch.float32: _native.F32, torch.float16: _native.F16, torch.bfloat16: _native.BF16}
+
+
 def _plain(tensors):
     """No gradient, no compiler, no tensor subclass: the C call may be made directly, without the dispatcher's cost."""
     if torch.compiler.is_compiling():
@@ -135,6 +139,15 @@ def attention(q, k, v, *, bias=None, alibi_slopes=None, sinks=None, cu_seqlens_q
     """Differentiable attention on torch tensors: (out, softmax_lse, rng_state)."""
     if scale is None:
         scale = q.shape[-1] ** -0.5
+    if bias is alibi_slopes is sinks is cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is slices \
+            is None and not dropout_p and q.dim() == k.dim() == v.dim() == 4 and _plain((q, k, v)) \
+            and q.dtype == k.dtype == v.dtype and q.device == k.device == v.device:
+        dtype, (batch, rows, heads, _) = _short_dtypes.get(q.dtype), q.shape
+        if dtype is not None and any(q.stride()) and any(k.stride()) and any(v.stride()):
+            out = q.new_empty((batch, rows, heads, v.shape[3]))
+            lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
+            short_forward(q, k, v, dtype, scale, causal, window[0], window[1], softcap, out, lse)
+            return out, lse, None
     tensors = [t for t in (q, k, v, bias, sinks) if t is not None]
     options = (bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices, slice_offsets,
                max_seqlen_q or 0, max_seqlen_k or 0, float(scale), causal, window[0], window[1], float(softcap),
