@@ -1,0 +1,99 @@
+"""flash_attn_with_kvcache: append, rotary, pages, left padding, batch index, against the formula."""
+
+import attention_math as math_
+import flashattn
+import pytest
+import torch
+
+
+def rotate(x, cos, sin, positions, interleaved):
+    """x [b, s, h, d]; cos, sin [positions, r / 2]; positions int [b, s]."""
+    r = 2 * cos.shape[1]
+    c, s = cos[positions].unsqueeze(2).double(), sin[positions].unsqueeze(2).double()
+    part = x[..., :r].double()
+    a, b = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
+    ra, rb = a * c - b * s, a * s + b * c
+    rotated = torch.stack([ra, rb], -1).flatten(-2) if interleaved else torch.cat([ra, rb], -1)
+    return torch.cat([rotated.to(x.dtype), x[..., r:]], -1)
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "local"])
+@pytest.mark.parametrize("rotary", [None, "interleaved", "halves"])
+@pytest.mark.parametrize("paged", [None, 256, 7])
+@pytest.mark.parametrize("new", [0, 1, 5])
+def test_append_then_attend(new, paged, rotary, mask):
+    if rotary and not new:
+        pytest.skip("flash_attn rotates only together with new keys")
+    torch.manual_seed(0)
+    batch, seqlen_q, capacity, heads_q, heads_k, d, dtype = 3, 4, 300, 4, 2, 64, torch.bfloat16
+    q = torch.randn(batch, seqlen_q, heads_q, d).to(dtype)
+    held = torch.tensor([13, 0 if new else 1, 250], dtype=torch.int32)
+    dense_k, dense_v = (torch.randn(batch, capacity, heads_k, d).to(dtype) for _ in range(2))
+    k, v = (torch.randn(batch, new, heads_k, d).to(dtype) if new else None for _ in range(2))
+    cos = sin = None
+    if rotary:
+        angles = torch.rand(capacity, 16) * 6.28
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    window = (40, 3) if mask == "local" else (-1, -1)
+    if paged:
+        per_seq = -(-capacity // paged)
+        table = torch.randperm(batch * per_seq + 3)[: batch * per_seq].view(batch, per_seq).int()
+        cache_k, cache_v = (torch.full((batch * per_seq + 3, paged, heads_k, d), float("nan")).to(dtype) for _ in range(2))
+        for cache, dense in ((cache_k, dense_k), (cache_v, dense_v)):
+            padded = torch.nn.functional.pad(dense, (0, 0, 0, 0, 0, per_seq * paged - capacity))
+            cache[table.long().flatten()] = padded.view(batch * per_seq, paged, heads_k, d)
+    else:
+        table, cache_k, cache_v = None, dense_k.clone(), dense_v.clone()
+    before = held.clone()
+    out, lse = flashattn.flash_attn_with_kvcache(
+        q, cache_k, cache_v, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=held, block_table=table,
+        causal=mask == "causal", window_size=window, rotary_interleaved=rotary == "interleaved", return_softmax_lse=True)
+    assert torch.equal(held, before)
+
+    full_k, full_v = dense_k.clone(), dense_v.clone()
+    if rotary:
+        steps = held.long().view(-1, 1) + torch.arange(new)
+        k = rotate(k, cos, sin, steps, rotary == "interleaved")
+        steps = held.long().view(-1, 1) + (torch.arange(seqlen_q) if mask != "none" else torch.zeros(seqlen_q).long())
+        q = rotate(q, cos, sin, steps, rotary == "interleaved")
+    for b in range(batch):
+        if new:
+            full_k[b, held[b] : held[b] + new], full_v[b, held[b] : held[b] + new] = k[b], v[b]
+    used = torch.arange(capacity) < (held + new).view(-1, 1)
+    sees = math_.visible(seqlen_q, capacity, mask == "causal", window, key_padding=used)
+    truth, truth_lse = math_.attention(q, full_k, full_v, sees)
+    plain, _ = math_.attention(q, full_k, full_v, sees, upcast=False)
+    math_.assert_close(out, truth, plain, "out", factor=3)
+    seen = truth_lse > -float("inf")
+    assert torch.equal(lse > -float("inf"), seen)
+    assert torch.allclose(lse[seen].double(), truth_lse[seen], atol=2e-2 if rotary else 1e-5)
+    if new and not paged:
+        rows = used & (torch.arange(capacity) >= held.view(-1, 1))
+        assert torch.allclose(cache_k[rows].double(), full_k[rows].double(), atol=2e-2 if rotary else 0)
+        assert torch.equal(cache_k[~rows], dense_k[~rows])
+
+
+def test_batch_index_and_left_padding():
+    torch.manual_seed(1)
+    q = torch.randn(2, 1, 4, 32)
+    cache_k, cache_v = torch.randn(5, 64, 2, 32), torch.randn(5, 64, 2, 32)
+    index, pad = torch.tensor([3, 0], dtype=torch.int32), torch.tensor([7, 20], dtype=torch.int32)
+    held = torch.tensor([40, 64], dtype=torch.int32)
+    out = flashattn.flash_attn_with_kvcache(q, cache_k, cache_v, cache_seqlens=held, cache_batch_idx=index,
+                                            cache_leftpad=pad, causal=True)
+    for b in range(2):
+        keys, values = (c[index[b], pad[b] : held[b]].unsqueeze(0) for c in (cache_k, cache_v))
+        alone = flashattn.flash_attn_func(q[b : b + 1], keys, values)
+        assert torch.allclose(out[b], alone[0], atol=1e-6)
+
+
+def test_a_page_out_of_range_is_refused_and_nothing_is_lost():
+    q, cache = torch.randn(1, 1, 2, 16), torch.randn(4, 8, 2, 16)
+    kept = cache.clone()
+    table = torch.tensor([[0, 9]], dtype=torch.int32)
+    with pytest.raises(flashattn.InvalidError, match="9"):
+        flashattn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=12, block_table=table)
+    with pytest.raises(flashattn.InvalidError):
+        flashattn.flash_attn_with_kvcache(q, cache, cache.clone(), torch.randn(1, 1, 2, 16), torch.randn(1, 1, 2, 16),
+                                          cache_seqlens=12, block_table=table)
+    assert torch.equal(cache, kept)
