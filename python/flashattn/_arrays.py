@@ -60,14 +60,19 @@ def _of_torch(tensor):
 _numpy_dtypes = {}  # by dtype object: its name is slow to ask for
 
 
-def _of_numpy(array):
-    dtype, bytes_each = array.dtype, array.itemsize
+def numpy_code(dtype):
+    """The code of a NumPy dtype."""
     code = _numpy_dtypes.get(dtype)
     if code is None:
         code = _BY_NAME.get(dtype.name) if dtype.isnative else None
         if code is None:
             raise _native.InvalidError(f"dtype {dtype} is not supported: expected native float32, float16 or bfloat16")
         _numpy_dtypes[dtype] = code
+    return code
+
+
+def _of_numpy(array):
+    code, bytes_each = numpy_code(array.dtype), array.itemsize
     stride = tuple([step // bytes_each for step in array.strides])
     if any([step % bytes_each for step in array.strides]):
         raise _native.InvalidError(f"strides {array.strides} are not multiples of the element size {bytes_each}")
@@ -124,6 +129,15 @@ def view(array):
         return _of_numpy(np.asarray(array))
     raise _native.InvalidError(f"{type(array).__name__} is not an array: expected NumPy, PyTorch, __dlpack__ or "
                                "__array_interface__")
+
+
+def readable(array):
+    """view(array); of a contiguous copy where every stride is 0 and no extent is 1, which the C struct cannot say (the
+    gradient of out.sum() is such an array)."""
+    found = view(array)
+    if len(found.shape) == 4 and not any(found.stride) and all([extent > 1 for extent in found.shape]):
+        found = view(array.contiguous() if is_torch(array) else np.ascontiguousarray(array))
+    return found
 
 
 def numpy_dtype(code):

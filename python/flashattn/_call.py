@@ -1,13 +1,14 @@
 """One attention call: arrays in, the C struct filled, arrays out. Everything above this file is names and defaults."""
 
 import ctypes
-import math
 import struct
 import sys
 import threading
 
+import numpy as np
+
 from . import _native
-from ._arrays import empty_like, is_torch, view
+from ._arrays import empty_like, is_torch, numpy_code, readable, view
 from ._native import Append, Descale, Exec, Grads, Pages, Partial, Problem, Rotary, Slices, check, lib, pack_tensor
 
 _PROBLEM_BYTES, _GRADS_BYTES = ctypes.sizeof(Problem), ctypes.sizeof(Grads)
@@ -33,10 +34,10 @@ def _put(buffer, offset, found, name, dims=_ALL):
         shape, stride = found.shape, found.stride
     else:
         shape, stride = _dims(found, name, dims)
-    if not any(stride):  # the C struct reads four zeros as "contiguous"
-        if math.prod(shape) > 1:
+    if not any(stride):  # the C struct reads four zeros as "contiguous"; where the extent is 1 a stride means nothing
+        stride = [0 if extent > 1 else 1 for extent in shape]
+        if not any(stride):
             raise _native.InvalidError(f"{name} is broadcast in every dimension: make it contiguous")
-        stride = (1, 1, 1, 1)
     if found.dtype < 0:
         raise _native.InvalidError(f"{name} is boolean or integer: expected float32, float16 or bfloat16")
     pack_tensor(buffer, offset, found.data, found.dtype, *shape, *stride)
@@ -51,8 +52,6 @@ def _lengths(array, name, device, keep):
         if is_torch(array):
             array = array.to(dtype=sys.modules["torch"].int32).contiguous()
         else:
-            import numpy as np
-
             array = np.ascontiguousarray(array, dtype=np.int32)
         found = view(array)
     if found.device != device:
@@ -76,9 +75,9 @@ class Call:
                  slice_offsets=None, dropout_p=0.0, seed=0, offset=0, num_splits=0, q_descale=None, k_descale=None,
                  v_descale=None, deterministic=False, reference=False):
         self.q, self.k, self.v = q, k, v
-        self.keep = keep = [q, k, v]
         self.buffer = buffer = ctypes.create_string_buffer(_PROBLEM_BYTES)
-        found_q, found_k, found_v = view(q), view(k), view(v)
+        found_q, found_k, found_v = readable(q), readable(k), readable(v)
+        self.keep = keep = [found_q, found_k, found_v]
         device = found_q.device
         if found_k.device != device or found_v.device != device:
             raise _native.InvalidError("q, k and v must be on the same device")
@@ -106,8 +105,9 @@ class Call:
         elif causal:
             problem.mask = _native.MASK_CAUSAL
         if bias is not None:
-            keep.append(bias)
-            _put(buffer, _AT["bias"], view(bias), "bias")
+            found = readable(bias)
+            keep.append(found)
+            _put(buffer, _AT["bias"], found, "bias")
         if alibi_slopes is not None:
             found = view(alibi_slopes)
             keep.append(alibi_slopes)
@@ -171,18 +171,21 @@ class Call:
         self._set_results(o, lse)
         buffer = ctypes.create_string_buffer(_GRADS_BYTES)
         dims_k = _PACKED if self.problem.cu_seqlens_k else _ALL
-        for name, array, dims in (("dout", dout, self.dims_q), ("dq", dq, self.dims_q), ("dk", dk, dims_k),
+        found = readable(dout)
+        _put(buffer, Grads.dout.offset, found, "dout", self.dims_q)
+        for name, array, dims in (("dq", dq, self.dims_q), ("dk", dk, dims_k),
                                   ("dv", dv, dims_k), ("dbias", dbias, _ALL), ("dsinks", dsinks, (1,))):
             if array is not None:
                 _put(buffer, getattr(Grads, name).offset, view(array), name, dims)
         check(lib.flash_attn_backward(None, self.address, ctypes.addressof(buffer), self._exec()))
 
 
-# ---- the short way: [batch, seqlen, heads, d] PyTorch tensors and no array options ----
+# ---- the short way: [batch, seqlen, heads, d] of one dtype on one device, and no array options ----
 
 # Device; q, k, v; o and lse by address and dtype alone (shape 0: implied); scale, softcap, mask, window.
 _pack_head = struct.Struct("<ii" + 3 * "Qi4x4q4q" + 2 * "Qi4x64x" + "ffiii").pack_into
 assert struct.calcsize("<ii" + 3 * "Qi4x4q4q" + 2 * "Qi4x64x" + "ffiii") == _AT["window_right"] + 4
+_CONTIGUOUS = (0, 0, 0, 0)
 
 
 class _Short(threading.local):
@@ -197,28 +200,64 @@ class _Short(threading.local):
 _short = _Short()
 
 
-def short_forward(q, k, v, dtype, scale, causal, left, right, softcap, out, lse):
-    """Call(q, k, v, ...).forward(out) for contiguous `out` and `lse` without objects in between: a few microseconds,
-    which is what a tiny attention takes. dtype is q's code, which k and v are known to share."""
-    short = _short
-    if causal and left < 0:
+def _short_run(device, index, dtype, q, q_shape, q_stride, k, k_shape, k_stride, v, v_shape, v_stride, out, lse, scale,
+               causal, window, softcap, run):
+    """Fill this thread's struct in one go and call; q, k, v, out, lse are addresses."""
+    left, right = window
+    if left < 0 and right < 0:
+        mask, left, right = _native.MASK_CAUSAL if causal else _native.MASK_NONE, 0, 0
+    elif causal and left < 0:
         mask, left, right = _native.MASK_CAUSAL, 0, 0
-    elif left >= 0 or right >= 0:
-        mask, left, right = _native.MASK_WINDOW, max(left, -1), 0 if causal else max(right, -1)
     else:
-        mask, left, right = _native.MASK_NONE, 0, 0
-    on_cpu = q.is_cpu
-    _pack_head(short.buffer, 0, _native.CPU if on_cpu else _native.CUDA, 0 if on_cpu else q.device.index,
-               q.data_ptr(), dtype, *q.shape, *q.stride(), k.data_ptr(), dtype, *k.shape, *k.stride(),
-               v.data_ptr(), dtype, *v.shape, *v.stride(), out.data_ptr(), dtype, lse.data_ptr(), _native.F32,
-               scale or -0.0, softcap, mask, left, right)
-    run = None
-    if not on_cpu:
-        short.exec.stream = sys.modules["torch"].cuda.current_stream(q.device).cuda_stream
-        run = ctypes.addressof(short.exec)
+        mask, left, right = _native.MASK_WINDOW, max(left, -1), 0 if causal else max(right, -1)
+    short = _short
+    _pack_head(short.buffer, 0, device, index, q, dtype, *q_shape, *q_stride, k, dtype, *k_shape, *k_stride, v, dtype,
+               *v_shape, *v_stride, out, dtype, lse, 0, scale, softcap, mask, left, right)
     status = lib.flash_attn_forward(None, short.address, run)
     if status:
         check(status)
+
+
+def short_torch(q, k, v, dtype, scale, causal, window, softcap, want_lse):
+    """Call(q, k, v, ...).forward() without objects in between: a few microseconds, which is what a tiny attention takes.
+    dtype is q's code, which k and v are known to share. None where a stride cannot be said to C."""
+    q_shape, q_stride, k_stride, v_shape, v_stride = q.shape, q.stride(), k.stride(), v.shape, v.stride()
+    if not (any(q_stride) and any(k_stride) and any(v_stride)):
+        return None
+    batch, rows, heads, _ = q_shape
+    out = q.new_empty((batch, rows, heads, v_shape[3]))
+    lse = None
+    if want_lse:
+        lse = q.new_empty((batch, heads, rows), dtype=sys.modules["torch"].float32)
+    device, index, run = _native.CPU, 0, None
+    if not q.is_cpu:
+        device, index = _native.CUDA, q.device.index
+        _short.exec.stream = sys.modules["torch"].cuda.current_stream(q.device).cuda_stream
+        run = ctypes.addressof(_short.exec)
+    _short_run(device, index, dtype, q.data_ptr(), q_shape, q_stride, k.data_ptr(), k.shape, k_stride, v.data_ptr(),
+               v_shape, v_stride, out.data_ptr(), 0 if lse is None else lse.data_ptr(),
+               -0.0 if scale == 0 else scale or 0.0, causal, window, softcap, run)
+    return out, lse
+
+
+def short_numpy(q, k, v, scale, causal, window, softcap, want_lse):
+    """The same for NumPy; None where the arrays are not contiguous [b, s, h, d] of one dtype."""
+    if not (type(q) is type(k) is type(v) is np.ndarray and q.dtype == k.dtype == v.dtype
+            and q.ndim == k.ndim == v.ndim == 4 and q.flags.c_contiguous and k.flags.c_contiguous
+            and v.flags.c_contiguous):
+        return None
+    dtype = numpy_code(q.dtype)
+    if dtype not in (_native.F32, _native.F16, _native.BF16):
+        return None
+    (batch, rows, heads, _), v_shape = q.shape, v.shape
+    out = np.empty((batch, rows, heads, v_shape[3]), q.dtype)
+    lse = np.empty((batch, heads, rows), np.float32) if want_lse else None
+    _short_run(_native.CPU, 0, dtype, q.__array_interface__["data"][0], q.shape, _CONTIGUOUS,
+               k.__array_interface__["data"][0], k.shape, _CONTIGUOUS, v.__array_interface__["data"][0], v_shape,
+               _CONTIGUOUS, out.__array_interface__["data"][0],
+               lse.__array_interface__["data"][0] if want_lse else 0, -0.0 if scale == 0 else scale or 0.0, causal,
+               window, softcap, None)
+    return out, lse
 
 
 def append_kv(k_cache, v_cache, k_new=None, v_new=None, *, q=None, q_out=None, cache_seqlens=None, cache_batch_idx=None,

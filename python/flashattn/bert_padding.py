@@ -4,6 +4,11 @@ import torch
 import torch.nn.functional as F
 
 
+def index_first_axis(rows, indices):
+    """rows[indices] along the first dimension. Differentiable."""
+    return rows.index_select(0, indices)
+
+
 def unpad_input(hidden_states, attention_mask, unused_mask=None):
     """hidden_states [batch, seqlen, ...], attention_mask bool or int [batch, seqlen], 1 for a valid row; unused_mask
     likewise, for rows to keep that are allocated but not used. Returns (rows [total, ...], indices int64 [total] into
@@ -14,7 +19,7 @@ def unpad_input(hidden_states, attention_mask, unused_mask=None):
     indices = torch.nonzero(kept.flatten(), as_tuple=False).flatten()
     cu_seqlens = F.pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max()) if lengths.numel() else 0
-    return hidden_states.flatten(0, 1).index_select(0, indices), indices, cu_seqlens, longest, used
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest, used
 
 
 def pad_input(hidden_states, indices, batch, seqlen):

@@ -6,23 +6,25 @@ of 256, CPU as well as CUDA. return_attn_probs gives (out, softmax_lse, S_dmask)
 are never stored.
 """
 
+import numpy as np
+
 from . import _native
 from ._arrays import is_torch
-from ._call import Call, append_kv
+from ._call import Call, append_kv, short_numpy
 
 
 def _attend(q, k, v, dropout_p, return_attn_probs, **options):
     if is_torch(q):
         from .torch_ops import attention
 
-        scale = options.pop("scale")
-        out, lse, _ = attention(q, k, v, scale=scale, dropout_p=dropout_p, **options)
+        out, lse, _ = attention(q, k, v, dropout_p=dropout_p, want_lse=return_attn_probs, **options)
     else:
-        seed = 0
-        if dropout_p:
-            import numpy as np
-
-            seed = int(np.random.randint(0, 2**62))  # np.random.seed repeats it
+        if options["alibi_slopes"] is None and not dropout_p and "cu_seqlens_q" not in options:
+            done = short_numpy(q, k, v, options["scale"], options["causal"], options["window"], options["softcap"],
+                               return_attn_probs)
+            if done is not None:
+                return (*done, None) if return_attn_probs else done[0]
+        seed = int(np.random.randint(0, 2**62)) if dropout_p else 0  # np.random.seed repeats it
         out, lse = Call(q, k, v, dropout_p=dropout_p, seed=seed, **options).forward(want_lse=return_attn_probs)
     return (out, lse, None) if return_attn_probs else out
 
@@ -96,8 +98,6 @@ def full_like_lengths(array, count, value):
         import torch
 
         return torch.full((count,), value, dtype=torch.int32, device=array.device)
-    import numpy as np
-
     return np.full((count,), value, dtype=np.int32)
 
 

@@ -2,6 +2,8 @@
 defaults and returns. What has no meaning here says so: qv and attention_chunk raise; pack_gqa, sm_margin and
 scheduler_metadata are hints for one GPU's scheduler that never change a result, and are accepted."""
 
+import numpy as np
+
 from . import _native
 from ._arrays import is_torch
 from ._call import Call, merge
@@ -17,8 +19,11 @@ def _refuse(qv, attention_chunk):
 
 
 def _attend(q, k, v, return_attn_probs, num_splits, descales, **options):
+    described = any(d is not None for d in descales)
     differentiable = is_torch(q) and any(t.requires_grad for t in (q, k, v))
-    if differentiable or (is_torch(q) and not any(d is not None for d in descales) and num_splits <= 1):
+    if differentiable and described:
+        raise _native.UnsupportedError("descales have no gradient: detach q, k and v")
+    if differentiable or (is_torch(q) and not described and num_splits <= 1):
         from .torch_ops import attention
 
         out, lse, _ = attention(q, k, v, **options)
@@ -78,8 +83,6 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
             out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype or out_partial.dtype)
         merge(parts, out, lse_out.transpose(1, 2))
         return out, lse_out
-    import numpy as np
-
     parts = [(o, lse.transpose(0, 2, 1)) for o, lse in zip(out_partial, lse_partial)]
     lse_out = np.empty(lse_partial.shape[1:], dtype=np.float32)
     if out is None:

@@ -9,23 +9,30 @@ from . import _native
 from .torch_ops import attention
 
 
-def _four(t):
-    """[..., heads, rows, d] as [batch, heads, rows, d]."""
-    if t.dim() < 2:
-        raise _native.InvalidError(f"sdpa: {t.dim()} dimensions: expected at least 2")
-    if t.dim() <= 4:
-        return t[(None,) * (4 - t.dim())]
-    return t.flatten(0, -4)
+def _four(t, lead):
+    """[..., heads, rows, d] as [batch, heads, rows, d], the leading dimensions broadcast to lead."""
+    if t.dim() == 2:
+        t = t.unsqueeze(0)
+    return t.expand(*lead, *t.shape[-3:]).flatten(0, -4) if lead else t.unsqueeze(0)
 
 
-def _bias_of(attn_mask, query):
-    """An additive bias [b or 1, h or 1, sq or 1, sk]; a boolean mask is True where a key takes part."""
+def bias_of(attn_mask, query):
+    """An additive mask; a boolean one is True where a key takes part."""
     if attn_mask.dtype == torch.bool:
         zeros = torch.zeros(attn_mask.shape, dtype=query.dtype, device=attn_mask.device)
-        attn_mask = zeros.masked_fill_(~attn_mask, float("-inf"))
+        return zeros.masked_fill_(~attn_mask, float("-inf"))
     if attn_mask.dtype not in (query.dtype, torch.float32):
         raise _native.InvalidError(f"attn_mask has dtype {attn_mask.dtype}: expected bool, float32 or {query.dtype}")
     return attn_mask
+
+
+def _bias_four(bias, lead, keys):
+    """An additive mask [b or 1, h or 1, sq or 1, sk] of one that broadcasts to [..., heads, L, S]."""
+    bias = bias[(None,) * (4 - bias.dim())]
+    bias = bias.expand(*bias.shape[:-1], keys)
+    if bias[..., 0, 0, 0].numel() == 1:
+        return bias.view(1, *bias.shape[-3:]) if bias.dim() == 4 else bias.flatten(0, -4)
+    return _four(bias, lead)
 
 
 def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
@@ -37,11 +44,15 @@ def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scal
     """
     if is_causal and attn_mask is not None:
         raise RuntimeError("sdpa: attn_mask and is_causal=True exclude each other")
-    q, k, v = _four(query), _four(key), _four(value)
-    if q.shape[1] != k.shape[1] and not enable_gqa:
+    q, k, v, lead = query, key, value, None
+    if not q.dim() == k.dim() == v.dim() == 4 or not q.shape[0] == k.shape[0] == v.shape[0]:
+        if min(q.dim(), k.dim(), v.dim()) < 2:
+            raise _native.InvalidError(f"sdpa: {q.dim()}, {k.dim()}, {v.dim()} dimensions: expected at least 2")
+        lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+        q, k, v = _four(q, lead), _four(k, lead), _four(v, lead)
+    if not enable_gqa and q.shape[1] != k.shape[1]:
         raise RuntimeError(f"sdpa: {q.shape[1]} query heads and {k.shape[1]} key heads need enable_gqa=True")
-    batch = torch.broadcast_shapes(q.shape[:1], k.shape[:1], v.shape[:1])[0]
-    q, k, v = (t.expand(batch, -1, -1, -1).transpose(1, 2) for t in (q, k, v))
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     rows, keys = q.shape[1], k.shape[1]
     window, causal = (-1, -1), False
     if is_causal:
@@ -53,13 +64,10 @@ def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scal
             causal = True
     bias = None
     if attn_mask is not None:
-        bias = _four(_bias_of(attn_mask, query))
-        if bias.shape[-1] != keys:
-            bias = bias.expand(*bias.shape[:-1], keys)
-        if not any(bias.stride()) and bias.numel() > 1:
-            bias = bias.contiguous()
-    out, _, _ = attention(q, k, v, bias=bias, scale=scale, causal=causal, window=window, dropout_p=dropout_p)
-    return out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
+        bias = _bias_four(bias_of(attn_mask, query), q.shape[:1] if lead is None else lead, keys)
+    out = attention(q, k, v, bias=bias, scale=scale, causal=causal, window=window, dropout_p=dropout_p,
+                    want_lse=False)[0].transpose(1, 2)
+    return out if lead is None else out.reshape(*lead, *query.shape[-3:-1], value.shape[-1])
 
 
 _theirs = torch.nn.functional.scaled_dot_product_attention

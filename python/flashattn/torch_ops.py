@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _native
-from ._call import Call, short_forward
+from ._call import Call, short_torch
 
 _DOUBLE_BACKWARD = "flashattn: the backward has no gradient of its own (double backward is not supported)"
 
@@ -122,39 +122,45 @@ forward.register_autograd(_backward, setup_context=_setup_context)
 _short_dtypes = {torch.float32: _native.F32, torch.float16: _native.F16, torch.bfloat16: _native.BF16}
 
 
+# Looked up once: each is asked on every call.
+_is_compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.maybe_current_level
+_is_tracing = torch._C._get_tracing_state
+
+
 def _plain(tensors):
     """No gradient, no compiler, no tensor subclass: the C call may be made directly, without the dispatcher's cost."""
-    if torch.compiler.is_compiling():
-        return False
-    grad = torch.is_grad_enabled()
+    grad = _grad_enabled()
     for t in tensors:
-        if type(t) is not Tensor or (grad and t.requires_grad):
+        if type(t) is not Tensor and type(t) is not torch.nn.Parameter or grad and t.requires_grad:
             return False
-    return not torch.utils._python_dispatch._len_torch_dispatch_stack() and not torch._C._functorch.maybe_current_level()
+    return not _modes() and _transforms() is None and _is_tracing() is None
 
 
 def attention(q, k, v, *, bias=None, alibi_slopes=None, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None,
               seqused_k=None, slices=None, slice_offsets=None, max_seqlen_q=0, max_seqlen_k=0, scale=None, causal=False,
-              window=(-1, -1), softcap=0.0, dropout_p=0.0, deterministic=False):
-    """Differentiable attention on torch tensors: (out, softmax_lse, rng_state)."""
+              window=(-1, -1), softcap=0.0, dropout_p=0.0, deterministic=False, want_lse=True):
+    """Differentiable attention on torch tensors: (out, softmax_lse, rng_state). Without want_lse the second may be None."""
+    for name, t in (("k", k), ("v", v)):
+        if not isinstance(t, Tensor):
+            raise _native.InvalidError(f"{name} is {type(t).__name__} but q is a PyTorch tensor: give arrays of one kind")
+    plain = not _is_compiling() and _plain((q, k, v))
+    if plain and bias is alibi_slopes is sinks is cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is slices \
+            is None and not dropout_p and q.dim() == k.dim() == v.dim() == 4 \
+            and q.dtype == k.dtype == v.dtype and q.device == k.device == v.device:
+        dtype = _short_dtypes.get(q.dtype)
+        if dtype is not None:
+            done = short_torch(q, k, v, dtype, scale, causal, window, softcap, want_lse)
+            if done is not None:
+                return done[0], done[1], None
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    if bias is alibi_slopes is sinks is cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is slices \
-            is None and not dropout_p and q.dim() == k.dim() == v.dim() == 4 and _plain((q, k, v)) \
-            and q.dtype == k.dtype == v.dtype and q.device == k.device == v.device:
-        dtype, (batch, rows, heads, _) = _short_dtypes.get(q.dtype), q.shape
-        if dtype is not None and any(q.stride()) and any(k.stride()) and any(v.stride()):
-            out = q.new_empty((batch, rows, heads, v.shape[3]))
-            lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
-            short_forward(q, k, v, dtype, scale, causal, window[0], window[1], softcap, out, lse)
-            return out, lse, None
-    tensors = [t for t in (q, k, v, bias, sinks) if t is not None]
     options = (bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices, slice_offsets,
                max_seqlen_q or 0, max_seqlen_k or 0, float(scale), causal, window[0], window[1], float(softcap),
                float(dropout_p), deterministic)
-    if _plain(tensors):
+    if plain and _plain([t for t in (bias, sinks) if t is not None]):
         rng_state = _draw_seed(dropout_p) if dropout_p > 0 else None
-        out, lse = _call(q, k, v, *options, rng_state).forward()
+        out, lse = _call(q, k, v, *options, rng_state).forward(want_lse=want_lse)
         return out, lse, rng_state
     return torch.ops.flashattn.forward(q, k, v, *options)
 
