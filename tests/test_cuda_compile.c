@@ -32,7 +32,7 @@ typedef struct option {
 } option;
 
 static int32_t          some_int32[64]; /* an address; never read */
-static flash_attn_slice some_slices[2] = {{0, 64, 0, 64, FLASH_ATTN_SLICE_FULL}, {64, 128, 64, 128, FLASH_ATTN_SLICE_CAUSAL}};
+static flash_attn_slice some_slices[2] = {{0, 32, 0, 64, FLASH_ATTN_SLICE_FULL}, {32, 64, 64, 128, FLASH_ATTN_SLICE_CAUSAL}};
 
 static void set_nothing(flash_attn_problem *p, flash_attn_grads *g)
 {
@@ -170,7 +170,7 @@ static bool is_backward(const fa_tune_row *row) { return strncmp(fa_kernels[row-
 /* A call that takes this row, causal unless the row or the option says otherwise. */
 static flash_attn_status call_for(const fa_tune_row *row, flash_attn_dtype dtype, const option *with, fa_call *call)
 {
-    int64_t            seqlen = row->max_queries ? row->max_queries : 256, d = row->head_dim;
+    int64_t            seqlen = row->max_queries ? row->max_queries : 4096, d = row->head_dim;
     flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA},
                             .q      = {.dtype = dtype, .shape = {2, seqlen, 4, d}},
                             .k      = {.dtype = dtype, .shape = {2, 256, 4, d}},

@@ -8,7 +8,7 @@
 static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /* What the partial results' kernel etc. run with: enough warps to hide memory's latency, one row of work a warp. */
-enum { SMALL_WARPS = 4, ROWSUM_TILE_Q = 64, DSINKS_WARPS = 32, UPLOAD_WARPS = 8 };
+enum { SMALL_WARPS = 4, ROWSUM_TILE_Q = 64, CONVERT_TILE_Q = 32, DSINKS_WARPS = 32, UPLOAD_WARPS = 8 };
 
 fa_view fa_plan_view(const flash_attn_tensor *t)
 {
@@ -106,6 +106,7 @@ static fa_key helper_key(enum fa_kernel_id kernel, const fa_key *main)
     if (kernel == FA_KERNEL_BACKWARD_ROWSUM)
         key.tile_q = ROWSUM_TILE_Q;
     if (kernel == FA_KERNEL_BACKWARD_CONVERT) {
+        key.tile_q       = CONVERT_TILE_Q;
         key.has_kv_accum = main->has_kv_accum;
         key.has_dbias    = main->has_dbias;
     }
@@ -251,7 +252,7 @@ static flash_attn_status plan_backward(const fa_call *call, fa_plan *plan, fa_ke
     FA_TRY(add_launch(plan, &rowsum, row_tiles * call->heads_q * call->batch));
     plan->main = plan->num_launches;
     FA_TRY(add_launch(plan, key, (int64_t)args->tiles_k * args->group_blocks * call->heads_k * call->batch));
-    FA_TRY(add_launch(plan, &convert, ceil_div(rows, convert.warps)));
+    FA_TRY(add_launch(plan, &convert, ceil_div(rows, convert.tile_q)));
     if (call->dsinks.data) {
         fa_key dsinks = fa_plan_small_key(FA_KERNEL_BACKWARD_DSINKS, key->arch);
         FA_TRY(add_launch(plan, &dsinks, call->heads_q));

@@ -82,9 +82,9 @@ typedef struct fa_args {
  *                       = tiles_q * num_splits * heads_q * batch
  *   backward_rowsum     tile of q, head, batch
  *   backward_*          tile of k, block of the group, key head, batch = tiles_k * group_blocks * heads_k * batch
- *   backward_convert    one warp a row: first heads_q * tokens rows of dq_accum -> dq (also when dq is absent: then they
- *                       do nothing), then with FA_HAS_KV_ACCUM heads_k * kv tokens rows of dk_accum, dv_accum -> dk, dv, then
- *                       with FA_HAS_DBIAS dbias_extent[0] * [1] * [2] rows of dbias -> dbias_out
+ *   backward_convert    FA_TILE_Q rows a block: first heads_q * tokens rows of dq_accum -> dq (also when dq is absent: then
+ *                       they do nothing), then with FA_HAS_KV_ACCUM heads_k * kv tokens rows of dk_accum, dv_accum -> dk, dv,
+ *                       then with FA_HAS_DBIAS dbias_extent[0] * [1] * [2] rows of dbias -> dbias_out
  *   backward_dsinks     head: one block sums over all rows, in a fixed order
  *   combine             one warp a row: tokens * heads_q rows
  */

@@ -30,14 +30,44 @@ extern "C" __constant__ int fa_shared_bytes = Q_BYTES + FA_STAGES * (K_BYTES + V
 
 using q_fragments = unsigned[ROWS16][DIM16][4];
 
+/* K or V as a block sees it. */
+struct kv_source {
+    const fa_u16 *data;  /* the head's row 0 of this sequence; paged: of page 0 */
+    const int    *pages; /* this sequence's */
+};
+
 /* What a block works on. */
 struct work {
     int        b, head, kv_head, split;
     int        first_q;            /* first row of the tile */
     fa_range   queries, keys;      /* rows that count, keys that some of them may see */
+    fa_range   clean;              /* tiles of which every query sees every key (slices apart): they need no mask */
+    int        first_tile;         /* the last to visit; the walk goes from right to left */
+    float      unit;               /* log2 units of one score, > 0 always: a scale of 0 or below goes into Q */
     sequence   seq;
     fa_range   slices;
+    kv_source  k, v;
 };
+
+FA_DEVICE kv_source kv_source_of(const fa_args &args, const fa_view &view, const work &w)
+{
+    const fa_u16 *data = (const fa_u16 *)view.data + w.kv_head * view.stride[2];
+    if (FA_HAS_PAGED)
+        return {data, args.page_table + w.b * args.page_row_stride};
+    return {data + w.seq.kv_entry * view.stride[0] + w.seq.kv_row * view.stride[1], nullptr};
+}
+
+/* The key tiles of which every query sees every key (slices apart): they need no mask, and they are neighbours. */
+FA_DEVICE fa_range clean_tiles(const fa_args &args, const work &w)
+{
+    fa_window window = window_of(args);
+    int       begin = w.keys.begin, end = w.keys.end;
+    if (FA_MASK == FA_MASK_WINDOW)
+        begin = fa_max_int(begin, w.queries.end - 1 + w.seq.diagonal - window.left);
+    if (FA_MASK != FA_MASK_NONE)
+        end = fa_min_int(end, w.queries.begin + w.seq.diagonal + window.right + 1);
+    return {(begin + FA_TILE_K - 1) / FA_TILE_K, end < 0 ? 0 : end / FA_TILE_K};
+}
 
 FA_DEVICE work work_of(const fa_args &args)
 {
@@ -64,6 +94,11 @@ FA_DEVICE work work_of(const fa_args &args)
     w.keys = fa_keys_seen(window_of(args), w.seq.diagonal, w.queries, all);
     if (w.queries.begin >= w.queries.end)
         w.keys.end = w.keys.begin;
+    w.clean      = clean_tiles(args, w);
+    w.first_tile = w.keys.begin / FA_TILE_K;
+    w.unit       = MODIFIED || args.scale_log2 == 0 ? 1.0f : fabsf(args.scale_log2);
+    w.k          = kv_source_of(args, args.k, w);
+    w.v          = kv_source_of(args, args.v, w);
     return w;
 }
 
@@ -78,61 +113,38 @@ FA_DEVICE int next_tile(const fa_args &args, const work &w, int n, int first)
     return n;
 }
 
-/* The key tiles of which every query sees every key (slices apart): they need no mask, and they are neighbours. */
-FA_DEVICE fa_range clean_tiles(const fa_args &args, const work &w)
+/* Row j of the sequence and those after it. */
+FA_DEVICE auto rows_from(const fa_args &args, const work &w, const kv_source &source, const fa_view &view, int j)
 {
-    fa_window window = window_of(args);
-    int       begin = w.keys.begin, end = w.keys.end;
-    if (FA_MASK == FA_MASK_WINDOW)
-        begin = fa_max_int(begin, w.queries.end - 1 + w.seq.diagonal - window.left);
-    if (FA_MASK != FA_MASK_NONE)
-        end = fa_min_int(end, w.queries.begin + w.seq.diagonal + window.right + 1);
-    return {(begin + FA_TILE_K - 1) / FA_TILE_K, end < 0 ? 0 : end / FA_TILE_K};
-}
-
-/* K or V of a block: tile n to shared memory. */
-struct kv_source {
-    const fa_u16 *data; /* the head's row 0 of this sequence; paged: of page 0 */
-    const int    *pages;
-    fa_i64        row_stride, page_stride, inner_stride;
-    int           cols;
-};
-
-FA_DEVICE kv_source kv_source_of(const fa_args &args, const fa_view &view, const work &w, int cols)
-{
-    const fa_u16 *data = (const fa_u16 *)view.data + w.kv_head * view.stride[2];
-    if (FA_HAS_PAGED)
-        return {data, args.page_table + w.b * args.page_row_stride, view.stride[1], view.stride[0], view.stride[3], cols};
-    data += w.seq.kv_entry * view.stride[0] + w.seq.kv_row * view.stride[1];
-    return {data, nullptr, view.stride[1], 0, view.stride[3], cols};
-}
-
-template <int COLS, bool CHECK>
-FA_DEVICE void copy_kv(const fa_args &args, unsigned to, const kv_source &source, const work &w, int n)
-{
-    int first = n * FA_TILE_K, begin = w.keys.begin - first, end = w.keys.end - first;
-    if constexpr (FA_HAS_PAGED) {
-        rows_of_pages rows = {source.data, source.pages, source.page_stride, source.row_stride, first, args.kv_rows,
-                              args.kv_entries, w.seq.rows_k};
-        copy_tile<FA_TILE_K, COLS, true>(to, rows, begin, end, source.cols, source.inner_stride);
-    } else {
-        rows_of rows = {source.data + first * source.row_stride, source.row_stride};
-        copy_tile<FA_TILE_K, COLS, CHECK>(to, rows, begin, end, source.cols, source.inner_stride);
-    }
-}
-
-/* Rows of the tile are all inside [keys.begin, keys.end): no bound in the copy. */
-template <int COLS> FA_DEVICE void copy_kv(const fa_args &args, unsigned to, const kv_source &source, const work &w, int n)
-{
-    if (n * FA_TILE_K >= w.keys.begin && (n + 1) * FA_TILE_K <= w.keys.end)
-        copy_kv<COLS, false>(args, to, source, w, n);
+    if constexpr (FA_HAS_PAGED)
+        return rows_of_pages{source.data, source.pages, view.stride[0], view.stride[1], j, args.kv_rows, args.kv_entries,
+                             w.seq.rows_k};
     else
-        copy_kv<COLS, true>(args, to, source, w, n);
+        return rows_of{source.data + j * view.stride[1], view.stride[1]};
+}
+
+/* Tile n of K or V to shared memory, if wanted. */
+FA_DEVICE void copy_k(const fa_args &args, unsigned to, const work &w, int n, bool wanted)
+{
+    int first = n * FA_TILE_K;
+    if (!wanted)
+        return;
+    copy_tile<FA_TILE_K, FA_HEAD_DIM>(to, rows_from(args, w, w.k, args.k, first), w.keys.begin - first,
+                                      w.keys.end - first, args.head_dim, args.k.stride[3]);
+}
+
+FA_DEVICE void copy_v(const fa_args &args, unsigned to, const work &w, int n, bool wanted)
+{
+    int first = n * FA_TILE_K;
+    if (!wanted)
+        return;
+    copy_tile<FA_TILE_K, FA_HEAD_DIM_V>(to, rows_from(args, w, w.v, args.v, first), w.keys.begin - first,
+                                        w.keys.end - first, args.head_dim_v, args.v.stride[3]);
 }
 
 /* S = Q K^T (line 8). */
-FA_DEVICE void scores_of_tile(float (&s)[ROWS16][KEYS8][4], const lane_addresses<FA_HEAD_DIM> &q_at, q_fragments &q_kept,
-                              const lane_addresses<FA_HEAD_DIM> &k_at)
+FA_DEVICE void scores_of_tile(float (&s)[ROWS16][KEYS8][4], const lane_addresses<FA_HEAD_DIM, true> &q_at, q_fragments &q_kept,
+                              const lane_addresses<FA_HEAD_DIM, true> &k_at)
 {
     clear(s);
 #pragma unroll
@@ -161,7 +173,7 @@ FA_DEVICE void scores_of_tile(float (&s)[ROWS16][KEYS8][4], const lane_addresses
 
 /* O += P V (line 10). */
 FA_DEVICE void add_values(float (&o)[ROWS16][COLS8][4], const float (&p)[ROWS16][KEYS8][4],
-                          const lane_addresses<FA_HEAD_DIM_V> &v_at)
+                          const lane_addresses<FA_HEAD_DIM_V, true> &v_at)
 {
 #pragma unroll
     for (int j = 0; j < KEYS8 / 2; j++) {
@@ -298,9 +310,6 @@ FA_DEVICE void store_result(float (&o)[ROWS16][COLS8][4], float (&maximum)[2 * R
  */
 static __device__ __noinline__ void add_nonfinite(const fa_args &args, const work &w)
 {
-    kv_source     v     = kv_source_of(args, args.v, w, args.head_dim_v);
-    rows_of_pages paged = {v.data, v.pages, v.page_stride, v.row_stride, 0, args.kv_rows, args.kv_entries, w.seq.rows_k};
-    rows_of       plain = {v.data, v.row_stride};
     __syncthreads();
     for (int n = threadIdx.x; n < (w.queries.end - w.first_q) * args.head_dim_v; n += THREADS) {
         int    i = w.first_q + n / args.head_dim_v, col = n % args.head_dim_v;
@@ -309,7 +318,7 @@ static __device__ __noinline__ void add_nonfinite(const fa_args &args, const wor
                                     : w.seq.q_entry * args.o.stride[0] + (w.seq.q_row + i) * args.o.stride[1] +
                                           w.head * args.o.stride[2] + col * args.o.stride[3];
         for (int j = w.keys.begin; j < w.keys.end; j++) {
-            float value = load_element(FA_HAS_PAGED ? paged.row(j) : plain.row(j), col * v.inner_stride, FA_DTYPE);
+            float value = load_element(rows_from(args, w, w.v, args.v, j).row(0), col * args.v.stride[3], FA_DTYPE);
             if (!finite(value) && sees(args, w.seq, w.slices, i, j) &&
                 (!FA_HAS_DROPOUT || fa_dropout_keeps(&args.dropout, w.b * args.heads_q + w.head, i, j)))
                 total += value;
@@ -323,12 +332,10 @@ static __device__ __noinline__ void add_nonfinite(const fa_args &args, const wor
 
 /* A block's operands in shared memory and its running state. */
 struct block_state {
-    kv_source   k, v;
     score_terms terms;
-    float       unit;       /* log2 units of one score, > 0 always: a scale of 0 or below goes into Q */
     bool        cleared;    /* V had Inf or NaN in an edge tile */
     unsigned    k_shared, v_shared;
-    int         first, tile, stage; /* last key tile to visit, the present one, its buffer */
+    int         tile, stage; /* the present key tile and its buffer */
     float       maximum[2 * ROWS16], sum[2 * ROWS16];
     float       o[ROWS16][COLS8][4];
 };
@@ -344,36 +351,34 @@ template <bool CLEAR> FA_DEVICE bool wait_for_tile(unsigned v_tile)
 }
 
 template <bool MASKED>
-FA_DEVICE void step(block_state &state, const fa_args &args, const work &w, const lane_addresses<FA_HEAD_DIM> &q_at,
-                    q_fragments &q_kept, lane_addresses<FA_HEAD_DIM> k_at, lane_addresses<FA_HEAD_DIM_V> v_at)
+FA_DEVICE void step(block_state &state, const fa_args &args, const work &w, const lane_addresses<FA_HEAD_DIM, true> &q_at,
+                    q_fragments &q_kept, lane_addresses<FA_HEAD_DIM, true> k_at, lane_addresses<FA_HEAD_DIM_V, true> v_at)
 {
     constexpr bool CLEAR = MASKED && (FA_MASK != FA_MASK_NONE || FA_HAS_SLICES);
-    int            next  = next_tile(args, w, state.tile - 1, state.first);
+    int            next  = next_tile(args, w, state.tile - 1, w.first_tile);
     float          s[ROWS16][KEYS8][4];
     if constexpr (FA_STAGES == 1) {
         wait_for_tile<false>(0);
-        copy_kv<FA_HEAD_DIM_V>(args, state.v_shared, state.v, w, state.tile);
+        copy_v(args, state.v_shared, w, state.tile, true);
         copy_commit();
-        scores_of_tile(s, q_at, q_kept, k_at);
+        v_at = v_at.from(0);
+        scores_of_tile(s, q_at.from(0), q_kept, k_at.from(0));
         state.cleared |= wait_for_tile<CLEAR>(state.v_shared);
-        if (next >= state.first)
-            copy_kv<FA_HEAD_DIM>(args, state.k_shared, state.k, w, next);
+        copy_k(args, state.k_shared, w, next, next >= w.first_tile);
         copy_commit();
     } else {
         state.cleared |= wait_for_tile<CLEAR>(state.v_shared + state.stage * V_BYTES);
         int other = state.stage ^ 1;
-        k_at.advance(state.stage * K_BYTES);
-        v_at.advance(state.stage * V_BYTES);
+        k_at        = k_at.from(state.stage * K_BYTES);
+        v_at        = v_at.from(state.stage * V_BYTES);
         state.stage = other;
-        scores_of_tile(s, q_at, q_kept, k_at);
-        if (next >= state.first) {
-            copy_kv<FA_HEAD_DIM>(args, state.k_shared + other * K_BYTES, state.k, w, next);
-            copy_kv<FA_HEAD_DIM_V>(args, state.v_shared + other * V_BYTES, state.v, w, next);
-        }
+        scores_of_tile(s, q_at.from(0), q_kept, k_at);
+        copy_k(args, state.k_shared + other * K_BYTES, w, next, next >= w.first_tile);
+        copy_v(args, state.v_shared + other * V_BYTES, w, next, next >= w.first_tile);
         copy_commit();
     }
     finish_scores<MASKED>(s, args, w, state.terms, state.tile);
-    softmax_step<MASKED || FA_HAS_BIAS>(s, state.maximum, state.sum, state.o, state.unit);
+    softmax_step<MASKED || FA_HAS_BIAS>(s, state.maximum, state.sum, state.o, w.unit);
     if constexpr (FA_HAS_DROPOUT)
         drop(s, args, w, state.tile);
     add_values(state.o, s, v_at);
@@ -386,17 +391,17 @@ FA_DEVICE void walk_tiles(block_state &state, const fa_args &args, const work &w
     rows_of q = {(const fa_u16 *)args.q.data + w.seq.q_entry * args.q.stride[0] +
                      (fa_i64)(w.seq.q_row + w.first_q) * args.q.stride[1] + w.head * args.q.stride[2],
                  args.q.stride[1]};
-    copy_tile<FA_TILE_Q, FA_HEAD_DIM, true>(shared, q, 0, w.queries.end - w.queries.begin, args.head_dim, args.q.stride[3]);
+    copy_tile<FA_TILE_Q, FA_HEAD_DIM>(shared, q, 0, w.queries.end - w.queries.begin, args.head_dim, args.q.stride[3]);
     copy_commit();
-    copy_kv<FA_HEAD_DIM>(args, state.k_shared, state.k, w, state.tile);
+    copy_k(args, state.k_shared, w, state.tile, true);
     if (FA_STAGES > 1)
-        copy_kv<FA_HEAD_DIM_V>(args, state.v_shared, state.v, w, state.tile);
+        copy_v(args, state.v_shared, w, state.tile, true);
     copy_commit();
 
-    lane_addresses<FA_HEAD_DIM>   q_at(shared + (threadIdx.x / 32) * ROWS16 * 16 * FA_HEAD_DIM * 2, rows_first_row(),
+    lane_addresses<FA_HEAD_DIM, true>   q_at(shared + (threadIdx.x / 32) * ROWS16 * 16 * FA_HEAD_DIM * 2, rows_first_row(),
                                        rows_first_half());
-    lane_addresses<FA_HEAD_DIM>   k_at(state.k_shared, halves_first_row(), halves_first_half());
-    lane_addresses<FA_HEAD_DIM_V> v_at(state.v_shared, rows_first_row(), rows_first_half());
+    lane_addresses<FA_HEAD_DIM, true>   k_at(state.k_shared, halves_first_row(), halves_first_half());
+    lane_addresses<FA_HEAD_DIM_V, true> v_at(state.v_shared, rows_first_row(), rows_first_half());
     q_fragments                   q_kept;
     if (!MODIFIED && args.scale_log2 <= 0) { /* below 0 turns the order of scores round, 0 makes all equal */
         copy_wait<1>();
@@ -411,17 +416,16 @@ FA_DEVICE void walk_tiles(block_state &state, const fa_args &args, const work &w
             for (int d = 0; d < DIM16; d++)
                 load_matrix(q_kept[m][d], q_at.at(m, d));
     }
-    fa_range clean = clean_tiles(args, w);
-    while (state.tile >= state.first) {
+    while (state.tile >= w.first_tile) {
         if constexpr (FA_HAS_SLICES) {
-            while (state.tile >= clean.begin && state.tile < clean.end &&
+            while (state.tile >= w.clean.begin && state.tile < w.clean.end &&
                    slices_tile(args, w.slices, w.queries, keys_of_tile(state.tile)) == 2)
                 step<false>(state, args, w, q_at, q_kept, k_at, v_at);
         } else {
-            while (state.tile >= clean.begin && state.tile < clean.end)
+            while (state.tile >= w.clean.begin && state.tile < w.clean.end)
                 step<false>(state, args, w, q_at, q_kept, k_at, v_at);
         }
-        if (state.tile >= state.first)
+        if (state.tile >= w.first_tile)
             step<true>(state, args, w, q_at, q_kept, k_at, v_at);
     }
     copy_wait<0>();
@@ -440,11 +444,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) forward_sm8
         return;
     unsigned    shared = shared_address(shared_memory);
     block_state state;
-    state.k        = kv_source_of(args, args.k, w, args.head_dim);
-    state.v        = kv_source_of(args, args.v, w, args.head_dim_v);
     state.terms    = score_terms_of(args, w.b, w.head);
     state.cleared  = false;
-    state.unit     = MODIFIED || args.scale_log2 == 0 ? 1.0f : fabsf(args.scale_log2);
     state.k_shared = shared + Q_BYTES;
     state.v_shared = state.k_shared + FA_STAGES * K_BYTES;
     state.stage    = 0;
@@ -454,11 +455,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) forward_sm8
         state.maximum[r] = -infinity();
         state.sum[r]     = 0.0f;
     }
-    state.first = w.keys.begin / FA_TILE_K;
-    state.tile  = w.keys.begin < w.keys.end ? next_tile(args, w, (w.keys.end - 1) / FA_TILE_K, state.first) : -1;
-    if (state.tile >= state.first)
+    state.tile  = w.keys.begin < w.keys.end ? next_tile(args, w, (w.keys.end - 1) / FA_TILE_K, w.first_tile) : -1;
+    if (state.tile >= w.first_tile)
         walk_tiles(state, args, w, shared);
-    store_result(state.o, state.maximum, state.sum, state.unit, args, w, shared);
+    store_result(state.o, state.maximum, state.sum, w.unit, args, w, shared);
     if (state.cleared)
         add_nonfinite(args, w);
 }

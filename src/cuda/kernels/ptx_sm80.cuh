@@ -26,17 +26,17 @@ FA_DEVICE unsigned shared_address(const void *pointer)
     return address;
 }
 
-/* Sixteen bytes, global to shared, past L1. */
-FA_DEVICE void copy_async(unsigned to, const void *from)
-{
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-/* Likewise, but zeros unless `valid`; then `from` is not read. */
-FA_DEVICE void copy_async_if(unsigned to, const void *from, bool valid)
+/* Sixteen bytes, global to shared, past L1; zeros unless `valid`, and then `from` is not read. */
+FA_DEVICE void copy_async(unsigned to, const void *from, bool valid)
 {
     int bytes = valid ? 16 : 0;
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+FA_DEVICE void copy_async_4(unsigned to, const void *from, bool valid)
+{
+    int bytes = valid ? 4 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
 FA_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -76,12 +76,13 @@ FA_DEVICE float2 shared_load_float2(unsigned from)
     return v;
 }
 
-/* Add without a result. Four neighbours at once where the chip can; `to` is then 16-byte aligned. */
+/* Add without a result. */
 FA_DEVICE void reduce_add(float *to, float value)
 {
     asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
 }
 
+/* Four neighbours, at once where the chip can; `to` is 16-byte aligned. */
 FA_DEVICE void reduce_add_4(float *to, float a, float b, float c, float d)
 {
 #if FA_ARCH >= 90

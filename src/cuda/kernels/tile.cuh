@@ -29,29 +29,39 @@ template <int COLS> struct tile {
 };
 
 /*
- * Where a lane reads for ldmatrix over a tile: blocks of 16 rows by 16 columns (two chunks). The address of block
- * (row16, col16) is at(...): one of PHASES registers plus a constant, so a loop over blocks costs no arithmetic.
+ * Where a lane reads for ldmatrix over a tile: blocks of 16 rows by 16 columns (two chunks).
+ * COMPACT: one register; a block's place in its group of chunks is an XOR, for tiles that the lane reads from chunk 0 or 1
+ * on. Otherwise a register for each place, and the block is a constant away. The forward is short of registers; the
+ * backward, with them, was 3% slower by XOR on an H200.
  */
-template <int COLS> struct lane_addresses {
-    using layout = tile<COLS>;
-    unsigned phase[layout::PHASES];
+template <int COLS, bool COMPACT = false> struct lane_addresses {
+    using layout               = tile<COLS>;
+    static constexpr int COUNT = COMPACT ? 1 : layout::PHASES;
+    unsigned             phase[COUNT];
 
     __device__ __forceinline__ lane_addresses(unsigned base, int row, int half)
     {
 #pragma unroll
-        for (int p = 0; p < layout::PHASES; p++)
+        for (int p = 0; p < COUNT; p++)
             phase[p] = base + layout::offset(row, 2 * p + half);
     }
-    __device__ __forceinline__ void advance(unsigned bytes)
+    /* The same as seen from a tile `bytes` further on. The compiler is kept from knowing that it is the same in every
+     * iteration, or it would keep each block's address in a register over the whole loop. */
+    __device__ __forceinline__ lane_addresses from(unsigned bytes) const
     {
+        lane_addresses moved = *this;
 #pragma unroll
-        for (int p = 0; p < layout::PHASES; p++)
-            phase[p] += bytes;
+        for (int p = 0; p < COUNT; p++) {
+            moved.phase[p] += bytes;
+            asm volatile("" : "+r"(moved.phase[p]));
+        }
+        return moved;
     }
     /* Compile-time arguments after unrolling. */
     __device__ __forceinline__ unsigned at(int row16, int col16) const
     {
-        return phase[col16 % layout::PHASES] + (col16 / layout::PHASES) * layout::GROUP * 16 +
+        int place = col16 % layout::PHASES;
+        return (COMPACT ? phase[0] ^ (place << 5) : phase[place % COUNT]) + (col16 / layout::PHASES) * layout::GROUP * 16 +
                row16 * 16 * layout::ROW_BYTES;
     }
 };
@@ -94,10 +104,10 @@ struct rows_of_pages {
 
 /*
  * All threads copy rows [0, ROWS) of `source` to a tile. Rows outside [begin, end) and columns from `cols` on are zeros,
- * which keeps what lies there (NaN too) out of the products; with CHECK_ROWS false all rows are inside.
- * Needs copy_commit and copy_wait; without FA_ALIGNED it is done on return.
+ * which keeps what lies there (NaN too) out of the products. No branch: the compiler may spread the copies over the
+ * products around them. Needs copy_commit and copy_wait; without FA_ALIGNED it is done on return.
  */
-template <int ROWS, int COLS, bool CHECK_ROWS, class SOURCE>
+template <int ROWS, int COLS, class SOURCE>
 FA_DEVICE void copy_tile(unsigned to, const SOURCE &source, int begin, int end, int cols, fa_i64 inner_stride)
 {
     using layout               = tile<COLS>;
@@ -114,16 +124,13 @@ FA_DEVICE void copy_tile(unsigned to, const SOURCE &source, int begin, int end, 
             from = SOURCE::PLAIN ? from + ROWS_AT_ONCE * source.stride : source.row(row);
             asm("" : "+l"(from)); /* or the compiler keeps every row's offset in registers over the whole loop */
         }
-        bool valid = !CHECK_ROWS || (row >= begin && row < end);
+        bool valid = row >= begin && row < end;
 #pragma unroll
         for (int group = 0; group < layout::CHUNKS; group += LANES) {
             int      chunk = group + lane;
             unsigned at    = to + layout::offset(row, chunk);
             if constexpr (FA_ALIGNED) {
-                if (CHECK_ROWS || !FA_EVEN_D)
-                    copy_async_if(at, from + chunk * 8, valid && (FA_EVEN_D || chunk * 8 < cols));
-                else
-                    copy_async(at, from + chunk * 8);
+                copy_async(at, from + chunk * 8, valid && (FA_EVEN_D || chunk * 8 < cols));
             } else {
                 fa_u16 e[8];
 #pragma unroll
@@ -133,6 +140,23 @@ FA_DEVICE void copy_tile(unsigned to, const SOURCE &source, int begin, int end, 
             }
         }
     }
+}
+
+/* As copy_tile for a float32 source: rounded on the way, done on return. */
+template <int ROWS, int COLS>
+FA_DEVICE void convert_tile(unsigned to, const float *from, fa_i64 stride, fa_i64 inner_stride, int end, int cols)
+{
+    using layout = tile<COLS>;
+    for (int row = threadIdx.x / layout::GROUP; row < ROWS; row += THREADS / layout::GROUP)
+        for (int chunk = threadIdx.x % layout::GROUP; chunk < layout::CHUNKS; chunk += layout::GROUP) {
+            float e[8];
+#pragma unroll
+            for (int c = 0; c < 8; c++)
+                e[c] = row < end && chunk * 8 + c < cols ? from[row * stride + (chunk * 8 + c) * inner_stride] : 0.0f;
+            shared_store(to + layout::offset(row, chunk),
+                         make_uint4(pack<FA_DTYPE>(e[0], e[1]), pack<FA_DTYPE>(e[2], e[3]), pack<FA_DTYPE>(e[4], e[5]),
+                                    pack<FA_DTYPE>(e[6], e[7])));
+        }
 }
 
 /* Looks through the chunks that this thread copied by copy_tile (its own copies are visible to it after copy_wait); Inf

@@ -1,0 +1,36 @@
+/*
+ * The gradient of a head's sink. A sink is one more logit without a value, so its dP is 0 and
+ *     dsink = sum over queries of P_sink (0 - delta),   P_sink = exp(sink - LSE).
+ * One block a head, over all sequences in a fixed order: the same bits every time.
+ */
+#include "mask.cuh"
+
+extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_dsinks(const __grid_constant__ fa_args args)
+{
+    __shared__ float part[FA_WARPS];
+    int              head = blockIdx.x;
+    float sink_log2 = load_element(args.sinks.data, head * args.sinks.stride[1], args.sinks.dtype) * FA_LOG2E, sum = 0.0f;
+    for (int b = 0; b < args.batch; b++) {
+        sequence s = sequence_at(args, b);
+        for (int i = threadIdx.x; i < s.seqlen_q; i += 32 * FA_WARPS) {
+            fa_i64 row = s.q_row + i;
+            float  lse = ((const float *)args.lse.data)[s.q_entry * args.lse.stride[0] + head * args.lse.stride[1] +
+                                                       row * args.lse.stride[2]];
+            if (lse == -infinity())
+                continue;
+            float delta = args.delta[((fa_i64)head * args.q_entries + s.q_entry) * args.q_rows + row];
+            sum -= exp2_fast(sink_log2 - lse * FA_LOG2E) * delta;
+        }
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)
+        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
+    if (threadIdx.x % 32 == 0)
+        part[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int warp = 1; warp < FA_WARPS; warp++)
+            sum += part[warp];
+        ((float *)args.dsinks.data)[head * args.dsinks.stride[1]] = sum;
+    }
+}

@@ -1,0 +1,582 @@
+/*
+ * FlashAttention-2 backward (Algorithm 2) by mma.sync, for every GPU from Ampere on; float16 and bfloat16.
+ *
+ * A block owns FA_TILE_K keys of one key head, with K and V in shared memory and dK, dV in registers, and walks the
+ * query tiles that see them, for each query head of its share of the group. Everything is computed transposed, keys down
+ * and queries across, so that P^T and dS^T leave the tensor cores as the A operands of dV and dK:
+ *
+ *     S^T  = K Q^T              dV += P^T  dO        A step waits once: for Q and dO of this tile, which were copied
+ *     P^T  = exp(S^T - LSE)     dK += dS^T Q         during the step before, and for dS of the step before, which all
+ *     dP^T = V dO^T             dQ += dS   K         warps wrote to shared memory. dQ of the step before is then summed
+ *     dS^T = P^T (dP^T - delta)                      over keys and added to float dQ in global memory.
+ *
+ * delta = rowsum(dO * O) comes from backward_rowsum.cu; backward_convert.cu makes the caller's dQ of the float one.
+ *
+ * FA_VARIANT 1 and 2: two or four warps share their keys: each computes P^T and dS^T for a part of the queries, and dK and
+ * dV for a part of the columns; they meet in shared memory. A warp then has more keys and reads less of Q and dO, and dK
+ * and dV of 16 rows fit into a thread's registers for head_dim above 128.
+ * FA_STAGES: buffers of Q and dO.
+ */
+#include "accumulate.cuh"
+#include "softmax.cuh"
+#include "tile.cuh"
+
+/* Warps that share their keys; four only where each gets a whole number of 16 columns. */
+constexpr int TEAM      = FA_VARIANT == 2 && (FA_HEAD_DIM | FA_HEAD_DIM_V) % 64 != 0 ? 2 : 1 << FA_VARIANT;
+constexpr int KEY_WARPS = FA_WARPS / TEAM;
+constexpr int KEYS16    = FA_TILE_K / (16 * KEY_WARPS); /* blocks of 16 keys of a warp */
+constexpr int COLS8     = FA_HEAD_DIM / 8 / TEAM;       /* of dK */
+constexpr int COLS8_V   = FA_HEAD_DIM_V / 8 / TEAM;     /* of dV */
+/* A warp does its queries in two halves where S, dP, dK and dV together would not fit into the registers. */
+constexpr int PARTS     = TEAM == 1 && KEYS16 * (FA_TILE_Q + 4 * (COLS8 + COLS8_V)) > 192 ? 2 : 1;
+constexpr int QUERIES8  = FA_TILE_Q / 8 / TEAM / PARTS;       /* blocks of 8 queries of a warp's S^T */
+constexpr int QUERIES16 = FA_TILE_Q / 16;
+
+/* dQ is cut into blocks of 16 DQ_ROWS16 rows by 8 DQ_COLS8 columns, one a warp. */
+constexpr int DQ_ROWS16     = FA_TILE_Q >= 32 && FA_HEAD_DIM % (16 * FA_WARPS * 32 / FA_TILE_Q) == 0 ? 2 : 1;
+constexpr int DQ_ROW_WARPS  = QUERIES16 / DQ_ROWS16;
+constexpr int DQ_COLS8      = FA_HEAD_DIM / 8 / (FA_WARPS / DQ_ROW_WARPS);
+static_assert(FA_WARPS % DQ_ROW_WARPS == 0 && DQ_COLS8 % 2 == 0 && QUERIES8 % 2 == 0 && COLS8 % 2 == 0 && COLS8_V % 2 == 0,
+              "the warps do not divide the tile");
+
+constexpr int K_BYTES = FA_TILE_K * 2 * FA_HEAD_DIM, V_BYTES = FA_TILE_K * 2 * FA_HEAD_DIM_V;
+constexpr int Q_BYTES = FA_TILE_Q * 2 * FA_HEAD_DIM, DO_BYTES = FA_TILE_Q * 2 * FA_HEAD_DIM_V;
+constexpr int S_BYTES = FA_TILE_K * 2 * FA_TILE_Q; /* of dS^T, or P^T */
+constexpr int STAT_BYTES = 2 * 4 * FA_TILE_Q;      /* LSE and delta of a tile */
+
+constexpr int V_AT = K_BYTES, Q_AT = V_AT + V_BYTES, DO_AT = Q_AT + FA_STAGES * Q_BYTES;
+constexpr int DS_AT   = DO_AT + FA_STAGES * DO_BYTES;
+constexpr int P_AT    = DS_AT + 2 * S_BYTES;
+constexpr int STAT_AT = P_AT + (TEAM > 1 ? S_BYTES : 0);
+
+extern "C" __constant__ int fa_shared_bytes = STAT_AT + FA_STAGES * STAT_BYTES;
+
+/* What a block works on. */
+struct work {
+    int      b, kv_head, first_head, num_heads, first_k;
+    fa_range keys;            /* of the tile, that count */
+    fa_range tiles;           /* query tiles that may see some of them */
+    sequence seq;
+    fa_range slices;
+};
+
+FA_DEVICE work work_of(const fa_args &args)
+{
+    work     w;
+    unsigned n = blockIdx.x;
+    w.first_k  = n % args.tiles_k * FA_TILE_K;
+    n /= args.tiles_k;
+    int share = 0;
+    if (FA_HAS_KV_ACCUM) {
+        share = n % args.group_blocks;
+        n /= args.group_blocks;
+    }
+    w.kv_head    = n % args.heads_k;
+    w.b          = n / args.heads_k;
+    w.num_heads  = FA_HAS_KV_ACCUM ? args.group / args.group_blocks : args.group;
+    w.first_head = w.kv_head * args.group + share * w.num_heads;
+    w.seq        = sequence_at(args, w.b);
+    w.slices     = FA_HAS_SLICES ? slices_of(args, w.b) : fa_range{0, 0};
+    w.keys = {fa_max_int(w.first_k, w.seq.key_begin), fa_min_int(w.first_k + FA_TILE_K, w.seq.seqlen_k)};
+    fa_range queries = fa_queries_seeing(window_of(args), w.seq.diagonal, {0, w.seq.seqlen_q}, w.keys);
+    w.tiles = {queries.begin / FA_TILE_Q, (queries.end + FA_TILE_Q - 1) / FA_TILE_Q};
+    if (w.keys.begin >= w.keys.end || queries.begin >= queries.end)
+        w.tiles = {0, 0};
+    return w;
+}
+
+FA_DEVICE fa_range queries_of_tile(const work &w, int tile)
+{
+    return {tile * FA_TILE_Q, fa_min_int((tile + 1) * FA_TILE_Q, w.seq.seqlen_q)};
+}
+
+FA_DEVICE fa_range keys_of_block(const work &w) { return {w.first_k, w.first_k + FA_TILE_K}; }
+
+/* True if every query of the tile sees every key of the block, or nothing comes of it: rows past the last query are zeros
+ * in Q and dO. */
+FA_DEVICE bool clean_tile(const fa_args &args, const work &w, int tile)
+{
+    fa_range queries = queries_of_tile(w, tile), keys = keys_of_block(w);
+    return keys.begin >= w.keys.begin && keys.end <= w.keys.end &&
+           (!MODIFIED || queries.end == (tile + 1) * FA_TILE_Q) &&
+           fa_window_covers(window_of(args), w.seq.diagonal, queries, keys) &&
+           (!FA_HAS_SLICES || slices_tile(args, w.slices, queries, keys) == 2);
+}
+
+/* A query tile of one head. */
+struct place {
+    int head, tile;
+};
+
+/* The first place from `at` on where something is visible; head = first_head + num_heads when there is none. */
+FA_DEVICE place settle(const fa_args &args, const work &w, place at)
+{
+    while (at.head < w.first_head + w.num_heads) {
+        if (at.tile >= w.tiles.end) {
+            at = {at.head + 1, w.tiles.begin};
+            continue;
+        }
+        if (!FA_HAS_SLICES || slices_tile(args, w.slices, queries_of_tile(w, at.tile), keys_of_block(w)) != 0)
+            break;
+        at.tile++;
+    }
+    return at;
+}
+
+FA_DEVICE bool inside(const work &w, place at) { return at.head < w.first_head + w.num_heads; }
+
+FA_DEVICE fa_i64 token_of(const fa_args &args, const work &w, int i)
+{
+    return (fa_i64)w.seq.q_entry * args.q_rows + w.seq.q_row + i;
+}
+
+/* Q, dO, LSE and delta of a query tile to buffer `stage`. */
+FA_DEVICE void copy_queries(const fa_args &args, const work &w, unsigned shared, int stage, place at)
+{
+    int     first = at.tile * FA_TILE_Q, count = w.seq.seqlen_q - first;
+    fa_i64  row   = w.seq.q_row + first;
+    rows_of q     = {(const fa_u16 *)args.q.data + w.seq.q_entry * args.q.stride[0] + row * args.q.stride[1] +
+                         at.head * args.q.stride[2],
+                     args.q.stride[1]};
+    unsigned q_to = shared + Q_AT + stage * Q_BYTES, dout_to = shared + DO_AT + stage * DO_BYTES;
+    copy_tile<FA_TILE_Q, FA_HEAD_DIM>(q_to, q, 0, count, args.head_dim, args.q.stride[3]);
+    fa_i64 dout_offset = w.seq.q_entry * args.dout.stride[0] + row * args.dout.stride[1] + at.head * args.dout.stride[2];
+    if constexpr (FA_DTYPE_DOUT == FA_DTYPE) {
+        rows_of dout = {(const fa_u16 *)args.dout.data + dout_offset, args.dout.stride[1]};
+        copy_tile<FA_TILE_Q, FA_HEAD_DIM_V>(dout_to, dout, 0, count, args.head_dim_v, args.dout.stride[3]);
+    } else
+        convert_tile<FA_TILE_Q, FA_HEAD_DIM_V>(dout_to, (const float *)args.dout.data + dout_offset, args.dout.stride[1],
+                                               args.dout.stride[3], count, args.head_dim_v);
+    for (int i = threadIdx.x; i < FA_TILE_Q; i += THREADS) {
+        unsigned to    = shared + STAT_AT + stage * STAT_BYTES + i * 4;
+        bool     valid = i < count;
+        copy_async_4(to, (const float *)args.lse.data + w.seq.q_entry * args.lse.stride[0] +
+                             at.head * args.lse.stride[1] + (row + i) * args.lse.stride[2], valid);
+        copy_async_4(to + 4 * FA_TILE_Q,
+                     args.delta + (fa_i64)at.head * args.q_entries * args.q_rows + token_of(args, w, first + i), valid);
+    }
+}
+
+/* c = A B^T for A: KEYS16 blocks of rows of one tile, B: QUERIES8 blocks of rows of another. */
+template <int COLS>
+FA_DEVICE void multiply_rows(float (&c)[KEYS16][QUERIES8][4], const lane_addresses<COLS> &a_at,
+                             const lane_addresses<COLS> &b_at)
+{
+    clear(c);
+#pragma unroll
+    for (int d = 0; d < COLS / 16; d++) {
+        unsigned a[KEYS16][4];
+#pragma unroll
+        for (int m = 0; m < KEYS16; m++)
+            load_matrix(a[m], a_at.at(m, d));
+#pragma unroll
+        for (int n = 0; n < QUERIES8; n += 2) {
+            unsigned b[4];
+            load_matrix(b, b_at.at(n / 2, d));
+#pragma unroll
+            for (int m = 0; m < KEYS16; m++) {
+                multiply_add(c[m][n], a[m], b[0], b[1]);
+                multiply_add(c[m][n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+/* c += X^T B: X^T (P^T or dS^T, keys down) in this warp's registers or, where warps share keys, in shared memory at
+ * `x_at`; B: a query tile, from its column block first_col16 on. */
+template <int COLS, int N8>
+FA_DEVICE void add_product(float (&c)[KEYS16][N8][4], const unsigned (&x)[KEYS16][QUERIES8 / 2][4],
+                           const lane_addresses<FA_TILE_Q> &x_at, const lane_addresses<COLS> &b_at)
+{
+#pragma unroll
+    for (int q = 0; q < QUERIES16 / PARTS; q++) {
+        unsigned a[KEYS16][4];
+#pragma unroll
+        for (int m = 0; m < KEYS16; m++)
+            if constexpr (TEAM > 1)
+                load_matrix(a[m], x_at.at(m, q));
+            else {
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    a[m][e] = x[m][q][e];
+            }
+#pragma unroll
+        for (int n = 0; n < N8; n += 2) {
+            unsigned b[4];
+            load_matrix_transposed(b, b_at.at(q, n / 2));
+#pragma unroll
+            for (int m = 0; m < KEYS16; m++) {
+                multiply_add(c[m][n], a[m], b[0], b[1]);
+                multiply_add(c[m][n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+/* Which elements of P^T dropout keeps. Transposed, a lane's elements of a block of 16 keys x 16 queries come from two
+ * calls of the generator, one for each parity of the query. */
+struct kept_numbers {
+    fa_philox of[2];
+    int       g;
+    /* key half b, query half a, query parity e */
+    __device__ __forceinline__ bool keeps(const fa_dropout &dropout, int b, int a, int e) const
+    {
+        fa_u32 odd = fa_dropout_number(of[e], a + 2 + 4 * b), even = fa_dropout_number(of[e], a + 4 * b);
+        return (g & 1 ? odd : even) >= dropout.threshold;
+    }
+};
+
+FA_DEVICE kept_numbers kept_numbers_of(const fa_args &args, int batch_head, int query16, int key16)
+{
+    int          lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    kept_numbers numbers;
+    numbers.g = g;
+#pragma unroll
+    for (int e = 0; e < 2; e++)
+        numbers.of[e] = fa_dropout_block(&args.dropout, batch_head, query16, key16, (2 * t + e) * 4 + g / 2);
+    return numbers;
+}
+
+FA_DEVICE int key_warp() { return threadIdx.x / 32 % KEY_WARPS; }
+FA_DEVICE int team_member() { return threadIdx.x / 32 / KEY_WARPS; }
+
+/* Queries [first, last] of the whole sequence that key j is seen by. */
+FA_DEVICE row_limits query_limits(const fa_args &args, const work &w, int j)
+{
+    fa_window  window = window_of(args);
+    row_limits limits = {0, w.seq.seqlen_q - 1};
+    if (FA_MASK != FA_MASK_NONE)
+        limits.first = fa_max_int(0, j - w.seq.diagonal - window.right);
+    if (FA_MASK == FA_MASK_WINDOW)
+        limits.last = fa_min_int(limits.last, j - w.seq.diagonal + window.left);
+    if (j < w.keys.begin || j >= w.keys.end)
+        limits.last = -1;
+    return limits;
+}
+
+/*
+ * From S^T and dP^T to P^T and dS^T, in place (lines 11 and 14). In an edge tile what is masked becomes exactly 0 in
+ * both, whatever Q, dO, LSE and delta hold.
+ */
+template <bool MASKED>
+FA_DEVICE void probabilities(float (&s)[KEYS16][QUERIES8][4], float (&dp)[KEYS16][QUERIES8][4], const fa_args &args,
+                             const work &w, place at, int part, unsigned stats)
+{
+    int         lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    int         batch_head = w.b * args.heads_q + at.head, col8 = (team_member() + part) * QUERIES8;
+    int         first_query = at.tile * FA_TILE_Q + col8 * 8 + 2 * t;
+    score_terms terms       = score_terms_of(args, w.b, at.head);
+#pragma unroll
+    for (int n = 0; n < QUERIES8; n++) {
+        float2 lse = shared_load_float2(stats + ((col8 + n) * 8 + 2 * t) * 4);
+        float2 delta = shared_load_float2(stats + (FA_TILE_Q + (col8 + n) * 8 + 2 * t) * 4);
+#pragma unroll
+        for (int m = 0; m < KEYS16; m++) {
+            kept_numbers numbers;
+            if constexpr (FA_HAS_DROPOUT)
+                numbers = kept_numbers_of(args, batch_head, (at.tile * FA_TILE_Q + (col8 + n) * 8) / 16,
+                                          (w.first_k + (key_warp() * KEYS16 + m) * 16) / 16);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                int        j      = w.first_k + (key_warp() * KEYS16 + m) * 16 + h * 8 + g;
+                row_limits limits = query_limits(args, w, j);
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float &p = s[m][n][2 * h + e], &ds = dp[m][n][2 * h + e];
+                    int    i = first_query + n * 8 + e;
+                    float  lse_log2 = (e ? lse.y : lse.x) * FA_LOG2E, row = e ? delta.y : delta.x, capped = 0.0f;
+                    if constexpr (MODIFIED)
+                        p = exp2_fast(modified_score(args, terms, w.seq, p, i, j, capped) - lse_log2);
+                    else
+                        p = exp2_fast(p * args.scale_log2 - lse_log2);
+                    bool visible = true;
+                    if constexpr (MASKED) {
+                        visible = i >= limits.first && i <= limits.last;
+                        if (FA_HAS_SLICES && visible)
+                            visible = slices_see(args, w.slices, i, j);
+                    }
+                    if (FA_HAS_BIAS) /* a row of -inf alone has LSE -inf */
+                        visible = visible && lse_log2 != -infinity();
+                    if (MASKED || FA_HAS_BIAS)
+                        p = visible ? p : 0.0f;
+                    bool keep = true;
+                    if constexpr (FA_HAS_DROPOUT) {
+                        keep = numbers.keeps(args.dropout, h, n % 2, e);
+                        ds   = keep ? ds * args.dropout.keep_scale : 0.0f;
+                    }
+                    ds = p * (ds - row);
+                    if (MASKED || FA_HAS_BIAS)
+                        ds = visible ? ds : 0.0f;
+                    if constexpr (FA_HAS_DBIAS)
+                        if (i < w.seq.seqlen_q && j < w.seq.seqlen_k && ds != 0.0f)
+                            reduce_add((float *)args.dbias.data + w.b * args.dbias.stride[0] +
+                                           at.head * args.dbias.stride[1] + i * args.dbias.stride[2] +
+                                           j * args.dbias.stride[3], ds);
+                    if constexpr (FA_HAS_SOFTCAP)
+                        ds *= 1.0f - capped * capped;
+                    if constexpr (FA_HAS_DROPOUT)
+                        p = keep ? p : 0.0f;
+                    /* Q and dO of an edge tile have lost their Inf and NaN (copies are cleared), dS gets them back by
+                     * delta; dV gets them here. */
+                    if (MASKED && !finite(row))
+                        p += visible ? row * 0.0f : 0.0f;
+                }
+            }
+        }
+    }
+}
+
+/* As A operands. */
+FA_DEVICE void pack_operand(unsigned (&a)[KEYS16][QUERIES8 / 2][4], const float (&x)[KEYS16][QUERIES8][4])
+{
+#pragma unroll
+    for (int m = 0; m < KEYS16; m++)
+#pragma unroll
+        for (int q = 0; q < QUERIES8 / 2; q++) {
+            a[m][q][0] = pack<FA_DTYPE>(x[m][2 * q][0], x[m][2 * q][1]);
+            a[m][q][1] = pack<FA_DTYPE>(x[m][2 * q][2], x[m][2 * q][3]);
+            a[m][q][2] = pack<FA_DTYPE>(x[m][2 * q + 1][0], x[m][2 * q + 1][1]);
+            a[m][q][3] = pack<FA_DTYPE>(x[m][2 * q + 1][2], x[m][2 * q + 1][3]);
+        }
+}
+
+/* To a tile of keys x queries in shared memory. */
+FA_DEVICE void share_operand(unsigned to, const unsigned (&a)[KEYS16][QUERIES8 / 2][4], int part)
+{
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int m = 0; m < KEYS16; m++)
+#pragma unroll
+        for (int q = 0; q < QUERIES8 / 2; q++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                int row = (key_warp() * KEYS16 + m) * 16 + (e & 1) * 8 + g;
+                int chunk = (team_member() + part) * QUERIES8 + 2 * q + (e >> 1);
+                shared_store(to + tile<FA_TILE_Q>::offset(row, chunk) + t * 4, a[m][q][e]);
+            }
+}
+
+/* Waits until as many key tiles have been added to this query tile of dQ as come before this block's. */
+FA_DEVICE int *turn_of(const fa_args &args, const work &w, place at)
+{
+    return args.dq_turn + ((fa_i64)w.b * args.heads_q + at.head) * args.tiles_q + at.tile;
+}
+
+FA_DEVICE int turn_number(const fa_args &args, const work &w, place at)
+{
+    fa_range keys = fa_keys_seen(window_of(args), w.seq.diagonal, queries_of_tile(w, at.tile),
+                                 {w.seq.key_begin, w.seq.seqlen_k});
+    return w.first_k / FA_TILE_K - keys.begin / FA_TILE_K;
+}
+
+FA_DEVICE void wait_for_turn(const fa_args &args, const work &w, place at)
+{
+    if (threadIdx.x == 0) {
+        int wanted = turn_number(args, w, at), now;
+        do
+            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn_of(args, w, at)) : "memory");
+        while (now < wanted);
+    }
+    __syncthreads();
+}
+
+FA_DEVICE void end_turn(const fa_args &args, const work &w, place at)
+{
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0)
+        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn_of(args, w, at)) : "memory");
+}
+
+/* dQ += dS K (line 15) of the step before, from dS^T in shared memory. */
+FA_DEVICE void add_dq(const fa_args &args, const work &w, unsigned shared, int buffer, place at)
+{
+    if (!args.dq.data)
+        return;
+    int warp = threadIdx.x / 32, row16 = warp % DQ_ROW_WARPS * DQ_ROWS16, col8 = warp / DQ_ROW_WARPS * DQ_COLS8;
+    lane_addresses<FA_TILE_Q>   ds_at(shared + DS_AT + buffer * S_BYTES, halves_first_row(),
+                                      halves_first_half() + 2 * row16);
+    lane_addresses<FA_HEAD_DIM> k_at(shared, rows_first_row(), rows_first_half() + col8);
+    float                       dq[DQ_ROWS16][DQ_COLS8][4];
+    clear(dq);
+#pragma unroll
+    for (int k = 0; k < FA_TILE_K / 16; k++) {
+        unsigned a[DQ_ROWS16][4];
+#pragma unroll
+        for (int m = 0; m < DQ_ROWS16; m++)
+            load_matrix_transposed(a[m], ds_at.at(k, m));
+#pragma unroll
+        for (int n = 0; n < DQ_COLS8; n += 2) {
+            unsigned b[4];
+            load_matrix_transposed(b, k_at.at(k, n / 2));
+#pragma unroll
+            for (int m = 0; m < DQ_ROWS16; m++) {
+                multiply_add(dq[m][n], a[m], b[0], b[1]);
+                multiply_add(dq[m][n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+    if (FA_DETERMINISTIC)
+        wait_for_turn(args, w, at);
+    int    first = at.tile * FA_TILE_Q + row16 * 16;
+    float *to    = args.dq_accum + ((fa_i64)at.head * args.q_entries * args.q_rows + token_of(args, w, first)) * FA_HEAD_DIM +
+                col8 * 8;
+    accumulate<DQ_ROWS16, DQ_COLS8>(to, FA_HEAD_DIM, dq, w.seq.seqlen_q - first);
+    if (FA_DETERMINISTIC)
+        end_turn(args, w, at);
+}
+
+struct block_state {
+    place at, before; /* this step's query tile; the one whose dS waits in shared memory */
+    int   step;
+    float dk[KEYS16][COLS8][4], dv[KEYS16][COLS8_V][4];
+};
+
+FA_DEVICE void team_barrier()
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + key_warp()), "n"(32 * TEAM) : "memory");
+}
+
+/* Lines 11-14 and dV, dK for a part of the query tile that lies at q and dout; dS^T goes to ds. */
+template <bool MASKED>
+FA_DEVICE void step_part(block_state &state, const fa_args &args, const work &w, unsigned shared, int part, unsigned q,
+                         unsigned dout, unsigned ds, unsigned stats)
+{
+    int   key_row = key_warp() * KEYS16 * 16, query16 = (team_member() + part) * QUERIES8 / 2;
+    float s[KEYS16][QUERIES8][4], dp[KEYS16][QUERIES8][4];
+    multiply_rows<FA_HEAD_DIM>(s, {shared + key_row * FA_HEAD_DIM * 2, rows_first_row(), rows_first_half()},
+                               {q + query16 * 16 * FA_HEAD_DIM * 2, halves_first_row(), halves_first_half()});
+    multiply_rows<FA_HEAD_DIM_V>(dp, {shared + V_AT + key_row * FA_HEAD_DIM_V * 2, rows_first_row(), rows_first_half()},
+                                 {dout + query16 * 16 * FA_HEAD_DIM_V * 2, halves_first_row(), halves_first_half()});
+    probabilities<MASKED>(s, dp, args, w, state.at, part, stats);
+    unsigned p_operand[KEYS16][QUERIES8 / 2][4], ds_operand[KEYS16][QUERIES8 / 2][4];
+    pack_operand(p_operand, s);
+    pack_operand(ds_operand, dp);
+    share_operand(ds, ds_operand, part);
+    if (TEAM > 1) {
+        share_operand(shared + P_AT, p_operand, part);
+        team_barrier();
+    }
+    /* a part's queries are rows of Q and dO; a team member's columns start at its share */
+    lane_addresses<FA_TILE_Q>     p_at(shared + P_AT + key_row * FA_TILE_Q * 2, rows_first_row(), rows_first_half());
+    lane_addresses<FA_TILE_Q>     ds_at(ds + key_row * FA_TILE_Q * 2, rows_first_row(), rows_first_half());
+    lane_addresses<FA_HEAD_DIM_V> dout_at(dout + part * QUERIES8 * 16 * FA_HEAD_DIM_V, rows_first_row(),
+                                          rows_first_half() + team_member() * COLS8_V);
+    lane_addresses<FA_HEAD_DIM>   q_at(q + part * QUERIES8 * 16 * FA_HEAD_DIM, rows_first_row(),
+                                       rows_first_half() + team_member() * COLS8);
+    add_product<FA_HEAD_DIM_V, COLS8_V>(state.dv, p_operand, p_at, dout_at);
+    add_product<FA_HEAD_DIM, COLS8>(state.dk, ds_operand, ds_at, q_at);
+}
+
+template <bool MASKED> FA_DEVICE void step(block_state &state, const fa_args &args, const work &w, unsigned shared)
+{
+    constexpr bool CLEAR = MASKED && (FA_MASK != FA_MASK_NONE || FA_HAS_SLICES);
+    int            stage = FA_STAGES > 1 ? state.step & 1 : 0, buffer = state.step & 1;
+    unsigned       q = shared + Q_AT + stage * Q_BYTES, dout = shared + DO_AT + stage * DO_BYTES;
+    unsigned       ds = shared + DS_AT + buffer * S_BYTES;
+    place          next = settle(args, w, {state.at.head, state.at.tile + 1});
+    copy_wait<0>();
+    if (CLEAR) {
+        clear_nonfinite<FA_TILE_Q, FA_HEAD_DIM>(q);
+        clear_nonfinite<FA_TILE_Q, FA_HEAD_DIM_V>(dout);
+    }
+    __syncthreads();
+    if (FA_STAGES > 1) {
+        if (inside(w, next))
+            copy_queries(args, w, shared, stage ^ 1, next);
+        copy_commit();
+    }
+    if (state.step > 0)
+        add_dq(args, w, shared, buffer ^ 1, state.before);
+
+#pragma unroll
+    for (int part = 0; part < PARTS; part++)
+        step_part<MASKED>(state, args, w, shared, part, q, dout, ds, shared + STAT_AT + stage * STAT_BYTES);
+    if (FA_STAGES == 1) {
+        __syncthreads();
+        if (inside(w, next))
+            copy_queries(args, w, shared, 0, next);
+        copy_commit();
+    } /* P^T and the other buffers are overwritten after the next step's barrier */
+    state.before = state.at;
+    state.at     = next;
+    state.step++;
+}
+
+/* Rows first_key ... of dK or dV from a warp's registers. */
+template <int COLS, int N8>
+FA_DEVICE void store_gradient(float (&acc)[KEYS16][N8][4], float factor, const fa_view &view, float *sum, const fa_args &args,
+                              const work &w, unsigned staging, int cols)
+{
+    int   first = w.first_k + key_warp() * KEYS16 * 16, rows = w.seq.rows_k - first, col = team_member() * N8 * 8;
+    float scale[2 * KEYS16];
+    if (!view.data)
+        return;
+#pragma unroll
+    for (int r = 0; r < 2 * KEYS16; r++)
+        scale[r] = factor;
+    if constexpr (FA_HAS_KV_ACCUM) {
+        fa_i64 token = (fa_i64)w.seq.kv_entry * args.kv_rows + w.seq.kv_row + first;
+        float *to    = sum + ((fa_i64)w.kv_head * args.kv_entries * args.kv_rows + token) * COLS + col;
+        accumulate<KEYS16, N8>(to, COLS, acc, rows);
+        return;
+    }
+    fa_i64 offset = w.seq.kv_entry * view.stride[0] + (w.seq.kv_row + first) * view.stride[1] + w.kv_head * view.stride[2] +
+                    col * view.stride[3];
+    if (view.dtype == FA_F32)
+        store_accumulator<FA_F32, KEYS16, N8>(acc, scale, staging, (float *)view.data + offset, view.stride[1],
+                                              view.stride[3], rows, cols - col);
+    else
+        store_accumulator<FA_DTYPE, KEYS16, N8>(acc, scale, staging, (fa_u16 *)view.data + offset, view.stride[1],
+                                                view.stride[3], rows, cols - col);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) backward_sm80(const __grid_constant__ fa_args args)
+{
+    extern __shared__ __align__(128) char shared_memory[];
+    __shared__ work w; /* the same for all threads: in shared memory, registers are for S, dP, dK and dV */
+    if (threadIdx.x == 0)
+        w = work_of(args);
+    __syncthreads();
+    if (w.first_k >= w.seq.rows_k)
+        return;
+    unsigned    shared = shared_address(shared_memory);
+    block_state state;
+    clear(state.dk);
+    clear(state.dv);
+    state.step = 0;
+    state.at   = settle(args, w, {w.first_head, w.tiles.begin});
+    if (w.tiles.begin < w.tiles.end && inside(w, state.at)) {
+        int     begin = w.keys.begin - w.first_k, end = w.keys.end - w.first_k;
+        fa_i64  row = w.seq.kv_row + w.first_k;
+        rows_of k   = {(const fa_u16 *)args.k.data + w.seq.kv_entry * args.k.stride[0] + row * args.k.stride[1] +
+                           w.kv_head * args.k.stride[2],
+                       args.k.stride[1]};
+        rows_of v   = {(const fa_u16 *)args.v.data + w.seq.kv_entry * args.v.stride[0] + row * args.v.stride[1] +
+                           w.kv_head * args.v.stride[2],
+                       args.v.stride[1]};
+        copy_tile<FA_TILE_K, FA_HEAD_DIM>(shared, k, begin, end, args.head_dim, args.k.stride[3]);
+        copy_tile<FA_TILE_K, FA_HEAD_DIM_V>(shared + V_AT, v, begin, end, args.head_dim_v, args.v.stride[3]);
+        copy_queries(args, w, shared, 0, state.at);
+        copy_commit();
+        if (FA_MASK != FA_MASK_NONE || FA_HAS_SLICES) {
+            /* a query that does not see a key has dS = 0, and 0 * NaN of K would reach its dQ; who sees it has LSE NaN */
+            copy_wait<0>();
+            clear_nonfinite<FA_TILE_K, FA_HEAD_DIM>(shared);
+        }
+        while (inside(w, state.at)) {
+            while (inside(w, state.at) && clean_tile(args, w, state.at.tile))
+                step<false>(state, args, w, shared);
+            if (inside(w, state.at))
+                step<true>(state, args, w, shared);
+        }
+        copy_wait<0>();
+        __syncthreads();
+        add_dq(args, w, shared, (state.step & 1) ^ 1, state.before);
+        __syncthreads(); /* K and V become staging */
+    }
+    unsigned staging = shared + threadIdx.x / 32 * KEYS16 * 16 * (COLS8 > COLS8_V ? COLS8 : COLS8_V) * 16;
+    store_gradient<FA_HEAD_DIM, COLS8>(state.dk, args.scale, args.dk, args.dk_accum, args, w, staging, args.head_dim);
+    float v_factor = FA_HAS_DROPOUT ? args.dropout.keep_scale : 1.0f;
+    store_gradient<FA_HEAD_DIM_V, COLS8_V>(state.dv, v_factor, args.dv, args.dv_accum, args, w, staging, args.head_dim_v);
+}
