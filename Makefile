@@ -3,6 +3,7 @@
 #
 #     make            build the library, the command and the examples in build/
 #     make test       build and run every test
+#     make test-gpu   build and run the GPU's tests; skipped, with the reason, where there is no GPU
 #     make demo       build, check, train a small GPT for a minute, print the bench table: under three minutes
 #     make check      compare this machine's kernels with the reference
 #     make bench      time attention on this machine
@@ -22,7 +23,7 @@ ifneq ($(wildcard $(BUILD)/CMakeCache.txt),)
 GENERATOR :=
 endif
 
-.PHONY: all build test demo check bench install format clean setup-build setup-test setup-format
+.PHONY: all build test test-gpu demo check bench install format clean setup-build setup-test setup-format
 
 all: build
 
@@ -42,6 +43,14 @@ test: setup-test
 	@rm -f $(BUILD).log
 	cmake --build $(BUILD) -j $(JOBS)
 	cd $(BUILD) && ctest --output-on-failure -j $(JOBS) $(CTEST_FLAGS)
+
+# A kernel is built when it is first needed and kept in the user's cache, so the first run takes longer.
+test-gpu: setup-test
+	@cmake -S . -B $(BUILD) $(GENERATOR) -DCMAKE_BUILD_TYPE=Release -DCMAKE_INSTALL_PREFIX=$(PREFIX) \
+	    -DFLASH_ATTN_TESTS=ON $(FLAGS) >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
+	@rm -f $(BUILD).log
+	cmake --build $(BUILD) -j $(JOBS)
+	cd $(BUILD) && ctest --verbose -R '^test_cuda(|_cache|_compile)$$|^test_jit$$' $(CTEST_FLAGS)
 
 demo: build
 	$(BUILD)/cli/flashattn check --quick
