@@ -92,13 +92,25 @@ flash_attn_status fa_cuda_workspace(flash_attn_context *context, int32_t device,
     return FLASH_ATTN_OK;
 }
 
+/* A plan without gradients stands for all of them, but a backward may not want the bias's: that is another kernel. */
+static int variants_of(const fa_call *call, fa_call variants[2])
+{
+    variants[0] = variants[1] = *call;
+    variants[1].dbias.data    = NULL;
+    return call->dbias.data ? 2 : 1;
+}
+
 static flash_attn_status prepare_at(const fa_place *place, const fa_call *call)
 {
     fa_plan    plan;
     fa_kernel *kernel;
-    FA_TRY(make_plan(place, call, &plan));
-    for (int i = 0; i < plan.num_launches; i++)
-        FA_TRY(fa_kernel_get(place, &plan.launch[i].key, &kernel));
+    fa_call    variants[2];
+    int        count = variants_of(call, variants);
+    for (int v = 0; v < count; v++) {
+        FA_TRY(make_plan(place, &variants[v], &plan));
+        for (int i = 0; i < plan.num_launches; i++)
+            FA_TRY(fa_kernel_get(place, &plan.launch[i].key, &kernel));
+    }
     return FLASH_ATTN_OK;
 }
 
@@ -173,20 +185,29 @@ static flash_attn_status export_kernel(fa_cuda *cuda, const fa_key *key, const c
     return status;
 }
 
+static flash_attn_status compile_plans(fa_cuda *cuda, const fa_call *call, int arch, const char *folder)
+{
+    fa_plan plan;
+    fa_call variants[2];
+    int     count = variants_of(call, variants);
+    for (int v = 0; v < count; v++) {
+        FA_TRY(fa_plan_make(&variants[v], arch, cuda->forced_kernel, &plan));
+        for (int i = 0; i < plan.num_launches; i++)
+            FA_TRY(export_kernel(cuda, &plan.launch[i].key, folder));
+    }
+    return FLASH_ATTN_OK;
+}
+
 flash_attn_status fa_cuda_compile(flash_attn_context *context, const fa_call *call, int32_t arch, const char *folder)
 {
     fa_cuda *cuda;
-    fa_plan  plan;
     int      built_for = arch > 0 && arch < 1000 ? fa_tune_arch(arch) : 0;
     if (built_for == 0)
         return fa_fail(FLASH_ATTN_INVALID, "arch is %d, expected a compute capability such as 80, 86, 89, 90, 100 or 120",
                        arch);
     FA_TRY(fa_cuda_of(context, &cuda));
-    FA_TRY(fa_plan_make(call, built_for, cuda->forced_kernel, &plan));
     pthread_mutex_lock(&cuda->compile);
-    flash_attn_status status = FLASH_ATTN_OK;
-    for (int i = 0; i < plan.num_launches && status == FLASH_ATTN_OK; i++)
-        status = export_kernel(cuda, &plan.launch[i].key, folder);
+    flash_attn_status status = compile_plans(cuda, call, built_for, folder);
     pthread_mutex_unlock(&cuda->compile);
     return status;
 }
