@@ -40,7 +40,7 @@ static void fill_text(uint8_t *text, int count, uint64_t seed)
 static double loss_of(gpt_model *model, const uint8_t *text, bool backward)
 {
     uint8_t tokens[ROWS], targets[ROWS];
-    double  loss;
+    double  loss = 0;
     for (int b = 0; b < BATCH; b++) {
         memcpy(tokens + b * CONTEXT, text + b * (CONTEXT + 1), CONTEXT);
         memcpy(targets + b * CONTEXT, text + b * (CONTEXT + 1) + 1, CONTEXT);
