@@ -4,24 +4,24 @@
 #include <stdio.h>
 
 /* Of the CUDA Driver API. */
-#define FUNCTIONS(X)                                                                             \
-    X(cuInit, (unsigned flags))                                                                  \
-    X(cuDeviceGet, (int *device, int ordinal))                                                   \
-    X(cuDevicePrimaryCtxRetain, (void **context, int device))                                    \
-    X(cuCtxSetCurrent, (void *context))                                                          \
-    X(cuMemAlloc_v2, (uint64_t *memory, size_t bytes))                                           \
-    X(cuMemFree_v2, (uint64_t memory))                                                           \
-    X(cuMemcpyHtoD_v2, (uint64_t to, const void *from, size_t bytes))                            \
-    X(cuMemcpyDtoH_v2, (void *to, uint64_t from, size_t bytes))                                  \
-    X(cuMemsetD8_v2, (uint64_t to, unsigned char byte, size_t bytes))                            \
-    X(cuStreamCreate, (void **stream, unsigned flags))                                           \
-    X(cuStreamDestroy_v2, (void *stream))                                                        \
-    X(cuStreamSynchronize, (void *stream))                                                       \
-    X(cuStreamBeginCapture_v2, (void *stream, int mode))                                         \
-    X(cuStreamEndCapture, (void *stream, void **graph))                                          \
-    X(cuGraphInstantiateWithFlags, (void **executable, void *graph, unsigned long long flags))   \
-    X(cuGraphDestroy, (void *graph))                                                             \
-    X(cuGraphLaunch, (void *executable, void *stream))                                           \
+#define FUNCTIONS(X)                                                                                                   \
+    X(cuInit, (unsigned flags))                                                                                        \
+    X(cuDeviceGet, (int *device, int ordinal))                                                                         \
+    X(cuDevicePrimaryCtxRetain, (void **context, int device))                                                          \
+    X(cuCtxSetCurrent, (void *context))                                                                                \
+    X(cuMemAlloc_v2, (uint64_t * memory, size_t bytes))                                                                \
+    X(cuMemFree_v2, (uint64_t memory))                                                                                 \
+    X(cuMemcpyHtoD_v2, (uint64_t to, const void *from, size_t bytes))                                                  \
+    X(cuMemcpyDtoH_v2, (void *to, uint64_t from, size_t bytes))                                                        \
+    X(cuMemsetD8_v2, (uint64_t to, unsigned char byte, size_t bytes))                                                  \
+    X(cuStreamCreate, (void **stream, unsigned flags))                                                                 \
+    X(cuStreamDestroy_v2, (void *stream))                                                                              \
+    X(cuStreamSynchronize, (void *stream))                                                                             \
+    X(cuStreamBeginCapture_v2, (void *stream, int mode))                                                               \
+    X(cuStreamEndCapture, (void *stream, void **graph))                                                                \
+    X(cuGraphInstantiateWithFlags, (void **executable, void *graph, unsigned long long flags))                         \
+    X(cuGraphDestroy, (void *graph))                                                                                   \
+    X(cuGraphLaunch, (void *executable, void *stream))                                                                 \
     X(cuGraphExecDestroy, (void *executable))
 
 static struct {
@@ -55,9 +55,9 @@ static void *gpu_stream(void)
     void *stream = NULL;
     return cuda.cuStreamCreate(&stream, 1) == 0 ? stream : NULL; /* 1: non-blocking */
 }
-static void gpu_stream_free(void *stream) { cuda.cuStreamDestroy_v2(stream); }
-static bool gpu_wait(void *stream) { return cuda.cuStreamSynchronize(stream) == 0; }
-static bool gpu_capture_begin(void *stream) { return cuda.cuStreamBeginCapture_v2(stream, 0) == 0; } /* 0: global */
+static void  gpu_stream_free(void *stream) { cuda.cuStreamDestroy_v2(stream); }
+static bool  gpu_wait(void *stream) { return cuda.cuStreamSynchronize(stream) == 0; }
+static bool  gpu_capture_begin(void *stream) { return cuda.cuStreamBeginCapture_v2(stream, 0) == 0; } /* 0: global */
 static void *gpu_capture_end(void *stream)
 {
     void *graph = NULL, *executable = NULL;
@@ -74,9 +74,9 @@ static bool gpu_abandon(void) { return cuda.cuCtxSetCurrent(NULL) == 0; }
 
 const case_gpu *case_gpu_get(void)
 {
-    static const case_gpu gpu = {gpu_alloc,       gpu_free,      gpu_to_device,     gpu_to_host,     gpu_fill,
-                                 gpu_stream,      gpu_stream_free, gpu_wait,        gpu_capture_begin, gpu_capture_end,
-                                 gpu_graph_launch, gpu_graph_free, gpu_adopt,       gpu_abandon};
+    static const case_gpu gpu = {gpu_alloc,        gpu_free,        gpu_to_device, gpu_to_host,       gpu_fill,
+                                 gpu_stream,       gpu_stream_free, gpu_wait,      gpu_capture_begin, gpu_capture_end,
+                                 gpu_graph_launch, gpu_graph_free,  gpu_adopt,     gpu_abandon};
     return &gpu;
 }
 
@@ -109,10 +109,10 @@ const case_memory *case_gpu_memory(int index, char *why, size_t why_bytes)
         snprintf(why, why_bytes, "libcuda.so.1, the driver's library, was not found");
         return NULL;
     }
-#define X(name, arguments)                                              \
-    if (!(*(void **)&cuda.name = dlsym(library, #name))) {              \
-        snprintf(why, why_bytes, "the CUDA driver lacks %s", #name);    \
-        return NULL;                                                    \
+#define X(name, arguments)                                                                                             \
+    if (!(*(void **)&cuda.name = dlsym(library, #name))) {                                                             \
+        snprintf(why, why_bytes, "the CUDA driver lacks %s", #name);                                                   \
+        return NULL;                                                                                                   \
     }
     FUNCTIONS(X)
 #undef X

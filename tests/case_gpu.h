@@ -24,8 +24,8 @@ typedef struct case_gpu {
     void *(*capture_end)(void *stream); /* a graph ready to launch */
     bool (*graph_launch)(void *graph, void *stream);
     void (*graph_free)(void *graph);
-    bool (*adopt)(void);    /* make the device's context the calling thread's current one */
-    bool (*abandon)(void);  /* no current context */
+    bool (*adopt)(void);   /* make the device's context the calling thread's current one */
+    bool (*abandon)(void); /* no current context */
 } case_gpu;
 
 const case_gpu *case_gpu_get(void);

@@ -56,9 +56,17 @@ void              case_make_inputs(case_instance *x);
 void case_poison_outputs(case_instance *x);
 bool case_only_outputs_changed(case_instance *x, case_result *result);
 
+/* How large the terms are that add up to a gradient, as if their signs were random: what is left after they cancel has
+ * the rounding of this. */
+typedef struct case_terms {
+    double largest[NUM_OUTPUTS]; /* of one element */
+    double l2[NUM_OUTPUTS];      /* of all */
+} case_terms;
+
 /* case_plain.c: attention by whole matrices, as a framework does it unfused. Every stored matrix is rounded to
- * `rounding`, or not at all if it is NULL. results: F32, contiguous, of the outputs' shapes. Dropout drops pairs by a
- * rule of its own. False if memory ran out. */
-bool case_plain(const case_instance *x, const flash_attn_dtype *rounding, flash_attn_tensor results[NUM_OUTPUTS]);
+ * `rounding`, or not at all if it is NULL. results: F32, contiguous, of the outputs' shapes, zero. terms may be NULL.
+ * Dropout drops pairs by a rule of its own. False if memory ran out. */
+bool case_plain(const case_instance *x, const flash_attn_dtype *rounding, flash_attn_tensor results[NUM_OUTPUTS],
+                case_terms *terms);
 
 #endif

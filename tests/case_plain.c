@@ -9,8 +9,10 @@ typedef struct plain_head {
     const case_sequence    *s;
     int64_t                 b, h, kv_head;
     double                 *q, *k, *v, *o, *dout, *dq, *dk, *dv;
-    double                 *S, *P, *dP, *cap_slope, *keep;
+    double                 *S, *P, *cap_slope, *keep;
     double                 *lse, *sink_prob;
+    double                 *key_terms, *sink_terms; /* squares, [seqlen_k] and [heads_q] */
+    case_terms             *terms;                  /* l2 holds squares until the end */
 } plain_head;
 
 static double stored(const plain_head *t, double value) { return t->rounding ? round_to(value, *t->rounding) : value; }
@@ -119,6 +121,51 @@ static void forward(plain_head *t)
     }
 }
 
+/* The root of the sum of squares of what a dot product adds up. */
+static double dot_terms(const double *a, const double *b, int n)
+{
+    double sum = 0;
+    for (int c = 0; c < n; c++)
+        sum += a[c] * b[c] * a[c] * b[c];
+    return sqrt(sum);
+}
+
+static double delta_terms(const plain_head *t, int i)
+{
+    const int dv = t->x->shape.head_dim_v;
+    return dot_terms(t->dout + (int64_t)i * dv, t->o + (int64_t)i * dv, dv);
+}
+
+/* One pair's share in dq, dk and dbias: dS as large as dP and Delta make it before they cancel. */
+static void add_terms(plain_head *t, int i, int j, double scale, double *query_terms)
+{
+    const int        d = t->x->shape.head_dim, dv = t->x->shape.head_dim_v;
+    const int64_t    at = (int64_t)i * t->s->seqlen_k + j;
+    const test_case *c  = &t->x->shape;
+    const double    *q = t->q + (int64_t)i * d, *k = t->k + (int64_t)j * d, *v = t->v + (int64_t)j * dv;
+    double dP = t->keep[at] * dot_terms(t->dout + (int64_t)i * dv, v, dv), dS = t->P[at] * (dP + delta_terms(t, i));
+    double summed = sqrt((c->bias & BIAS_ONE_BATCH ? c->batch : 1) * (c->bias & BIAS_ONE_HEAD ? c->heads_q : 1) *
+                         (double)(c->bias & BIAS_ONE_QUERY ? c->seqlen_q : 1));
+    t->terms->largest[OUT_DBIAS] = fmax(t->terms->largest[OUT_DBIAS], dS * summed);
+    t->terms->l2[OUT_DBIAS] += dS * dS;
+    dS *= scale * t->cap_slope[at];
+    *query_terms += dS * dS * dot(k, k, d) / d;
+    t->key_terms[j] += dS * dS * dot(q, q, d) / d;
+}
+
+static void take_terms(case_terms *terms, int output, double square, double elements)
+{
+    terms->largest[output] = fmax(terms->largest[output], sqrt(square));
+    terms->l2[output] += square * elements;
+}
+
+static void finish_query_terms(plain_head *t, int i, double query_terms)
+{
+    double sink = t->sink_prob[i] * delta_terms(t, i);
+    take_terms(t->terms, OUT_DQ, query_terms, t->x->shape.head_dim);
+    t->sink_terms[t->h] += sink * sink;
+}
+
 /* Delta is the row sum of dO times the stored O, which is what any backward that recomputes P is given. */
 static void backward(plain_head *t, flash_attn_tensor results[NUM_OUTPUTS])
 {
@@ -129,6 +176,7 @@ static void backward(plain_head *t, flash_attn_tensor results[NUM_OUTPUTS])
     for (int i = 0; i < t->s->seqlen_q; i++) {
         const double *P = t->P + (int64_t)i * nk, *dout = t->dout + (int64_t)i * dv;
         double       *dq = t->dq + (int64_t)i * d, delta = dot(dout, t->o + (int64_t)i * dv, dv);
+        double        query_terms = 0;
         memset(dq, 0, sizeof *dq * (size_t)d);
         if (t->lse[i] == (double)-INFINITY || !t->x->row_sees[t->s->first_row + i])
             continue;
@@ -145,11 +193,15 @@ static void backward(plain_head *t, flash_attn_tensor results[NUM_OUTPUTS])
                 set(dbias, n[0], n[1], n[2], j, get(dbias, n[0], n[1], n[2], j) + dS);
             }
             dS *= scale * t->cap_slope[at];
+            if (t->terms)
+                add_terms(t, i, j, scale, &query_terms);
             for (int c = 0; c < d; c++) {
                 dq[c] += dS * t->k[(int64_t)j * d + c];
                 t->dk[(int64_t)j * d + c] += dS * t->q[(int64_t)i * d + c];
             }
         }
+        if (t->terms)
+            finish_query_terms(t, i, query_terms);
         if (dsinks->data)
             set(dsinks, 0, t->h, 0, 0, get(dsinks, 0, t->h, 0, 0) - t->sink_prob[i] * delta);
     }
@@ -182,20 +234,26 @@ static void store_keys(const plain_head *t, flash_attn_tensor results[NUM_OUTPUT
     }
 }
 
-bool case_plain(const case_instance *x, const flash_attn_dtype *rounding, flash_attn_tensor results[NUM_OUTPUTS])
+bool case_plain(const case_instance *x, const flash_attn_dtype *rounding, flash_attn_tensor results[NUM_OUTPUTS],
+                case_terms *terms)
 {
     const test_case *c  = &x->shape;
     const size_t     nq = (size_t)c->seqlen_q, nk = (size_t)c->seqlen_k, d = (size_t)c->head_dim,
                  dv    = (size_t)c->head_dim_v;
     const size_t pairs = nq * nk, q_part = nq * (2 * d + 2 * dv + 2), k_part = nk * (2 * d + 2 * dv);
-    double      *all = calloc(5 * pairs + q_part + k_part + 1, sizeof *all), *next = all;
-    plain_head   t = {.x = x, .rounding = rounding};
+    double      *all = calloc(4 * pairs + q_part + k_part + nk + (size_t)c->heads_q + 1, sizeof *all), *next = all;
+    plain_head   t = {.x = x, .rounding = rounding, .terms = terms};
     struct {
         double **array;
         size_t   count;
-    } const parts[] = {{&t.q, nq * d},     {&t.dq, nq * d}, {&t.o, nq * dv}, {&t.dout, nq * dv},    {&t.lse, nq},
-                       {&t.sink_prob, nq}, {&t.k, nk * d},  {&t.dk, nk * d}, {&t.v, nk * dv},       {&t.dv, nk * dv},
-                       {&t.S, pairs},      {&t.P, pairs},   {&t.dP, pairs},  {&t.cap_slope, pairs}, {&t.keep, pairs}};
+    } const parts[] = {{&t.q, nq * d},        {&t.dq, nq * d},
+                       {&t.o, nq * dv},       {&t.dout, nq * dv},
+                       {&t.lse, nq},          {&t.sink_prob, nq},
+                       {&t.k, nk * d},        {&t.dk, nk * d},
+                       {&t.v, nk * dv},       {&t.dv, nk * dv},
+                       {&t.S, pairs},         {&t.P, pairs},
+                       {&t.key_terms, nk},    {&t.sink_terms, (size_t)c->heads_q},
+                       {&t.cap_slope, pairs}, {&t.keep, pairs}};
     if (!all)
         return false;
     for (size_t n = 0; n < sizeof parts / sizeof parts[0]; n++) {
@@ -206,6 +264,7 @@ bool case_plain(const case_instance *x, const flash_attn_dtype *rounding, flash_
     for (t.b = 0; t.b < c->batch; t.b++)
         for (t.kv_head = 0; t.kv_head < c->heads_k; t.kv_head++) {
             t.s = &x->sequences[t.b];
+            memset(t.key_terms, 0, sizeof *t.key_terms * nk);
             memset(t.dk, 0, sizeof *t.dk * nk * d);
             memset(t.dv, 0, sizeof *t.dv * nk * dv);
             for (t.h = t.kv_head * group; t.h < (t.kv_head + 1) * group; t.h++) {
@@ -217,7 +276,13 @@ bool case_plain(const case_instance *x, const flash_attn_dtype *rounding, flash_
             }
             if (x->backward)
                 store_keys(&t, results);
+            for (int j = 0; terms && j < t.s->seqlen_k; j++)
+                take_terms(terms, OUT_DK, t.key_terms[j], c->head_dim);
         }
+    for (int h = 0; terms && h < c->heads_q; h++)
+        take_terms(terms, OUT_DSINKS, t.sink_terms[h], 1);
+    for (int n = 0; terms && n < NUM_OUTPUTS; n++)
+        terms->l2[n] = sqrt(terms->l2[n]);
     free(all);
     return true;
 }
