@@ -9,7 +9,7 @@ typedef struct plain_head {
     const case_sequence    *s;
     int64_t                 b, h, kv_head;
     double                 *q, *k, *v, *o, *dout, *dq, *dk, *dv;
-    double                 *S, *P, *cap_slope, *keep;
+    double                 *S, *P, *cap_slope, *keep, *pair_terms;
     double                 *lse, *sink_prob;
     double                 *key_terms, *sink_terms; /* squares, [seqlen_k] and [heads_q] */
     case_terms             *terms;                  /* l2 holds squares until the end */
@@ -130,22 +130,32 @@ static double dot_terms(const double *a, const double *b, int n)
     return sqrt(sum);
 }
 
-static double delta_terms(const plain_head *t, int i)
+/* dP's terms of row i, kept pair or not, since the real dropout keeps others; returns Delta's, P dP over the row. */
+static double row_terms(plain_head *t, int i)
 {
-    const int dv = t->x->shape.head_dim_v;
-    return dot_terms(t->dout + (int64_t)i * dv, t->o + (int64_t)i * dv, dv);
+    const int     dv = t->x->shape.head_dim_v, nk = t->s->seqlen_k;
+    const int64_t first = (int64_t)i * nk;
+    const double  keep  = 1 / (1 - (double)t->x->shape.dropout);
+    double        delta = 0;
+    for (int j = 0; j < nk; j++) {
+        double dP = keep * dot_terms(t->dout + (int64_t)i * dv, t->v + (int64_t)j * dv, dv);
+
+        t->pair_terms[first + j] = t->P[first + j] == 0 ? 0 : dP;
+        delta += t->P[first + j] == 0 ? 0 : t->P[first + j] * dP * t->P[first + j] * dP;
+    }
+    return sqrt(delta);
 }
 
 /* One pair's share in dq, dk and dbias: dS as large as dP and Delta make it before they cancel. */
-static void add_terms(plain_head *t, int i, int j, double scale, double *query_terms)
+static void add_terms(plain_head *t, int i, int j, double scale, double delta, double *query_terms)
 {
-    const int        d = t->x->shape.head_dim, dv = t->x->shape.head_dim_v;
+    const int        d  = t->x->shape.head_dim;
     const int64_t    at = (int64_t)i * t->s->seqlen_k + j;
     const test_case *c  = &t->x->shape;
-    const double    *q = t->q + (int64_t)i * d, *k = t->k + (int64_t)j * d, *v = t->v + (int64_t)j * dv;
-    double dP = t->keep[at] * dot_terms(t->dout + (int64_t)i * dv, v, dv), dS = t->P[at] * (dP + delta_terms(t, i));
-    double summed = sqrt((c->bias & BIAS_ONE_BATCH ? c->batch : 1) * (c->bias & BIAS_ONE_HEAD ? c->heads_q : 1) *
-                         (double)(c->bias & BIAS_ONE_QUERY ? c->seqlen_q : 1));
+    const double    *q = t->q + (int64_t)i * d, *k = t->k + (int64_t)j * d;
+    double           dS = t->P[at] * (t->pair_terms[at] + delta);
+    double summed       = sqrt((c->bias & BIAS_ONE_BATCH ? c->batch : 1) * (c->bias & BIAS_ONE_HEAD ? c->heads_q : 1) *
+                               (double)(c->bias & BIAS_ONE_QUERY ? c->seqlen_q : 1));
     t->terms->largest[OUT_DBIAS] = fmax(t->terms->largest[OUT_DBIAS], dS * summed);
     t->terms->l2[OUT_DBIAS] += dS * dS;
     dS *= scale * t->cap_slope[at];
@@ -159,9 +169,9 @@ static void take_terms(case_terms *terms, int output, double square, double elem
     terms->l2[output] += square * elements;
 }
 
-static void finish_query_terms(plain_head *t, int i, double query_terms)
+static void finish_query_terms(plain_head *t, int i, double delta, double query_terms)
 {
-    double sink = t->sink_prob[i] * delta_terms(t, i);
+    double sink = t->sink_prob[i] * delta;
     take_terms(t->terms, OUT_DQ, query_terms, t->x->shape.head_dim);
     t->sink_terms[t->h] += sink * sink;
 }
@@ -180,6 +190,7 @@ static void backward(plain_head *t, flash_attn_tensor results[NUM_OUTPUTS])
         memset(dq, 0, sizeof *dq * (size_t)d);
         if (t->lse[i] == (double)-INFINITY || !t->x->row_sees[t->s->first_row + i])
             continue;
+        double terms_of_delta = t->terms ? row_terms(t, i) : 0;
         for (int j = 0; j < nk; j++) {
             int64_t at = (int64_t)i * nk + j;
             if (t->S[at] == (double)-INFINITY)
@@ -194,14 +205,14 @@ static void backward(plain_head *t, flash_attn_tensor results[NUM_OUTPUTS])
             }
             dS *= scale * t->cap_slope[at];
             if (t->terms)
-                add_terms(t, i, j, scale, &query_terms);
+                add_terms(t, i, j, scale, terms_of_delta, &query_terms);
             for (int c = 0; c < d; c++) {
                 dq[c] += dS * t->k[(int64_t)j * d + c];
                 t->dk[(int64_t)j * d + c] += dS * t->q[(int64_t)i * d + c];
             }
         }
         if (t->terms)
-            finish_query_terms(t, i, query_terms);
+            finish_query_terms(t, i, terms_of_delta, query_terms);
         if (dsinks->data)
             set(dsinks, 0, t->h, 0, 0, get(dsinks, 0, t->h, 0, 0) - t->sink_prob[i] * delta);
     }
@@ -241,19 +252,17 @@ bool case_plain(const case_instance *x, const flash_attn_dtype *rounding, flash_
     const size_t     nq = (size_t)c->seqlen_q, nk = (size_t)c->seqlen_k, d = (size_t)c->head_dim,
                  dv    = (size_t)c->head_dim_v;
     const size_t pairs = nq * nk, q_part = nq * (2 * d + 2 * dv + 2), k_part = nk * (2 * d + 2 * dv);
-    double      *all = calloc(4 * pairs + q_part + k_part + nk + (size_t)c->heads_q + 1, sizeof *all), *next = all;
+    double      *all = calloc(5 * pairs + q_part + k_part + nk + (size_t)c->heads_q + 1, sizeof *all), *next = all;
     plain_head   t = {.x = x, .rounding = rounding, .terms = terms};
     struct {
         double **array;
         size_t   count;
-    } const parts[] = {{&t.q, nq * d},        {&t.dq, nq * d},
-                       {&t.o, nq * dv},       {&t.dout, nq * dv},
-                       {&t.lse, nq},          {&t.sink_prob, nq},
-                       {&t.k, nk * d},        {&t.dk, nk * d},
-                       {&t.v, nk * dv},       {&t.dv, nk * dv},
-                       {&t.S, pairs},         {&t.P, pairs},
-                       {&t.key_terms, nk},    {&t.sink_terms, (size_t)c->heads_q},
-                       {&t.cap_slope, pairs}, {&t.keep, pairs}};
+    } const parts[] = {{&t.q, nq * d},         {&t.dq, nq * d},    {&t.o, nq * dv},
+                       {&t.dout, nq * dv},     {&t.lse, nq},       {&t.sink_prob, nq},
+                       {&t.k, nk * d},         {&t.dk, nk * d},    {&t.v, nk * dv},
+                       {&t.dv, nk * dv},       {&t.S, pairs},      {&t.P, pairs},
+                       {&t.pair_terms, pairs}, {&t.key_terms, nk}, {&t.sink_terms, (size_t)c->heads_q},
+                       {&t.cap_slope, pairs},  {&t.keep, pairs}};
     if (!all)
         return false;
     for (size_t n = 0; n < sizeof parts / sizeof parts[0]; n++) {
