@@ -64,12 +64,25 @@ FA_AMX_INLINE void load_pairs(__m512i piece[MAX_PIECES][16], const fa_rows *src,
     }
 }
 
+/* bfloat16 as it lies: 16 rows of 32 columns. */
+FA_AMX_INLINE void load_pairs_in_place(__m512i tile[16], const fa_rows *src, int first, int col)
+{
+    __mmask32 mask = src->cols - col >= 32 ? 0xFFFFFFFF : (1u << (src->cols - col)) - 1;
+    for (int r = 0; r < 16; r++) {
+        const uint16_t *row = first + r < src->count ? src->row[first + r] : NULL;
+        tile[r]             = row ? _mm512_maskz_loadu_epi16(mask, row + col) : _mm512_setzero_si512();
+    }
+}
+
 FA_AMX_INLINE void pack_along_columns(char *out, const fa_rows *src, int pieces, bool keys)
 {
     __m512i tile[MAX_PIECES][16];
     for (int first = 0; first < src->count; first += 16) {
         for (int col = 0; col < src->cols; col += 32) {
-            load_pairs(tile, src, first, col, pieces);
+            if (src->stride == 1 && src->dtype == FLASH_ATTN_BF16)
+                load_pairs_in_place(tile[0], src, first, col);
+            else
+                load_pairs(tile, src, first, col, pieces);
             for (int n = 0; n < pieces; n++, out += FA_AMX_TILE) {
                 if (keys)
                     fa_amx_transpose(tile[n]);
@@ -80,14 +93,38 @@ FA_AMX_INLINE void pack_along_columns(char *out, const fa_rows *src, int pieces,
     }
 }
 
-static bool row_is_finite(const fa_rows *src, int r)
+FA_AMX_INLINE bool row_is_finite(const fa_rows *src, int r)
 {
+    if (src->stride == 1 && src->dtype == FLASH_ATTN_BF16) {
+        const __m512i exponent = _mm512_set1_epi16(0x7F80);
+        __mmask32     special  = 0;
+        for (int col = 0; col < src->cols; col += 32) {
+            __mmask32 mask = src->cols - col >= 32 ? 0xFFFFFFFF : (1u << (src->cols - col)) - 1;
+            __m512i   x    = _mm512_maskz_loadu_epi16(mask, (const uint16_t *)src->row[r] + col);
+            special |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent);
+        }
+        return special == 0;
+    }
     __m512 sum = _mm512_setzero_ps();
     for (int col = 0; col < src->cols; col += 16) {
         __m512 x = fa_amx_load16(src->row[r], src->stride, src->dtype, col, src->cols);
         sum      = _mm512_add_ps(sum, _mm512_sub_ps(x, x));
     }
     return _mm512_cmp_ps_mask(sum, _mm512_setzero_ps(), _CMP_EQ_OQ) == 0xFFFF;
+}
+
+FA_AMX_INLINE void pack_values_in_place(char *out, const void *const row[32], int col, int cols)
+{
+    __mmask16 mask = cols - col >= 16 ? 0xFFFF : (__mmask16)((1u << (cols - col)) - 1);
+    for (int r = 0; r < 16; r++) {
+        const uint16_t *one = row[r], *two = row[r + 16];
+        __m512i low = _mm512_setzero_si512(), high = low;
+        if (one)
+            low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, one + col));
+        if (two)
+            high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, two + col));
+        _mm512_store_si512(out + 64 * r, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    }
 }
 
 FA_AMX_INLINE int pack_along_rows(char *out, const fa_rows *src, int pieces, int *bad)
@@ -103,6 +140,10 @@ FA_AMX_INLINE int pack_along_rows(char *out, const fa_rows *src, int pieces, int
             }
         }
         for (int col = 0; col < src->cols; col += 16, out += pieces * FA_AMX_TILE) {
+            if (src->stride == 1 && src->dtype == FLASH_ATTN_BF16) {
+                pack_values_in_place(out, row, col, src->cols);
+                continue;
+            }
             for (int r = 0; r < 16; r++) {
                 __m512 x[2];
                 for (int h = 0; h < 2; h++)

@@ -73,11 +73,12 @@ FA_AMX_INLINE __m512i softmax_row(int row, const float *s, uint16_t *p, const ro
                                   __m512i check)
 {
     __m512 shift = _mm512_set1_ps(state->shift[row]);
+    __m512 before = _mm512_load_ps(state->sum_from + 16 * row);
     __m512 a     = exp2_of(_mm512_load_ps(s + 16 * row), shift, k);
     __m512 b     = exp2_of(_mm512_load_ps(s + FA_AMX_TILE_FLOATS + 16 * row), shift, k);
     __m512 sum   = _mm512_add_ps(a, b);
     _mm512_store_si512(p + 32 * row, fa_amx_pair(a, b));
-    _mm512_store_ps(state->sum_to + 16 * row, _mm512_add_ps(_mm512_load_ps(state->sum_from + 16 * row), sum));
+    _mm512_store_ps(state->sum_to + 16 * row, _mm512_add_ps(before, sum));
     return _mm512_or_si512(check, _mm512_castps_si512(sum));
 }
 
@@ -90,12 +91,12 @@ typedef struct step {
     row_state    state;
 } step;
 
-/* The values stage: NCH items a step. Item i of a group: chunk i / steps of 64 columns, keys i % steps. */
+/* The values stage: NCH items a step. An item is a chunk of 64 columns and 32 keys; all keys of a chunk, then the next. */
 typedef struct values {
     const char *p, *v; /* P of the group, V's tiles of the group's keys */
     float      *o;
     int         ldo, columns; /* tiles of 16 columns */
-    int         steps, item;
+    int         steps, chunk, key; /* the next item */
     float      *o_held;       /* where tiles 0 .. held - 1 belong */
     int         ld_held, held;
 } values;
@@ -121,6 +122,14 @@ typedef struct values {
 #define SOFTMAX_ROWS(n)                                                                          \
     _Pragma("GCC unroll 8") for (int x = 0; x < (n); x++, row++) if (row < 16) check =           \
         softmax_row(row, w->s, w->p, &w->state, k, check);
+
+FA_AMX_INLINE void next_item(values *v)
+{
+    if (++v->key == v->steps) {
+        v->key = 0;
+        v->chunk++;
+    }
+}
 
 /* Half of a values item. */
 #define VALUES_HALF(t0, t1, rows)                                             \
@@ -175,14 +184,13 @@ FA_AMX_INLINE int run_step(const step *w, values *v, const constants *k, int KS,
         }
         if (part < NCH * 2) {
             if (v && part % 2 == 0) {
-                int chunk = v->item / v->steps, key = v->item % v->steps;
-                v->item++;
-                o      = v->o + chunk * 64;
-                count  = v->columns - chunk * 4;
-                first  = key == 0;
+                o      = v->o + v->chunk * 64;
+                count  = v->columns - v->chunk * 4;
+                first  = v->key == 0;
                 held   = v->held;
-                tile_p = v->p + key * FA_AMX_TILE;
-                tile_v = v->v + (key * v->columns + chunk * 4) * FA_AMX_TILE;
+                tile_p = v->p + v->key * FA_AMX_TILE;
+                tile_v = v->v + (v->key * v->columns + v->chunk * 4) * FA_AMX_TILE;
+                next_item(v);
             }
             if (part % 2 == 0) {
                 VALUES_HALF(0, 1, rows)
@@ -198,41 +206,6 @@ FA_AMX_INLINE int run_step(const step *w, values *v, const constants *k, int KS,
     }
     SOFTMAX_ROWS(16)
     return _mm512_test_epi32_mask(check, _mm512_set1_epi32(0x40000000));
-}
-
-/* ---- one kernel a shape ---- */
-
-typedef int run_step_fn(const step *w, values *v, const constants *k);
-
-#define DEFINE_STEP(KS, NCH)                                                                              \
-    static int run_step_##KS##_##NCH(const step *w, values *v, const constants *k)                        \
-    {                                                                                                     \
-        constants own = *k;                                                                               \
-        return run_step(w, v, &own, KS, NCH);                                                             \
-    }
-DEFINE_STEP(1, 1)
-DEFINE_STEP(2, 1)
-DEFINE_STEP(3, 2)
-DEFINE_STEP(4, 2)
-DEFINE_STEP(6, 3)
-DEFINE_STEP(8, 4)
-
-/* Data: group_steps * 32 keys of K and V are to fit the first-level cache beside the buffers. */
-static const struct shape {
-    int          depth_steps, chunks, group_steps;
-    run_step_fn *run;
-} shapes[] = {
-    {1, 1, 4, run_step_1_1}, {2, 1, 2, run_step_2_1}, {3, 2, 2, run_step_3_2},
-    {4, 2, 2, run_step_4_2}, {6, 3, 1, run_step_6_3}, {8, 4, 1, run_step_8_4},
-};
-
-static const struct shape *find_shape(int head_dim, int head_dim_v)
-{
-    for (size_t n = 0; n < sizeof shapes / sizeof shapes[0]; n++) {
-        if (shapes[n].depth_steps == (head_dim + 31) / 32 && shapes[n].chunks == (head_dim_v + 63) / 64)
-            return &shapes[n];
-    }
-    return NULL;
 }
 
 /* ---- a tile: groups of 16 queries by some steps of 32 keys ---- */
@@ -254,10 +227,11 @@ size_t fa_amx_forward_scratch(int rows, int keys, int head_dim, int head_dim_v)
 
 typedef struct walk {
     const fa_forward_block *block;
-    const struct shape     *shape;
+    int                     group_keys; /* steps of 32 keys in a group */
     scratch                *own;
     constants               k;
     int row_groups, depth_steps, columns, all_steps; /* all_steps: of 32 keys */
+    uint32_t unset; /* row groups with rows that have no shift yet */
 } walk;
 
 /* Step number n of the tile: which group and which step in it. */
@@ -266,7 +240,7 @@ typedef struct place {
     int in_group, group_steps, group;
 } place;
 
-static place place_next(const walk *w, place at)
+FA_AMX_INLINE place place_next(const walk *w, place at)
 {
     at.in_group++;
     at.key_step++;
@@ -278,7 +252,7 @@ static place place_next(const walk *w, place at)
     if (++at.row_group == w->row_groups) {
         at.row_group = 0;
         at.key_step += at.group_steps;
-        at.group_steps = fa_min_int(w->shape->group_steps, w->all_steps - at.key_step);
+        at.group_steps = fa_min_int(w->group_keys, w->all_steps - at.key_step);
     }
     return at;
 }
@@ -336,8 +310,11 @@ static void scale_row(float *x, int n, __m512 factor)
 static __m512 exp2_scalar(float x) { return _mm512_set1_ps(exp2f(x)); }
 
 /* Rows of which nothing was seen so far take their shift from the step's scores. */
-static void begin_rows(const walk *w, const float *s, int row_group)
+static void begin_rows(walk *w, const float *s, int row_group)
 {
+    if (!(w->unset >> row_group & 1))
+        return;
+    w->unset &= ~(1u << row_group);
     for (int r = 0; r < 16; r++) {
         if (w->own->m[row_group * 16 + r] == -INFINITY)
             set_shift(w, row_group * 16 + r, shift_of(w, s, r));
@@ -345,11 +322,11 @@ static void begin_rows(const walk *w, const float *s, int row_group)
 }
 
 /* A row outgrew its margin in this step: a new shift for all that it has so far, and the step once more. */
-static void redo_row(const walk *w, const place *at, const step *done, int r)
+static void redo_row(const walk *w, place at, const step *done, int r)
 {
     scratch *own = w->own;
-    int      row = at->row_group * 16 + r, ld;
-    float   *o   = rows_of_o(w, at->row_group, &ld) + (int64_t)r * ld;
+    int      row = at.row_group * 16 + r, ld;
+    float   *o   = rows_of_o(w, at.row_group, &ld) + (int64_t)r * ld;
     float    m = shift_of(w, done->s, r), old = own->m[row];
     if (!(m > old))
         m = old; /* NaN or Inf: nothing helps */
@@ -358,8 +335,8 @@ static void redo_row(const walk *w, const place *at, const step *done, int r)
     scale_row(o, w->columns * 16, factor);
     scale_row(done->state.sum_from + 16 * r, 16, factor);
     w->block->l[row] *= _mm512_cvtss_f32(factor);
-    for (int n = 0; n < at->in_group; n++) {
-        uint16_t *p    = own->p[at->group & 1][n] + 32 * r;
+    for (int n = 0; n < at.in_group; n++) {
+        uint16_t *p    = own->p[at.group & 1][n] + 32 * r;
         __m512i   bits = _mm512_load_si512(p);
         __m512    low  = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)), factor);
         __m512    high = _mm512_mul_ps(
@@ -369,16 +346,17 @@ static void redo_row(const walk *w, const place *at, const step *done, int r)
     softmax_row(r, done->s, done->p, &done->state, &w->k, _mm512_setzero_si512());
 }
 
-static void redo_step(const walk *w, const place *at, const step *done)
+/* By value: a place whose address is taken would live in memory in the main loop. */
+static __attribute__((noinline)) void redo_step(const walk *w, place at, const step *done)
 {
-    for (int r = 0; r < 16 && at->row_group * 16 + r < w->block->rows; r++) {
+    for (int r = 0; r < 16 && at.row_group * 16 + r < w->block->rows; r++) {
         __m512i check = softmax_row(r, done->s, done->p, &done->state, &w->k, _mm512_setzero_si512());
         if (_mm512_test_epi32_mask(check, _mm512_set1_epi32(0x40000000)))
             redo_row(w, at, done, r);
     }
 }
 
-static void begin_walk(const walk *w)
+static void begin_walk(walk *w)
 {
     const fa_forward_block *b = w->block;
     scratch                *own = w->own;
@@ -390,6 +368,8 @@ static void begin_walk(const walk *w)
     for (int r = 0; r < w->row_groups * 16; r++) {
         float m = r < b->rows ? b->m[r] : 2.0f * MARGIN; /* rows of padding score 0: far inside the margin */
         set_shift(w, r, m);
+        if (m == -INFINITY)
+            w->unset |= 1u << r / 16;
     }
 }
 
@@ -404,26 +384,26 @@ static void end_walk(const walk *w)
     }
 }
 
-static const char *k_at(const walk *w, const place *at)
+FA_AMX_INLINE const char *k_at(const walk *w, place at)
 {
-    return (const char *)w->block->k + (int64_t)at->key_step * 2 * w->depth_steps * FA_AMX_TILE;
+    return (const char *)w->block->k + (int64_t)at.key_step * 2 * w->depth_steps * FA_AMX_TILE;
 }
 
-static const char *q_at(const walk *w, const place *at)
+FA_AMX_INLINE const char *q_at(const walk *w, place at)
 {
-    return (const char *)w->block->q + (int64_t)at->row_group * w->depth_steps * FA_AMX_TILE;
+    return (const char *)w->block->q + (int64_t)at.row_group * w->depth_steps * FA_AMX_TILE;
 }
 
-static values values_of(const walk *w, const place *group, const values *before)
+static values values_of(const walk *w, place group, const values *before)
 {
     int    ld;
-    float *o = rows_of_o(w, group->row_group, &ld);
-    return (values){.p       = (const char *)w->own->p[group->group & 1],
-                    .v       = (const char *)w->block->v + (int64_t)group->key_step * w->columns * FA_AMX_TILE,
+    float *o = rows_of_o(w, group.row_group, &ld);
+    return (values){.p       = (const char *)w->own->p[group.group & 1],
+                    .v       = (const char *)w->block->v + (int64_t)group.key_step * w->columns * FA_AMX_TILE,
                     .o       = o,
                     .ldo     = ld,
                     .columns = w->columns,
-                    .steps   = group->group_steps,
+                    .steps   = group.group_steps,
                     .o_held  = before->o_held,
                     .ld_held = before->ld_held,
                     .held    = before->held};
@@ -440,20 +420,18 @@ static void store_held(values *v)
 }
 
 /* The rest of a group's values, with no softmax beside it. */
-static void drain_values(const walk *w, values *v)
+static void drain_values(values *v)
 {
-    int items = v->steps * w->shape->chunks;
-    while (v->item < items) {
-        int         chunk = v->item / v->steps, key = v->item % v->steps, count = v->columns - chunk * 4;
-        float      *o     = v->o + chunk * 64;
-        int         held  = v->held;
-        bool        first = key == 0;
-        const char *tile_v = v->v + (key * v->columns + chunk * 4) * FA_AMX_TILE;
+    while (v->chunk * 4 < v->columns) {
+        int         count = v->columns - v->chunk * 4, held = v->held;
+        float      *o     = v->o + v->chunk * 64;
+        bool        first = v->key == 0;
+        const char *tile_v = v->v + (v->key * v->columns + v->chunk * 4) * FA_AMX_TILE;
         SWITCH_TILE(0)
         SWITCH_TILE(1)
         SWITCH_TILE(2)
         SWITCH_TILE(3)
-        TILE_LOAD(6, v->p + key * FA_AMX_TILE, 64);
+        TILE_LOAD(6, v->p + v->key * FA_AMX_TILE, 64);
         VALUES_TILE(0)
         VALUES_TILE(1)
         VALUES_TILE(2)
@@ -463,12 +441,12 @@ static void drain_values(const walk *w, values *v)
             v->ld_held = v->ldo;
             v->held    = count;
         }
-        v->item++;
+        next_item(v);
     }
 }
 
 /* S of a step with nothing beside it, left in tiles 4 and 5. */
-static void scores_alone(const walk *w, const place *at, float *store)
+static void scores_alone(const walk *w, place at, float *store)
 {
     const char *q = q_at(w, at), *k = k_at(w, at);
     if (store) {
@@ -487,32 +465,35 @@ static void scores_alone(const walk *w, const place *at, float *store)
 }
 
 /* The softmax stage of step number n, at `at`. */
-static step softmax_of(const walk *w, const place *at, int n)
+FA_AMX_INLINE step softmax_of(const walk *w, place at, int n)
 {
     scratch *own  = w->own;
-    step     made = {.s = own->s[n % RING], .p = own->p[at->group & 1][at->in_group]};
-    made.state    = (row_state){own->shift + at->row_group * 16,
-                                at->in_group == 0 ? own->sum + at->row_group * 256 : own->sum_step[at->in_group & 1],
-                                own->sum_step[(at->in_group + 1) & 1]};
+    step     made = {.s = own->s[n % RING], .p = own->p[at.group & 1][at.in_group]};
+    /* Never in place: a step may have to be redone. */
+    float *sum    = own->sum + at.row_group * 256;
+    bool   first = at.in_group == 0, last = at.in_group + 1 == at.group_steps;
+    made.state    = (row_state){own->shift + at.row_group * 16, first ? sum : own->sum_step[at.in_group & 1],
+                                last && !first ? sum : own->sum_step[(at.in_group + 1) & 1]};
     return made;
 }
 
-static void run_walk(const walk *w)
+FA_AMX_INLINE void run_walk(walk *w, int KS, int NCH)
 {
     scratch *own = w->own;
     int      total = w->row_groups * w->all_steps;
-    place    now = {.group_steps = fa_min_int(w->shape->group_steps, w->all_steps)}, ahead = now;
+    place    now = {.group_steps = fa_min_int(w->group_keys, w->all_steps)}, ahead = now;
     values   v = {0};
     bool     have_values = false;
+    constants k = w->k;
     for (int n = 0; n < 2 && n < total; n++) {
-        scores_alone(w, &ahead, n == 0 ? NULL : own->s[0]);
+        scores_alone(w, ahead, n == 0 ? NULL : own->s[0]);
         ahead = place_next(w, ahead);
     }
     for (int n = 0; n < total; n++) {
-        step one = softmax_of(w, &now, n);
+        step one = softmax_of(w, now, n);
         if (n + 2 < total) {
-            one.q       = q_at(w, &ahead);
-            one.k       = k_at(w, &ahead);
+            one.q       = q_at(w, ahead);
+            one.k       = k_at(w, ahead);
             one.s_store = own->s[(n + 1) % RING];
         } else if (n + 2 == total || total == 1) {
             float *last = own->s[(total - 1) % RING];
@@ -522,35 +503,64 @@ static void run_walk(const walk *w)
         if (now.key_step * 32 + 32 > w->block->keys)
             mask_tail(w, own->s[n % RING], now.key_step * 32);
         begin_rows(w, one.s, now.row_group);
-        if (w->shape->run(&one, have_values ? &v : NULL, &w->k))
-            redo_step(w, &now, &one);
+        if (run_step(&one, have_values ? &v : NULL, &k, KS, NCH))
+            redo_step(w, now, &one);
         place next = place_next(w, now);
         if (next.group != now.group) {
-            memcpy(own->sum + now.row_group * 256, one.state.sum_to, 16 * 64);
+            if (now.in_group == 0)
+                memcpy(own->sum + now.row_group * 256, one.state.sum_to, 16 * 64);
             place group = now;
             group.key_step -= group.in_group;
-            drain_values(w, &v);
-            v           = values_of(w, &group, &v);
+            drain_values(&v);
+            v           = values_of(w, group, &v);
             have_values = w->row_groups > 1;
             if (w->row_groups == 1) {
-                drain_values(w, &v);
+                drain_values(&v);
                 store_held(&v);
             }
         }
         now   = next;
         ahead = place_next(w, ahead);
     }
-    drain_values(w, &v);
+    drain_values(&v);
     store_held(&v);
+}
+
+/* ---- one kernel a shape ---- */
+
+#define DEFINE_RUN(KS, NCH) \
+    static void run_##KS##_##NCH(walk *w) { run_walk(w, KS, NCH); }
+DEFINE_RUN(1, 1)
+DEFINE_RUN(2, 1)
+DEFINE_RUN(3, 2)
+DEFINE_RUN(4, 2)
+DEFINE_RUN(6, 3)
+DEFINE_RUN(8, 4)
+
+/* Data: group_keys * 32 keys of K and V are to fit the first-level cache beside the buffers. */
+static const struct shape {
+    int depth_steps, chunks, group_keys;
+    void (*run)(walk *w);
+} shapes[] = {
+    {1, 1, 4, run_1_1}, {2, 1, 2, run_2_1}, {3, 2, 2, run_3_2}, {4, 2, 2, run_4_2}, {6, 3, 1, run_6_3}, {8, 4, 1, run_8_4},
+};
+
+static const struct shape *find_shape(int head_dim, int head_dim_v)
+{
+    for (size_t n = 0; n < sizeof shapes / sizeof shapes[0]; n++) {
+        if (shapes[n].depth_steps == (head_dim + 31) / 32 && shapes[n].chunks == (head_dim_v + 63) / 64)
+            return &shapes[n];
+    }
+    return NULL;
 }
 
 bool fa_amx_forward_block(const fa_forward_block *block)
 {
-    if (!find_shape(block->head_dim, block->head_dim_v) || !(block->multiplier > SMALLEST_MULTIPLIER) ||
-        block->rows > MAX_ROWS)
+    const struct shape *shape = find_shape(block->head_dim, block->head_dim_v);
+    if (!shape || !(block->multiplier > SMALLEST_MULTIPLIER) || block->rows > MAX_ROWS)
         return false;
     walk w = {.block       = block,
-              .shape       = find_shape(block->head_dim, block->head_dim_v),
+              .group_keys  = shape->group_keys,
               .own         = block->scratch,
               .k           = constants_make(block->multiplier),
               .row_groups  = (block->rows + 15) / 16,
@@ -558,7 +568,7 @@ bool fa_amx_forward_block(const fa_forward_block *block)
               .columns     = (block->head_dim_v + 15) / 16,
               .all_steps   = (block->keys + 31) / 32};
     begin_walk(&w);
-    run_walk(&w);
+    shape->run(&w);
     end_walk(&w);
     return true;
 }
