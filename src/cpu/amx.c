@@ -1,30 +1,10 @@
 /*
  * The AMX tier: packing, and the five matrix products as plain tile loops. All else that works on float32 tiles comes
- * from the AVX-512 table. bfloat16 (and FP8, whose values are bfloat16's) is one piece; float16 is two bfloat16 pieces
- * exactly and float32 three, and their products are sums of products of pieces:
- *     float16   (h + l)(h' + l')          = hh' + hl' + lh' + ll'             exactly
- *     float32   (h + m + l)(h' + m' + l') = hh' + hm' + mh' + hl' + mm' + lh'  + 2^-24
+ * from the AVX-512 table.
  */
-#include "cpu/amx.h"
+#include "cpu/amx_multiply.h"
 
 #include <pthread.h>
-
-/* ---- pieces ---- */
-
-enum { MAX_PIECES = 3 };
-
-typedef struct product {
-    int left, right;
-} product;
-
-/* Smallest first: what is small is not lost in the sum. */
-static const product products[MAX_PIECES + 1][6] = {
-    {{0, 0}},
-    {{0, 0}},
-    {{1, 1}, {1, 0}, {0, 1}, {0, 0}},
-    {{2, 0}, {1, 1}, {0, 2}, {1, 0}, {0, 1}, {0, 0}},
-};
-static const int num_products[MAX_PIECES + 1] = {0, 1, 4, 6};
 
 /* ---- packing ---- */
 
@@ -33,11 +13,20 @@ static int tiles_of(int n, int step) { return (n + step - 1) / step; }
 FA_AMX_INLINE bool is_left(fa_role role) { return role == FA_ROLE_Q || role == FA_ROLE_DO; }
 FA_AMX_INLINE bool is_keys(fa_role role) { return role == FA_ROLE_K || role == FA_ROLE_V_T; }
 
+/* The fused backward works on S^T = K Q^T, so with one piece its operands are also kept the other way round: K and V as
+ * left operands after K_RIGHT and V_T, Q and dO as keys after Q_RIGHT and DO_RIGHT. */
+FA_AMX_INLINE bool has_turned_form(fa_role role, int pieces)
+{
+    return pieces == 1 &&
+           (role == FA_ROLE_K_RIGHT || role == FA_ROLE_V_T || role == FA_ROLE_Q_RIGHT || role == FA_ROLE_DO_RIGHT);
+}
+
 FA_AMX_INLINE size_t bytes_of(fa_role role, int rows, int cols, int pieces)
 {
-    int tiles = is_left(role) || is_keys(role) ? tiles_of(rows, 16) * tiles_of(cols, 32)
-                                               : tiles_of(rows, 32) * tiles_of(cols, 16);
-    return (size_t)tiles * (size_t)pieces * FA_AMX_TILE;
+    size_t turned = has_turned_form(role, pieces) ? (size_t)(tiles_of(rows, 16) * tiles_of(cols, 32)) * FA_AMX_TILE : 0;
+    int    tiles  = is_left(role) || is_keys(role) ? tiles_of(rows, 16) * tiles_of(cols, 32)
+                                                   : tiles_of(rows, 32) * tiles_of(cols, 16);
+    return turned + (size_t)tiles * (size_t)pieces * FA_AMX_TILE;
 }
 
 /* 16 rows from `first` on by 32 columns, as dwords of two columns. */
@@ -118,7 +107,7 @@ FA_AMX_INLINE void pack_values_in_place(char *out, const void *const row[32], in
     __mmask16 mask = cols - col >= 16 ? 0xFFFF : (__mmask16)((1u << (cols - col)) - 1);
     for (int r = 0; r < 16; r++) {
         const uint16_t *one = row[r], *two = row[r + 16];
-        __m512i low = _mm512_setzero_si512(), high = low;
+        __m512i         low = _mm512_setzero_si512(), high = low;
         if (one)
             low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, one + col));
         if (two)
@@ -163,6 +152,12 @@ FA_AMX_INLINE int pack_along_rows(char *out, const fa_rows *src, int pieces, int
 
 FA_AMX_INLINE int pack_any(fa_role role, void *packed, const fa_rows *src, int *bad, int pieces)
 {
+    if (has_turned_form(role, pieces)) {
+        int   count  = role == FA_ROLE_V_T ? tiles_of(src->count, 16) * tiles_of(src->cols, 32)
+                                           : tiles_of(src->count, 32) * tiles_of(src->cols, 16);
+        char *turned = (char *)packed + (size_t)count * FA_AMX_TILE;
+        pack_along_columns(turned, src, pieces, role == FA_ROLE_Q_RIGHT || role == FA_ROLE_DO_RIGHT);
+    }
     if (is_left(role))
         pack_along_columns(packed, src, pieces, false);
     else if (is_keys(role))
@@ -177,7 +172,7 @@ FA_AMX_INLINE int pack_operand(fa_role role, void *packed, const fa_rows *src, i
 {
     static const flash_attn_dtype usual[MAX_PIECES + 1] = {FLASH_ATTN_BF16, FLASH_ATTN_BF16, FLASH_ATTN_F16,
                                                            FLASH_ATTN_F32};
-    fa_rows rows = *src;
+    fa_rows                       rows                  = *src;
     if (rows.stride == 1 && rows.dtype == usual[pieces]) {
         rows.stride = 1;
         rows.dtype  = usual[pieces];
@@ -186,122 +181,13 @@ FA_AMX_INLINE int pack_operand(fa_role role, void *packed, const fa_rows *src, i
     return pack_any(role, packed, &rows, bad, pieces);
 }
 
-/* ---- the products: C[2 x 16 rows][2 x 16 columns] in tiles 0 to 3 ---- */
-
-typedef struct operand {
-    const char *base;
-    int64_t     outer, inner; /* bytes from one tile to the next across C, and along the contraction; pieces between */
-} operand;
-
-typedef struct matrix {
-    float *at;
-    int    ld, rows, cols; /* columns: a multiple of 16 */
-} matrix;
-
-/* A tile of C may lack rows: then work on a copy. */
-typedef struct corner {
-    float *at;
-    int    ld;
-    float *copy;
-} corner;
-
-static corner corner_begin(const matrix *c, int row, int col, bool add, float copy[FA_AMX_TILE_FLOATS])
-{
-    corner place = {c->at + (int64_t)row * c->ld + col, c->ld, NULL};
-    if (row + 16 <= c->rows)
-        return place;
-    place.copy = copy;
-    memset(copy, 0, FA_AMX_TILE);
-    for (int r = 0; add && r < c->rows - row; r++)
-        memcpy(copy + 16 * r, place.at + (int64_t)r * c->ld, 64);
-    return place;
-}
-
-static void corner_end(const matrix *c, const corner *place, int row)
-{
-    for (int r = 0; place->copy && r < c->rows - row; r++)
-        memcpy(place->at + (int64_t)r * c->ld, place->copy + 16 * r, 64);
-}
-
-static void *corner_data(const corner *place) { return place->copy ? place->copy : place->at; }
-static int   corner_stride(const corner *place) { return place->copy ? 64 : place->ld * 4; }
-
-FA_AMX_INLINE void dot_block(const char *a, const operand *left, const char *b, const operand *right, int steps,
-                             int pieces, bool second_row, bool second_col)
-{
-    for (int k = 0; k < steps; k++, a += left->inner, b += right->inner) {
-        for (int n = 0; n < num_products[pieces]; n++) {
-            const char *a0 = a + products[pieces][n].left * FA_AMX_TILE;
-            const char *b0 = b + products[pieces][n].right * FA_AMX_TILE;
-            TILE_LOAD(4, a0, 64);
-            TILE_LOAD(6, b0, 64);
-            TILE_DOT(0, 4, 6);
-            if (second_col) {
-                TILE_LOAD(7, b0 + right->outer, 64);
-                TILE_DOT(1, 4, 7);
-            }
-            if (second_row) {
-                TILE_LOAD(5, a0 + left->outer, 64);
-                TILE_DOT(2, 5, 6);
-                if (second_col)
-                    TILE_DOT(3, 5, 7);
-            }
-        }
-    }
-}
-
-/* C = left right, or C += left right. */
-FA_AMX_INLINE void multiply(const matrix *c, const operand *left, const operand *right, int steps, int pieces, bool add)
-{
-    _Alignas(64) float copy[4][FA_AMX_TILE_FLOATS];
-    for (int row = 0; row < c->rows; row += 32) {
-        bool second_row = row + 16 < c->rows;
-        for (int col = 0; col < c->cols; col += 32) {
-            bool        second_col = col + 16 < c->cols;
-            corner      at[4]      = {{0}};
-            const char *a = left->base + row / 16 * left->outer, *b = right->base + col / 16 * right->outer;
-            at[0] = corner_begin(c, row, col, add, copy[0]);
-            at[1] = second_col ? corner_begin(c, row, col + 16, add, copy[1]) : at[0];
-            at[2] = second_row ? corner_begin(c, row + 16, col, add, copy[2]) : at[0];
-            at[3] = second_row && second_col ? corner_begin(c, row + 16, col + 16, add, copy[3]) : at[0];
-            if (add) {
-                TILE_LOAD(0, corner_data(&at[0]), corner_stride(&at[0]));
-                TILE_LOAD(1, corner_data(&at[1]), corner_stride(&at[1]));
-                TILE_LOAD(2, corner_data(&at[2]), corner_stride(&at[2]));
-                TILE_LOAD(3, corner_data(&at[3]), corner_stride(&at[3]));
-            } else {
-                TILE_ZERO(0);
-                TILE_ZERO(1);
-                TILE_ZERO(2);
-                TILE_ZERO(3);
-            }
-            if (second_row && second_col)
-                dot_block(a, left, b, right, steps, pieces, true, true);
-            else
-                dot_block(a, left, b, right, steps, pieces, second_row, second_col);
-            TILE_STORE(0, corner_data(&at[0]), corner_stride(&at[0]));
-            corner_end(c, &at[0], row);
-            if (second_col) {
-                TILE_STORE(1, corner_data(&at[1]), corner_stride(&at[1]));
-                corner_end(c, &at[1], row);
-            }
-            if (second_row) {
-                TILE_STORE(2, corner_data(&at[2]), corner_stride(&at[2]));
-                corner_end(c, &at[2], row + 16);
-            }
-            if (second_row && second_col) {
-                TILE_STORE(3, corner_data(&at[3]), corner_stride(&at[3]));
-                corner_end(c, &at[3], row + 16);
-            }
-        }
-    }
-}
+/* ---- the products ---- */
 
 FA_AMX_INLINE void scores_pieces(float *s, int lds, const void *left, const void *right, int rows, int keys, int depth,
                                  int pieces)
 {
     int64_t steps = tiles_of(depth, 32), step = (int64_t)pieces * FA_AMX_TILE;
-    matrix  c     = {s, lds, rows, tiles_of(keys, 16) * 16};
+    matrix  c = {s, lds, rows, tiles_of(keys, 16) * 16};
     operand a = {left, steps * step, step}, b = {right, steps * step, step};
     multiply(&c, &a, &b, (int)steps, pieces, false);
 }
@@ -376,7 +262,7 @@ FA_AMX_INLINE void accumulate_pieces(float *c, int ldc, const float *rescale, co
                                      const void *right, int rows, int keys, int cols, void *scratch, int pieces)
 {
     int64_t steps = tiles_of(keys, 32), columns = tiles_of(cols, 16), step = (int64_t)pieces * FA_AMX_TILE;
-    matrix  out   = {c, ldc, rows, (int)columns * 16};
+    matrix  out = {c, ldc, rows, (int)columns * 16};
     operand a = {scratch, steps * step, step}, b = {right, step, columns * step};
     if (rescale)
         scale_rows(c, ldc, rescale, rows, cols);
@@ -384,11 +270,11 @@ FA_AMX_INLINE void accumulate_pieces(float *c, int ldc, const float *rescale, co
     multiply(&out, &a, &b, (int)steps, pieces, true);
 }
 
-FA_AMX_INLINE void accumulate_t_pieces(float *c, int ldc, const float *p, int ldp, const void *right, int rows, int keys,
-                                       int cols, void *scratch, int pieces)
+FA_AMX_INLINE void accumulate_t_pieces(float *c, int ldc, const float *p, int ldp, const void *right, int rows,
+                                       int keys, int cols, void *scratch, int pieces)
 {
     int64_t steps = tiles_of(rows, 32), columns = tiles_of(cols, 16), step = (int64_t)pieces * FA_AMX_TILE;
-    matrix  out   = {c, ldc, keys, (int)columns * 16};
+    matrix  out = {c, ldc, keys, (int)columns * 16};
     operand a = {scratch, steps * step, step}, b = {right, step, columns * step};
     pack_p_transposed(scratch, p, ldp, rows, keys, pieces);
     multiply(&out, &a, &b, (int)steps, pieces, true);
@@ -427,7 +313,7 @@ static void leave(void) { __asm__ volatile("tilerelease" ::); }
     {                                                                                                                  \
         return pack_operand(role, packed, src, bad, N);                                                                \
     }                                                                                                                  \
-    static void scores_##N(float *s, int lds, const void *left, const void *right, int rows, int keys, int depth)     \
+    static void scores_##N(float *s, int lds, const void *left, const void *right, int rows, int keys, int depth)      \
     {                                                                                                                  \
         scores_pieces(s, lds, left, right, rows, keys, depth, N);                                                      \
     }                                                                                                                  \
@@ -436,7 +322,7 @@ static void leave(void) { __asm__ volatile("tilerelease" ::); }
     {                                                                                                                  \
         accumulate_pieces(c, ldc, rescale, p, ldp, right, rows, keys, cols, scratch, N);                               \
     }                                                                                                                  \
-    static void accumulate_t_##N(float *c, int ldc, const float *p, int ldp, const void *right, int rows, int keys,   \
+    static void accumulate_t_##N(float *c, int ldc, const float *p, int ldp, const void *right, int rows, int keys,    \
                                  int cols, void *scratch)                                                              \
     {                                                                                                                  \
         accumulate_t_pieces(c, ldc, p, ldp, right, rows, keys, cols, scratch, N);                                      \
@@ -450,6 +336,12 @@ static void leave(void) { __asm__ volatile("tilerelease" ::); }
 DEFINE_PIECES(1)
 DEFINE_PIECES(2)
 DEFINE_PIECES(3)
+
+static size_t backward_scratch_1(int rows, int keys, int head_dim, int head_dim_v)
+{
+    size_t composed = p_bytes(rows, keys, 1), fused = fa_amx_backward_scratch(rows, keys, head_dim, head_dim_v);
+    return composed > fused ? composed : fused;
+}
 
 static size_t forward_scratch_1(int rows, int keys, int head_dim, int head_dim_v)
 {
@@ -485,23 +377,25 @@ static pthread_once_t tables_once = PTHREAD_ONCE_INIT;
 static void fill_tables(void)
 {
     for (int n = 1; n <= MAX_PIECES; n++) {
-        fa_kernels *t  = &tables[n];
-        *t             = *fa_kernels_avx512();
-        t->name        = "amx";
-        t->isa         = FLASH_ATTN_ISA_AMX;
-        t->key_step    = 32;
-        t->tiles       = n == 1 ? tiles : tiles_pieces;
-        t->few_rows    = 0;
-        t->scores_few  = NULL;
+        fa_kernels *t     = &tables[n];
+        *t                = *fa_kernels_avx512();
+        t->name           = "amx";
+        t->isa            = FLASH_ATTN_ISA_AMX;
+        t->key_step       = 32;
+        t->tiles          = n == 1 ? tiles : tiles_pieces;
+        t->few_rows       = 0;
+        t->scores_few     = NULL;
         t->accumulate_few = NULL;
-        t->enter       = enter;
-        t->leave       = leave;
+        t->enter          = enter;
+        t->leave          = leave;
     }
     FILL_PIECES(1)
     FILL_PIECES(2)
     FILL_PIECES(3)
-    tables[1].forward_block         = fa_amx_forward_block;
-    tables[1].forward_scratch_bytes = forward_scratch_1;
+    tables[1].forward_block          = fa_amx_forward_block;
+    tables[1].forward_scratch_bytes  = forward_scratch_1;
+    tables[1].backward_block         = fa_amx_backward_block;
+    tables[1].backward_scratch_bytes = backward_scratch_1;
 }
 
 const fa_kernels *fa_kernels_amx(const fa_kernels *base, flash_attn_dtype dtype)

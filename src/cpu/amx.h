@@ -1,10 +1,10 @@
 /*
  * What the AMX tier's files share: tile instructions, packed layouts, bfloat16 pieces.
  *
- * A tile register holds 16 rows of 64 bytes. TDPBF16PS: C[16][16] += A[16][32] B[32][16], where A's rows are 32 bfloat16
- * and B holds pairs of its rows side by side: row p of the register is (B[2p][0], B[2p+1][0], B[2p][1], ...). Which two
- * rows make a pair is ours to choose as long as A's columns follow: along keys we pair j with j + 16, so that two
- * vectors of P become a row of A by a shift and a blend.
+ * A tile register holds 16 rows of 64 bytes. TDPBF16PS: C[16][16] += A[16][32] B[32][16], where A's rows are 32
+ * bfloat16 and B holds pairs of its rows side by side: row p of the register is (B[2p][0], B[2p+1][0], B[2p][1], ...).
+ * Which two rows make a pair is ours to choose as long as A's columns follow: along keys we pair j with j + 16, so that
+ * two vectors of P become a row of A by a shift and a blend.
  *
  * Packed operands are arrays of 1 KB tiles; a value may be the sum of several bfloat16 pieces, whose tiles follow each
  * other:
@@ -22,14 +22,14 @@
 #define FA_AMX_INLINE static inline __attribute__((always_inline))
 
 /* Statements of our own, not the compiler's intrinsics: those do not say that they read memory. */
-#define TILE_LOAD(t, p, stride) \
+#define TILE_LOAD(t, p, stride)                                                                                        \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(p), "r"((int64_t)(stride)) : "memory")
-#define TILE_STORE(t, p, stride) \
+#define TILE_STORE(t, p, stride)                                                                                       \
     __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"((int64_t)(stride)) : "memory")
 #define TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
 #define TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
-#define FA_AMX_TILE 1024          /* bytes */
+#define FA_AMX_TILE 1024 /* bytes */
 #define FA_AMX_TILE_FLOATS 256
 #define FA_AMX_TILE_HALVES 512
 
@@ -54,14 +54,14 @@ FA_AMX_INLINE __m512 fa_amx_load16(const void *row, int64_t stride, flash_attn_d
 /* The nearest bfloat16, ties to even, as a float; finite stays finite; Inf and NaN stay. */
 FA_AMX_INLINE __m512 fa_amx_round(__m512 x)
 {
-    __m512i bits = _mm512_castps_si512(x), high = _mm512_set1_epi32((int)0xFFFF0000);
-    __m512i odd     = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
-    __mmask16 huge  = _mm512_cmpge_epu32_mask(_mm512_and_si512(rounded, _mm512_set1_epi32(0x7FFFFFFF)),
-                                              _mm512_set1_epi32(0x7F800000));
-    __mmask16 nan   = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    rounded         = _mm512_mask_mov_epi32(rounded, huge, bits); /* cut off instead: the next piece takes the rest */
-    rounded         = _mm512_mask_mov_epi32(rounded, nan, _mm512_or_si512(bits, _mm512_set1_epi32(0x400000)));
+    __m512i   bits = _mm512_castps_si512(x), high = _mm512_set1_epi32((int)0xFFFF0000);
+    __m512i   odd     = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i   rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+    __mmask16 huge    = _mm512_cmpge_epu32_mask(_mm512_and_si512(rounded, _mm512_set1_epi32(0x7FFFFFFF)),
+                                                _mm512_set1_epi32(0x7F800000));
+    __mmask16 nan     = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    rounded           = _mm512_mask_mov_epi32(rounded, huge, bits); /* cut off instead: the next piece takes the rest */
+    rounded           = _mm512_mask_mov_epi32(rounded, nan, _mm512_or_si512(bits, _mm512_set1_epi32(0x400000)));
     return _mm512_castsi512_ps(_mm512_and_si512(rounded, high));
 }
 
@@ -111,8 +111,48 @@ FA_AMX_INLINE void fa_amx_transpose(__m512i r[16])
     }
 }
 
+/* ---- exp2 ---- */
+
+#define CUT_LOG2 0.00406f /* log2(1 + 0.72 * 2^-8): makes cutting off P's lower half right on average */
+
+typedef struct constants {
+    __m512 multiplier, magic, table, c1, c2;
+} constants;
+
+FA_AMX_INLINE constants constants_make(float multiplier)
+{
+    /* 2^(n / 16); magic: adding it rounds to a multiple of 1/16 and leaves 16 y in the low bits. */
+    return (constants){
+        _mm512_set1_ps(multiplier),
+        _mm512_set1_ps(0x1.8p19f),
+        _mm512_setr_ps(0x1p0f, 0x1.0b5586p0f, 0x1.172b84p0f, 0x1.2387a6p0f, 0x1.306fep0f, 0x1.3dea64p0f, 0x1.4bfdaep0f,
+                       0x1.5ab07ep0f, 0x1.6a09e6p0f, 0x1.7a1148p0f, 0x1.8ace54p0f, 0x1.9c4918p0f, 0x1.ae89fap0f,
+                       0x1.c199bep0f, 0x1.d5818ep0f, 0x1.ea4afap0f),
+        _mm512_set1_ps(0.6931878f), /* ln 2 and what the cubic term adds to a straight line */
+        _mm512_set1_ps(0.2402265f),
+    };
+}
+
+/* 2^(s * multiplier + shift). */
+FA_AMX_INLINE __m512 exp2_of(__m512 s, __m512 shift, const constants *k)
+{
+    __m512 y    = _mm512_fmadd_ps(s, k->multiplier, shift);
+    __m512 t    = _mm512_add_ps(y, k->magic);
+    __m512 n    = _mm512_sub_ps(t, k->magic);
+    __m512 r    = _mm512_sub_ps(y, n);
+    __m512 base = _mm512_permutexvar_ps(_mm512_castps_si512(t), k->table);
+    __m512 q    = _mm512_mul_ps(_mm512_fmadd_ps(k->c2, r, k->c1), r);
+    return _mm512_scalef_ps(_mm512_fmadd_ps(base, q, base), n);
+}
+
+/* ---- fused entries ---- */
+
 /* amx_forward.c: operands of one piece. */
 bool   fa_amx_forward_block(const fa_forward_block *block);
 size_t fa_amx_forward_scratch(int rows, int keys, int head_dim, int head_dim_v);
+
+/* amx_backward.c: operands of one piece, with their turned forms. */
+bool   fa_amx_backward_block(const fa_backward_block *block);
+size_t fa_amx_backward_scratch(int rows, int keys, int head_dim, int head_dim_v);
 
 #endif

@@ -4,10 +4,10 @@
  * The work is a sequence of steps, 16 queries by 32 keys each. In program order, instruction by instruction, a step
  * interleaves three stages that do not depend on each other:
  *
- *     scores       S of two steps ahead      tiles 4, 5      stored to a ring of three S buffers (one step late, so that
- *                                                            the store finds its data ready)
- *     softmax      P of this step            vectors         S ring -> P, bfloat16 pairs, one kilobyte a step
- *     values       O += P V, 16 x 64 of O    tiles 0 to 3    of the group before; a group is 16 queries by `group_keys`
+ *     scores       S of two steps ahead      tiles 4, 5      stored to a ring of three S buffers (one step late, so
+ * that the store finds its data ready) softmax      P of this step            vectors         S ring -> P, bfloat16
+ * pairs, one kilobyte a step values       O += P V, 16 x 64 of O    tiles 0 to 3    of the group before; a group is 16
+ * queries by `group_keys`
  *
  * A group's keys stay in the first-level cache while all 16-row groups of the tile use them; O is loaded and stored
  * once a group. Vector ports are the bound: with tiles at work there is one port for FMA-like operations and both for
@@ -26,39 +26,6 @@
 enum { MARGIN = 8, MAX_GROUP_STEPS = 4, RING = 3, MAX_ROWS = 128 };
 
 #define SMALLEST_MULTIPLIER 1e-7f /* mask_tail divides by it */
-#define CUT_LOG2 0.00406f /* log2(1 + 0.72 * 2^-8) */
-
-/* ---- exp2 ---- */
-
-typedef struct constants {
-    __m512 multiplier, magic, table, c1, c2;
-} constants;
-
-FA_AMX_INLINE constants constants_make(float multiplier)
-{
-    /* 2^(n / 16); magic: adding it rounds to a multiple of 1/16 and leaves 16 y in the low bits. */
-    return (constants){
-        _mm512_set1_ps(multiplier),
-        _mm512_set1_ps(0x1.8p19f),
-        _mm512_setr_ps(0x1p0f, 0x1.0b5586p0f, 0x1.172b84p0f, 0x1.2387a6p0f, 0x1.306fep0f, 0x1.3dea64p0f, 0x1.4bfdaep0f,
-                       0x1.5ab07ep0f, 0x1.6a09e6p0f, 0x1.7a1148p0f, 0x1.8ace54p0f, 0x1.9c4918p0f, 0x1.ae89fap0f,
-                       0x1.c199bep0f, 0x1.d5818ep0f, 0x1.ea4afap0f),
-        _mm512_set1_ps(0.6931878f), /* ln 2 and what the cubic term adds to a straight line */
-        _mm512_set1_ps(0.2402265f),
-    };
-}
-
-/* 2^(s * multiplier + shift). */
-FA_AMX_INLINE __m512 exp2_of(__m512 s, __m512 shift, const constants *k)
-{
-    __m512 y = _mm512_fmadd_ps(s, k->multiplier, shift);
-    __m512 t = _mm512_add_ps(y, k->magic);
-    __m512 n = _mm512_sub_ps(t, k->magic);
-    __m512 r = _mm512_sub_ps(y, n);
-    __m512 base = _mm512_permutexvar_ps(_mm512_castps_si512(t), k->table);
-    __m512 q    = _mm512_mul_ps(_mm512_fmadd_ps(k->c2, r, k->c1), r);
-    return _mm512_scalef_ps(_mm512_fmadd_ps(base, q, base), n);
-}
 
 /* ---- a step ---- */
 
@@ -72,11 +39,11 @@ typedef struct row_state {
 FA_AMX_INLINE __m512i softmax_row(int row, const float *s, uint16_t *p, const row_state *state, const constants *k,
                                   __m512i check)
 {
-    __m512 shift = _mm512_set1_ps(state->shift[row]);
+    __m512 shift  = _mm512_set1_ps(state->shift[row]);
     __m512 before = _mm512_load_ps(state->sum_from + 16 * row);
-    __m512 a     = exp2_of(_mm512_load_ps(s + 16 * row), shift, k);
-    __m512 b     = exp2_of(_mm512_load_ps(s + FA_AMX_TILE_FLOATS + 16 * row), shift, k);
-    __m512 sum   = _mm512_add_ps(a, b);
+    __m512 a      = exp2_of(_mm512_load_ps(s + 16 * row), shift, k);
+    __m512 b      = exp2_of(_mm512_load_ps(s + FA_AMX_TILE_FLOATS + 16 * row), shift, k);
+    __m512 sum    = _mm512_add_ps(a, b);
     _mm512_store_si512(p + 32 * row, fa_amx_pair(a, b));
     _mm512_store_ps(state->sum_to + 16 * row, _mm512_add_ps(before, sum));
     return _mm512_or_si512(check, _mm512_castps_si512(sum));
@@ -84,43 +51,44 @@ FA_AMX_INLINE __m512i softmax_row(int row, const float *s, uint16_t *p, const ro
 
 /* What a step does; NULL: that stage has nothing to do. */
 typedef struct step {
-    const char *q, *k; /* scores: left tiles of 16 queries, right tiles of 32 keys */
-    float      *s_store;                  /* where the S that is still in tiles 4 and 5 goes */
-    const float *s;                       /* softmax */
+    const char  *q, *k;   /* scores: left tiles of 16 queries, right tiles of 32 keys */
+    float       *s_store; /* where the S that is still in tiles 4 and 5 goes */
+    const float *s;       /* softmax */
     uint16_t    *p;
     row_state    state;
 } step;
 
-/* The values stage: NCH items a step. An item is a chunk of 64 columns and 32 keys; all keys of a chunk, then the next. */
+/* The values stage: NCH items a step. An item is a chunk of 64 columns and 32 keys; all keys of a chunk, then the next.
+ */
 typedef struct values {
     const char *p, *v; /* P of the group, V's tiles of the group's keys */
     float      *o;
-    int         ldo, columns; /* tiles of 16 columns */
+    int         ldo, columns;      /* tiles of 16 columns */
     int         steps, chunk, key; /* the next item */
-    float      *o_held;       /* where tiles 0 .. held - 1 belong */
+    float      *o_held;            /* where tiles 0 .. held - 1 belong */
     int         ld_held, held;
 } values;
 
-#define STORE_HELD(t)      \
-    if (held > t)          \
+#define STORE_HELD(t)                                                                                                  \
+    if (held > t)                                                                                                      \
         TILE_STORE(t, v->o_held + 16 * t, v->ld_held * 4L);
 
 /* Before the first keys of a chunk: tile t goes home and the chunk's comes. */
-#define SWITCH_TILE(t)                                  \
-    if (first) {                                        \
-        STORE_HELD(t)                                   \
-        if (count > t)                                  \
-            TILE_LOAD(t, o + 16 * t, v->ldo * 4L);      \
+#define SWITCH_TILE(t)                                                                                                 \
+    if (first) {                                                                                                       \
+        STORE_HELD(t)                                                                                                  \
+        if (count > t)                                                                                                 \
+            TILE_LOAD(t, o + 16 * t, v->ldo * 4L);                                                                     \
     }
 
-#define VALUES_TILE(t)                                                                \
-    if (count > t) {                                                                  \
-        TILE_LOAD(7, tile_v + (t)*FA_AMX_TILE, 64);                                    \
-        TILE_DOT(t, 6, 7);                                                            \
+#define VALUES_TILE(t)                                                                                                 \
+    if (count > t) {                                                                                                   \
+        TILE_LOAD(7, tile_v + (t)*FA_AMX_TILE, 64);                                                                    \
+        TILE_DOT(t, 6, 7);                                                                                             \
     }
 
-#define SOFTMAX_ROWS(n)                                                                          \
-    _Pragma("GCC unroll 8") for (int x = 0; x < (n); x++, row++) if (row < 16) check =           \
+#define SOFTMAX_ROWS(n)                                                                                                \
+    _Pragma("GCC unroll 8") for (int x = 0; x < (n); x++, row++) if (row < 16) check =                                 \
         softmax_row(row, w->s, w->p, &w->state, k, check);
 
 FA_AMX_INLINE void next_item(values *v)
@@ -132,17 +100,17 @@ FA_AMX_INLINE void next_item(values *v)
 }
 
 /* Half of a values item. */
-#define VALUES_HALF(t0, t1, rows)                                             \
-    if (v) {                                                              \
-        SWITCH_TILE(t0)                                                   \
-        TILE_LOAD(6, tile_p, 64);                                         \
-        VALUES_TILE(t0)                                                   \
-    }                                                                     \
-    SOFTMAX_ROWS(rows)                                                    \
-    if (v) {                                                              \
-        SWITCH_TILE(t1)                                               \
-        VALUES_TILE(t1)                                               \
-    }                                                                     \
+#define VALUES_HALF(t0, t1, rows)                                                                                      \
+    if (v) {                                                                                                           \
+        SWITCH_TILE(t0)                                                                                                \
+        TILE_LOAD(6, tile_p, 64);                                                                                      \
+        VALUES_TILE(t0)                                                                                                \
+    }                                                                                                                  \
+    SOFTMAX_ROWS(rows)                                                                                                 \
+    if (v) {                                                                                                           \
+        SWITCH_TILE(t1)                                                                                                \
+        VALUES_TILE(t1)                                                                                                \
+    }                                                                                                                  \
     SOFTMAX_ROWS(rows)
 
 /* KS: 32-column steps of head_dim; NCH: 64-column chunks of head_dim_v. Returns nonzero if a sum outgrew its margin. */
@@ -152,10 +120,10 @@ FA_AMX_INLINE int run_step(const step *w, values *v, const constants *k, int KS,
     int       row   = 0;
     const int slots = 2 * KS + 4 * NCH, rows = (16 + slots - 1) / slots;
     /* A part of each stage in turn; `part` counts the larger of the two tile stages. */
-    const int parts = KS > NCH * 2 ? KS : NCH * 2;
-    int       held = 0, count = 0;
-    bool      first = false;
-    float    *o     = NULL;
+    const int   parts = KS > NCH * 2 ? KS : NCH * 2;
+    int         held = 0, count = 0;
+    bool        first  = false;
+    float      *o      = NULL;
     const char *tile_p = NULL, *tile_v = NULL;
     _Pragma("GCC unroll 16") for (int part = 0; part < parts; part++)
     {
@@ -230,8 +198,8 @@ typedef struct walk {
     int                     group_keys; /* steps of 32 keys in a group */
     scratch                *own;
     constants               k;
-    int row_groups, depth_steps, columns, all_steps; /* all_steps: of 32 keys */
-    uint32_t unset; /* row groups with rows that have no shift yet */
+    int                     row_groups, depth_steps, columns, all_steps; /* all_steps: of 32 keys */
+    uint32_t                unset; /* row groups with rows that have no shift yet */
 } walk;
 
 /* Step number n of the tile: which group and which step in it. */
@@ -259,7 +227,7 @@ FA_AMX_INLINE place place_next(const walk *w, place at)
 
 static float *rows_of_o(const walk *w, int row_group, int *ld)
 {
-    const fa_forward_block *b = w->block;
+    const fa_forward_block *b    = w->block;
     bool                    last = row_group * 16 + 16 > b->rows;
     *ld                          = last ? w->columns * 16 : b->ldo;
     return last ? w->own->last_o : b->o + (int64_t)row_group * 16 * b->ldo;
@@ -339,8 +307,8 @@ static void redo_row(const walk *w, place at, const step *done, int r)
         uint16_t *p    = own->p[at.group & 1][n] + 32 * r;
         __m512i   bits = _mm512_load_si512(p);
         __m512    low  = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)), factor);
-        __m512    high = _mm512_mul_ps(
-               _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32((int)0xFFFF0000))), factor);
+        __m512    high =
+            _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32((int)0xFFFF0000))), factor);
         _mm512_store_si512(p, fa_amx_pair(low, high));
     }
     softmax_row(r, done->s, done->p, &done->state, &w->k, _mm512_setzero_si512());
@@ -358,7 +326,7 @@ static __attribute__((noinline)) void redo_step(const walk *w, place at, const s
 
 static void begin_walk(walk *w)
 {
-    const fa_forward_block *b = w->block;
+    const fa_forward_block *b   = w->block;
     scratch                *own = w->own;
     memset(own->sum, 0, sizeof(float) * 256 * (size_t)w->row_groups);
     if (b->rows % 16 != 0) {
@@ -424,8 +392,8 @@ static void drain_values(values *v)
 {
     while (v->chunk * 4 < v->columns) {
         int         count = v->columns - v->chunk * 4, held = v->held;
-        float      *o     = v->o + v->chunk * 64;
-        bool        first = v->key == 0;
+        float      *o      = v->o + v->chunk * 64;
+        bool        first  = v->key == 0;
         const char *tile_v = v->v + (v->key * v->columns + v->chunk * 4) * FA_AMX_TILE;
         SWITCH_TILE(0)
         SWITCH_TILE(1)
@@ -470,21 +438,21 @@ FA_AMX_INLINE step softmax_of(const walk *w, place at, int n)
     scratch *own  = w->own;
     step     made = {.s = own->s[n % RING], .p = own->p[at.group & 1][at.in_group]};
     /* Never in place: a step may have to be redone. */
-    float *sum    = own->sum + at.row_group * 256;
+    float *sum   = own->sum + at.row_group * 256;
     bool   first = at.in_group == 0, last = at.in_group + 1 == at.group_steps;
-    made.state    = (row_state){own->shift + at.row_group * 16, first ? sum : own->sum_step[at.in_group & 1],
-                                last && !first ? sum : own->sum_step[(at.in_group + 1) & 1]};
+    made.state = (row_state){own->shift + at.row_group * 16, first ? sum : own->sum_step[at.in_group & 1],
+                             last && !first ? sum : own->sum_step[(at.in_group + 1) & 1]};
     return made;
 }
 
 FA_AMX_INLINE void run_walk(walk *w, int KS, int NCH)
 {
-    scratch *own = w->own;
-    int      total = w->row_groups * w->all_steps;
-    place    now = {.group_steps = fa_min_int(w->group_keys, w->all_steps)}, ahead = now;
-    values   v = {0};
-    bool     have_values = false;
-    constants k = w->k;
+    scratch  *own   = w->own;
+    int       total = w->row_groups * w->all_steps;
+    place     now = {.group_steps = fa_min_int(w->group_keys, w->all_steps)}, ahead = now;
+    values    v           = {0};
+    bool      have_values = false;
+    constants k           = w->k;
     for (int n = 0; n < 2 && n < total; n++) {
         scores_alone(w, ahead, n == 0 ? NULL : own->s[0]);
         ahead = place_next(w, ahead);
@@ -528,7 +496,7 @@ FA_AMX_INLINE void run_walk(walk *w, int KS, int NCH)
 
 /* ---- one kernel a shape ---- */
 
-#define DEFINE_RUN(KS, NCH) \
+#define DEFINE_RUN(KS, NCH)                                                                                            \
     static void run_##KS##_##NCH(walk *w) { run_walk(w, KS, NCH); }
 DEFINE_RUN(1, 1)
 DEFINE_RUN(2, 1)
@@ -542,7 +510,8 @@ static const struct shape {
     int depth_steps, chunks, group_keys;
     void (*run)(walk *w);
 } shapes[] = {
-    {1, 1, 4, run_1_1}, {2, 1, 2, run_2_1}, {3, 2, 2, run_3_2}, {4, 2, 2, run_4_2}, {6, 3, 1, run_6_3}, {8, 4, 1, run_8_4},
+    {1, 1, 4, run_1_1}, {2, 1, 2, run_2_1}, {3, 2, 2, run_3_2},
+    {4, 2, 2, run_4_2}, {6, 3, 1, run_6_3}, {8, 4, 1, run_8_4},
 };
 
 static const struct shape *find_shape(int head_dim, int head_dim_v)

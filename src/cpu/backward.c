@@ -318,8 +318,7 @@ static bool run_fused(const step *t)
                                .multiplier = t->scale * FA_LOG2_E,
                                .scratch    = s->fused};
     memset(s->dq, 0, sizeof(float) * (size_t)block.rows * (size_t)p->ldq);
-    p->kernels->backward_block(&block);
-    return true;
+    return p->kernels->backward_block(&block);
 }
 
 static void run_composed(const step *t)
