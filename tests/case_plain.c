@@ -112,9 +112,10 @@ static void forward(plain_head *t)
         t->sink_prob[i] = sink == (double)-INFINITY ? 0 : exp(sink - t->lse[i]);
         memset(o, 0, sizeof *o * (size_t)dv);
         for (int j = 0; j < nk; j++) {
-            P[j] = S[j] == (double)-INFINITY ? 0 : stored(t, exp(S[j] - t->lse[i]));
-            for (int c = 0; P[j] != 0 && c < dv; c++)
-                o[c] += P[j] * t->keep[(int64_t)i * nk + j] * t->v[(int64_t)j * dv + c];
+            P[j]      = S[j] == (double)-INFINITY ? 0 : stored(t, exp(S[j] - t->lse[i]));
+            double PZ = stored(t, P[j] * t->keep[(int64_t)i * nk + j]); /* after dropout it is stored again */
+            for (int c = 0; PZ != 0 && c < dv; c++)
+                o[c] += PZ * t->v[(int64_t)j * dv + c];
         }
         for (int c = 0; c < dv; c++)
             o[c] = stored(t, o[c]);
@@ -197,8 +198,9 @@ static void backward(plain_head *t, flash_attn_tensor results[NUM_OUTPUTS])
                 continue;
             double dP = stored(t, t->keep[at] * dot(dout, t->v + (int64_t)j * dv, dv));
             double dS = stored(t, P[j] * (dP - delta));
+            double PZ = stored(t, P[j] * t->keep[at]);
             for (int c = 0; c < dv; c++)
-                t->dv[(int64_t)j * dv + c] += P[j] * t->keep[at] * dout[c];
+                t->dv[(int64_t)j * dv + c] += PZ * dout[c];
             if (dbias->data) {
                 int64_t n[3] = {t->b % dbias->shape[0], t->h % dbias->shape[1], i % dbias->shape[2]};
                 set(dbias, n[0], n[1], n[2], j, get(dbias, n[0], n[1], n[2], j) + dS);
