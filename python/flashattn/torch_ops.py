@@ -126,6 +126,7 @@ _short_dtypes = {torch.float32: _native.F32, torch.float16: _native.F16, torch.b
 _is_compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.maybe_current_level
 _is_tracing = torch._C._get_tracing_state
+_forward_ad = torch.autograd.forward_ad
 
 
 def _plain(tensors):
@@ -144,6 +145,8 @@ def attention(q, k, v, *, bias=None, alibi_slopes=None, sinks=None, cu_seqlens_q
     for name, t in (("k", k), ("v", v)):
         if not isinstance(t, Tensor):
             raise _native.InvalidError(f"{name} is {type(t).__name__} but q is a PyTorch tensor: give arrays of one kind")
+    if _forward_ad._current_level >= 0 and any(_forward_ad.unpack_dual(t).tangent is not None for t in (q, k, v)):
+        raise _native.UnsupportedError("forward-mode differentiation is not supported: only the reverse mode")
     plain = not _is_compiling() and _plain((q, k, v))
     if plain and bias is alibi_slopes is sinks is cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is slices \
             is None and not dropout_p and q.dim() == k.dim() == v.dim() == 4 \

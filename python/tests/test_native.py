@@ -1,0 +1,113 @@
+"""The structs are the header's, field by field; errors are the library's own sentences."""
+
+import ctypes
+import pathlib
+import re
+import shutil
+import subprocess
+import threading
+
+import flashattn
+import numpy as np
+import pytest
+from flashattn import _native
+from flashattn._call import Call
+
+HEADER = pathlib.Path(__file__).resolve().parents[2] / "include"
+STRUCTS = {
+    "flash_attn_tensor": _native.Tensor, "flash_attn_device": _native.Device, "flash_attn_options": _native.Options,
+    "flash_attn_device_info": _native.DeviceInfo, "flash_attn_slices": _native.Slices, "flash_attn_pages": _native.Pages,
+    "flash_attn_dropout": _native.Dropout, "flash_attn_descale": _native.Descale, "flash_attn_problem": _native.Problem,
+    "flash_attn_grads": _native.Grads, "flash_attn_exec": _native.Exec, "flash_attn_explanation": _native.Explanation,
+    "flash_attn_rotary": _native.Rotary, "flash_attn_append": _native.Append, "flash_attn_partial": _native.Partial}
+
+
+def test_structs_are_laid_out_as_the_header_says(tmp_path):
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or not HEADER.is_dir():
+        pytest.skip("needs a C compiler and include/flashattn.h")
+    lines = []
+    for name, ours in STRUCTS.items():
+        lines.append(f'printf("{name} - %zu 0\\n", sizeof({name}));')
+        lines += [f'printf("{name} {field} %zu %zu\\n", offsetof({name}, {field}), sizeof((({name} *)0)->{field}));'
+                  for field, _ in ours._fields_]
+    source = tmp_path / "probe.c"
+    source.write_text('#include "flashattn.h"\n#include <stdio.h>\nint main(void)\n{\n' + "\n".join(lines) + "\n}\n")
+    subprocess.run([compiler, f"-I{HEADER}", str(source), "-o", str(tmp_path / "probe")], check=True)
+    told = subprocess.run([str(tmp_path / "probe")], check=True, capture_output=True, text=True).stdout.split("\n")
+    for line in filter(None, told):
+        name, field, at, size = line.split()
+        ours = STRUCTS[name]
+        if field == "-":
+            assert ctypes.sizeof(ours) == int(at), name
+        else:
+            assert (getattr(ours, field).offset, getattr(ours, field).size) == (int(at), int(size)), f"{name}.{field}"
+
+
+def test_no_struct_and_no_field_of_the_header_is_missing():
+    if not HEADER.is_dir():
+        pytest.skip("needs include/flashattn.h")
+    text = re.sub(r"/\*.*?\*/", "", (HEADER / "flashattn.h").read_text(), flags=re.S)
+    found = {name: body for body, name in re.findall(r"typedef struct \w+ \{(.*?)\} (\w+);", text, flags=re.S)}
+    assert set(found) - {"flash_attn_slice"} == set(STRUCTS)  # a slice is five int32, filled as an array
+    for name, body in found.items():
+        fields = [re.search(r"(\w+)(\[\d+\])?\s*$", part).group(1) for line in body.split(";") if line.strip()
+                  for part in line.split(",")]
+        if name in STRUCTS:
+            assert fields == [field for field, _ in STRUCTS[name]._fields_], name
+
+
+def test_every_status_is_its_own_exception():
+    assert issubclass(flashattn.InvalidError, ValueError) and issubclass(flashattn.InvalidError, flashattn.FlashAttnError)
+    assert issubclass(flashattn.UnsupportedError, NotImplementedError)
+    assert issubclass(flashattn.NoMemoryError, MemoryError)
+    for status, error in enumerate(_native._ERRORS):
+        if error is None:
+            _native.check(status)
+            continue
+        with pytest.raises(error):
+            _native.check(status)
+    with pytest.raises(flashattn.FlashAttnError):
+        _native.check(99)
+
+
+def test_a_refusal_names_the_field_and_leaves_the_output_alone():
+    q, k = np.ones((1, 4, 3, 8), np.float32), np.ones((1, 4, 2, 8), np.float32)
+    out = np.full((1, 4, 3, 8), 7.0, np.float32)
+    with pytest.raises(flashattn.InvalidError, match="heads"):
+        Call(q, k, k).forward(out)
+    assert (out == 7).all()
+    Call(q, k[:, :, :1], k[:, :, :1]).forward(out)  # the next call works
+    assert np.allclose(out, 1)
+
+
+def test_no_device_is_an_error_of_its_own():
+    with pytest.raises(flashattn.NoDeviceError):
+        flashattn.device_info(_native.CUDA, 1000)
+
+
+def test_each_thread_has_its_own_message():
+    caught = {}
+
+    def fail(n):
+        q = np.ones((1, 2, 2 + n, 4), np.float32)
+        for _ in range(50):
+            try:
+                flashattn.flash_attn_func(q, np.ones((1, 2, 1, 5 + n), np.float32), np.ones((1, 2, 1, 4), np.float32))
+            except flashattn.InvalidError as error:
+                caught.setdefault(n, set()).add(str(error))
+
+    threads = [threading.Thread(target=fail, args=(n,)) for n in range(4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert all(len(caught[n]) == 1 and str(5 + n) in caught[n].copy().pop() for n in range(4)), caught
+
+
+def test_versions_agree():
+    text = (HEADER / "flashattn.h").read_text() if HEADER.is_dir() else None
+    if text is None:
+        pytest.skip("needs include/flashattn.h")
+    parts = [re.search(rf"VERSION_{part} (\d+)", text).group(1) for part in ("MAJOR", "MINOR", "PATCH")]
+    assert flashattn.__version__ == ".".join(parts)
+    info = flashattn.device_info()
+    assert info["num_cores"] >= 1 and info["isa"]
