@@ -4,6 +4,7 @@
 #     make            build the library, the command and the examples in build/
 #     make test       build and run every test
 #     make test-gpu   build and run the GPU's tests; skipped, with the reason, where there is no GPU
+#     make test-python  install the Python package and PyTorch into build/venv and run the package's tests
 #     make demo       build, check, train a small GPT for a minute, print the bench table: under three minutes
 #     make check      compare this machine's kernels with the reference
 #     make bench      time attention on this machine
@@ -23,7 +24,7 @@ ifneq ($(wildcard $(BUILD)/CMakeCache.txt),)
 GENERATOR :=
 endif
 
-.PHONY: all build test test-gpu demo check bench install format clean setup-build setup-test setup-format
+.PHONY: all build test test-gpu test-python demo check bench install format clean setup-build setup-test setup-format
 
 all: build
 
@@ -51,6 +52,12 @@ test-gpu: setup-test
 	@rm -f $(BUILD).log
 	cmake --build $(BUILD) -j $(JOBS)
 	cd $(BUILD) && ctest --verbose -R '^test_cuda(|_cache|_compile)$$|^test_jit$$' $(CTEST_FLAGS)
+
+# A private environment, so that nothing of the system's Python changes. What pip installs there is not asked for again.
+test-python: setup-build setup-python
+	@[ -x $(BUILD)/venv/bin/python ] || python3 -m venv $(BUILD)/venv
+	$(BUILD)/venv/bin/pip install -q --disable-pip-version-check ".[test]"
+	$(BUILD)/venv/bin/python -m pytest -q $(PYTEST_FLAGS)
 
 demo: build
 	$(BUILD)/cli/flashattn check --quick

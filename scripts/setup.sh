@@ -1,5 +1,5 @@
 #!/bin/sh
-# Look for what a goal of the Makefile needs, and install what is missing: setup.sh build | test | format | ci ...
+# Look for what a goal of the Makefile needs, and install what is missing: setup.sh build | test | python | format | ci ...
 # As root, or where sudo asks no password, Debian's packages are installed. Otherwise this says what to install and exits 1.
 set -u
 
@@ -28,6 +28,7 @@ for goal in "$@"; do
         need g++ program "${CXX:-c++}"
         need python3 program python3
         ;;
+    python) need python3-venv python3 -c 'import ensurepip, venv' ;;
     format) need clang-format program clang-format ;;
     ci)
         need git program git
@@ -42,7 +43,7 @@ for goal in "$@"; do
         need libcmocka-dev:arm64 file /usr/lib/aarch64-linux-gnu/libcmocka.so
         ;;
     *)
-        echo "setup.sh: no goal '$goal'; there are build, test, format, ci" >&2
+        echo "setup.sh: no goal '$goal'; there are build, test, python, format, ci" >&2
         exit 2
         ;;
     esac
