@@ -11,8 +11,8 @@ typedef struct plain_head {
     double                 *q, *k, *v, *o, *dout, *dq, *dk, *dv;
     double                 *S, *P, *cap_slope, *keep, *pair_terms;
     double                 *lse, *sink_prob;
-    double                 *key_terms, *sink_terms; /* squares, [seqlen_k] and [heads_q] */
-    case_terms             *terms;                  /* l2 holds squares until the end */
+    double                 *key_terms, *value_terms, *sink_terms; /* squares, [seqlen_k] twice and [heads_q] */
+    case_terms             *terms;                                /* l2 holds squares until the end */
 } plain_head;
 
 static double stored(const plain_head *t, double value) { return t->rounding ? round_to(value, *t->rounding) : value; }
@@ -95,6 +95,12 @@ static void scores(plain_head *t)
         }
 }
 
+static void take_terms(case_terms *terms, int output, double square, double elements)
+{
+    terms->largest[output] = fmax(terms->largest[output], sqrt(square));
+    terms->l2[output] += square * elements;
+}
+
 static void forward(plain_head *t)
 {
     const int dv = t->x->shape.head_dim_v, nk = t->s->seqlen_k;
@@ -111,14 +117,19 @@ static void forward(plain_head *t)
         t->lse[i]       = sum > 0 ? max + log(sum) : (double)-INFINITY;
         t->sink_prob[i] = sink == (double)-INFINITY ? 0 : exp(sink - t->lse[i]);
         memset(o, 0, sizeof *o * (size_t)dv);
+        double o_terms = 0;
         for (int j = 0; j < nk; j++) {
             P[j]      = S[j] == (double)-INFINITY ? 0 : stored(t, exp(S[j] - t->lse[i]));
             double PZ = stored(t, P[j] * t->keep[(int64_t)i * nk + j]); /* after dropout it is stored again */
+            if (t->terms && P[j] != 0)
+                o_terms += P[j] * P[j] * dot(t->v + (int64_t)j * dv, t->v + (int64_t)j * dv, dv) / dv;
             for (int c = 0; PZ != 0 && c < dv; c++)
                 o[c] += PZ * t->v[(int64_t)j * dv + c];
         }
         for (int c = 0; c < dv; c++)
             o[c] = stored(t, o[c]);
+        if (t->terms)
+            take_terms(t->terms, OUT_O, o_terms / pow(1 - (double)t->x->shape.dropout, 2), dv);
     }
 }
 
@@ -139,8 +150,9 @@ static double row_terms(plain_head *t, int i)
     const double  keep  = 1 / (1 - (double)t->x->shape.dropout);
     double        delta = 0;
     for (int j = 0; j < nk; j++) {
-        double dP = keep * dot_terms(t->dout + (int64_t)i * dv, t->v + (int64_t)j * dv, dv);
-
+        double       dP = keep * dot_terms(t->dout + (int64_t)i * dv, t->v + (int64_t)j * dv, dv);
+        const double P  = t->P[first + j] * keep;
+        t->value_terms[j] += P * P * dot(t->dout + (int64_t)i * dv, t->dout + (int64_t)i * dv, dv) / dv;
         t->pair_terms[first + j] = t->P[first + j] == 0 ? 0 : dP;
         delta += t->P[first + j] == 0 ? 0 : t->P[first + j] * dP * t->P[first + j] * dP;
     }
@@ -162,12 +174,6 @@ static void add_terms(plain_head *t, int i, int j, double scale, double delta, d
     dS *= scale * t->cap_slope[at];
     *query_terms += dS * dS * dot(k, k, d) / d;
     t->key_terms[j] += dS * dS * dot(q, q, d) / d;
-}
-
-static void take_terms(case_terms *terms, int output, double square, double elements)
-{
-    terms->largest[output] = fmax(terms->largest[output], sqrt(square));
-    terms->l2[output] += square * elements;
 }
 
 static void finish_query_terms(plain_head *t, int i, double delta, double query_terms)
@@ -254,17 +260,17 @@ bool case_plain(const case_instance *x, const flash_attn_dtype *rounding, flash_
     const size_t     nq = (size_t)c->seqlen_q, nk = (size_t)c->seqlen_k, d = (size_t)c->head_dim,
                  dv    = (size_t)c->head_dim_v;
     const size_t pairs = nq * nk, q_part = nq * (2 * d + 2 * dv + 2), k_part = nk * (2 * d + 2 * dv);
-    double      *all = calloc(5 * pairs + q_part + k_part + nk + (size_t)c->heads_q + 1, sizeof *all), *next = all;
+    double      *all = calloc(5 * pairs + q_part + k_part + 2 * nk + (size_t)c->heads_q + 1, sizeof *all), *next = all;
     plain_head   t = {.x = x, .rounding = rounding, .terms = terms};
     struct {
         double **array;
         size_t   count;
-    } const parts[] = {{&t.q, nq * d},         {&t.dq, nq * d},    {&t.o, nq * dv},
-                       {&t.dout, nq * dv},     {&t.lse, nq},       {&t.sink_prob, nq},
-                       {&t.k, nk * d},         {&t.dk, nk * d},    {&t.v, nk * dv},
-                       {&t.dv, nk * dv},       {&t.S, pairs},      {&t.P, pairs},
-                       {&t.pair_terms, pairs}, {&t.key_terms, nk}, {&t.sink_terms, (size_t)c->heads_q},
-                       {&t.cap_slope, pairs},  {&t.keep, pairs}};
+    } const parts[] = {
+        {&t.q, nq * d},         {&t.dq, nq * d},    {&t.o, nq * dv},      {&t.dout, nq * dv},
+        {&t.lse, nq},           {&t.sink_prob, nq}, {&t.k, nk * d},       {&t.dk, nk * d},
+        {&t.v, nk * dv},        {&t.dv, nk * dv},   {&t.S, pairs},        {&t.P, pairs},
+        {&t.pair_terms, pairs}, {&t.key_terms, nk}, {&t.value_terms, nk}, {&t.sink_terms, (size_t)c->heads_q},
+        {&t.cap_slope, pairs},  {&t.keep, pairs}};
     if (!all)
         return false;
     for (size_t n = 0; n < sizeof parts / sizeof parts[0]; n++) {
@@ -276,6 +282,7 @@ bool case_plain(const case_instance *x, const flash_attn_dtype *rounding, flash_
         for (t.kv_head = 0; t.kv_head < c->heads_k; t.kv_head++) {
             t.s = &x->sequences[t.b];
             memset(t.key_terms, 0, sizeof *t.key_terms * nk);
+            memset(t.value_terms, 0, sizeof *t.value_terms * nk);
             memset(t.dk, 0, sizeof *t.dk * nk * d);
             memset(t.dv, 0, sizeof *t.dv * nk * dv);
             for (t.h = t.kv_head * group; t.h < (t.kv_head + 1) * group; t.h++) {
@@ -287,8 +294,10 @@ bool case_plain(const case_instance *x, const flash_attn_dtype *rounding, flash_
             }
             if (x->backward)
                 store_keys(&t, results);
-            for (int j = 0; terms && j < t.s->seqlen_k; j++)
+            for (int j = 0; terms && j < t.s->seqlen_k; j++) {
                 take_terms(terms, OUT_DK, t.key_terms[j], c->head_dim);
+                take_terms(terms, OUT_DV, t.value_terms[j], c->head_dim_v);
+            }
         }
     for (int h = 0; terms && h < c->heads_q; h++)
         take_terms(terms, OUT_DSINKS, t.sink_terms[h], 1);

@@ -11,11 +11,12 @@
  * - float32: o 5e-6 M, lse 5e-6 max(1, |lse|), gradients 1e-5 M; relative L2 5e-6 (1e-5 for gradients).
  * - 16 bit: twice (gradients: three times) the error of plain attention in the same precision, plus one rounding;
  *   relative L2 1e-3 (float16), 5e-3 (bfloat16) or twice plain attention's where that is larger; lse as float32.
- * - All: plus |lse| 2^-24 max(1, sqrt(head_dim) / 4), which float32 scores of that size lose (with a softcap: scores of
- *   the size before it). A mean error towards or away from zero of at most a tenth of the largest error, where there
- * are enough numbers to tell.
+ * - All: plus |s| 2^-24 max(1, sqrt(head_dim) / 4), with |s| the larger of |lse| and the size of scale * q.k, which
+ *   float32 scores of that size lose. A mean error towards or away from zero of at most a tenth of the largest error,
+ *   where there are enough numbers to tell.
  * - Gradients: plus 16 x 2^-24 of the size that their terms have before they cancel (with one key, dS = P (dP - Delta)
- *   is 0 and all of its rounding is left). dsinks, and all with dropout, in 16 bit: plus one rounding of that size.
+ *   is 0 and all of its rounding is left). In 16 bit: plus a quarter of a rounding of that size; dsinks, and all with
+ *   dropout, a whole one.
  * - Exactly 0: what a query that sees nothing gives, and the gradients of keys and pairs that nobody sees.
  *
  * Plain attention multiplies exactly and rounds each matrix that it stores (S, P, P after dropout, dP, dS and the
