@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_rowsum(cons
                                                                head * args.dout.stride[2], col, args.head_dim_v);
 #pragma unroll
                 for (int c = 0; c < 8; c++)
-                    sum += o[c] * dout[c];
+                    sum += o[c] != 0.0f ? o[c] * dout[c] : 0.0f; /* a row that sees nothing has O 0, whatever dO holds */
             }
 #pragma unroll
         for (int step = 1; step < LANES; step *= 2)
