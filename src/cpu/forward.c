@@ -95,7 +95,7 @@ static int choose_tiles_per_block(const plan *p)
     int64_t        bytes    = (int64_t)p->q_bytes + (int64_t)p->tile_q * p->ldo * 4;
     int64_t        fit      = l2 / 2 / bytes;
     int64_t        rows     = call->q.shape[0] * call->q.shape[1] * call->heads_q;
-    int64_t        balanced = rows / p->tile_q / (4 * p->cpu->num_threads);
+    int64_t        balanced = rows / p->tile_q / (p->cpu->num_threads > 1 ? 4 * p->cpu->num_threads : 1);
     int64_t        longest  = (call->max_seqlen_q / p->tile_q + 1) * call->group; /* no block has more */
     int64_t        tiles    = fit < balanced ? fit : balanced;
     tiles                   = tiles < longest ? tiles : longest;
