@@ -14,6 +14,8 @@
 
 #include <stdio.h>
 
+#define MAX_PARTS_BYTES (16 << 20)
+
 /* ---- how a sequence is cut ---- */
 
 typedef struct shape {
@@ -102,6 +104,13 @@ static int choose_tiles_per_block(const plan *p)
     return (int)(tiles < 1 ? 1 : tiles > 64 ? 64 : tiles);
 }
 
+/* Rows of a split sequence: at most a tile, or all there are. */
+static int64_t part_rows(const plan *p)
+{
+    int64_t rows = p->call->group * p->call->max_seqlen_q;
+    return rows < p->tile_q ? rows : p->tile_q;
+}
+
 static plan plan_make(const fa_cpu *cpu, const fa_call *call, int threads)
 {
     plan p = {.cpu = cpu, .call = call, .threads = threads, .ldo = fa_accumulator_ld(call->head_dim_v)};
@@ -109,8 +118,12 @@ static plan plan_make(const fa_cpu *cpu, const fa_call *call, int threads)
     add_table_sizes(&p, cpu->vector);
     p.tiles_per_block = choose_tiles_per_block(&p);
     p.max_splits      = fa_max_splits(call->num_splits, 16, call->max_seqlen_k);
-    /* With fewer key heads than this a task a head would leave threads idle. */
-    p.parallel_splits = p.max_splits > 1 && cpu->num_threads > 1 && call->batch * call->heads_k < 4 * cpu->num_threads;
+    if (p.max_splits > 1) {
+        /* Parts as tasks: threads have something to do, and tasks of the same keys follow one another, which saves page
+         * walks where heads lie side by side. With many heads neither is worth the memory. */
+        int64_t heads = call->batch * call->heads_k, rows = part_rows(&p);
+        p.parallel_splits = heads < 4 * cpu->num_threads || heads * p.max_splits * rows * p.ldo * 4 <= MAX_PARTS_BYTES;
+    }
     return p;
 }
 
@@ -172,11 +185,9 @@ typedef struct run {
 static size_t carve_run(run *r, char *base)
 {
     const plan *p     = &r->plan;
-    int64_t     heads = p->parallel_splits ? p->call->batch * p->call->heads_k : 0, rows = p->tile_q;
+    int64_t     heads = p->parallel_splits ? p->call->batch * p->call->heads_k : 0, rows = part_rows(p);
     fa_arena    arena = {base, 0}, one = {NULL, 0};
     carve_scratch(&one, p);
-    if (p->call->group * p->call->max_seqlen_q < rows)
-        rows = p->call->group * p->call->max_seqlen_q;
     r->part_rows     = (int)rows;
     r->part_floats   = rows * p->ldo + 2 * fa_row_array((int)rows);
     r->scratch_bytes = one.used;
