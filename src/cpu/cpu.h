@@ -143,7 +143,8 @@ typedef struct fa_kernels {
      * packed form; same meaning as scores and accumulate. Only where every row sees every key, stride is 1, cols is a
      * multiple of 16 and the type is not F8E4M3. 0 and NULL: not there. */
     int few_rows;
-    void (*scores_few)(float *s, int lds, const void *q, const fa_rows *k, int rows);
+    /* soon: rows of V that accumulate_few will read next, for prefetch. */
+    void (*scores_few)(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_rows *soon);
     void (*accumulate_few)(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v,
                            int rows);
 

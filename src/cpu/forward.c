@@ -239,7 +239,7 @@ static void forward_step(const step *t, const scratch *s)
     if (plain && k->forward_block && s->num_bad == 0 && !t->in_place && fused_step(t, s))
         return;
     if (t->in_place)
-        k->scores_few(s->s, t->lds, t->q, &s->k_rows, rows);
+        k->scores_few(s->s, t->lds, t->q, &s->k_rows, rows, &s->v_rows);
     else
         k->scores(s->s, t->lds, t->q, s->k, rows, keys, (int)call->head_dim);
     fa_apply_options(k, call, t->tile, t->visible, t->scale, s->s, NULL, t->lds);
