@@ -14,9 +14,9 @@
  * - All: plus |s| 2^-24 max(1, sqrt(head_dim) / 4), with |s| the larger of |lse| and the size of scale * q.k, which
  *   float32 scores of that size lose. A mean error towards or away from zero of at most a tenth of the largest error,
  *   where there are enough numbers to tell.
- * - Gradients: plus 16 x 2^-24 of the size that their terms have before they cancel (with one key, dS = P (dP - Delta)
- *   is 0 and all of its rounding is left). In 16 bit: plus a quarter of a rounding of that size; dsinks, and all with
- *   dropout, a whole one.
+ * - Gradients: plus 16 x 2^-24 and what the scores lose, of the size that their terms have before they cancel (with one
+ * key, dS = P (dP - Delta) is 0 and all of its rounding is left). In 16 bit: plus a quarter of a rounding of that size;
+ * dsinks, and all with dropout, a whole one.
  * - Exactly 0: what a query that sees nothing gives, and the gradients of keys and pairs that nobody sees.
  *
  * Plain attention multiplies exactly and rounds each matrix that it stores (S, P, P after dropout, dP, dS and the
