@@ -358,8 +358,9 @@ static void foreign_entries_are_not_used(void **state)
     find_entry(path, ".cubin");
     snprintf(other, sizeof other, "%s/other", home);
 
-    fa_binary binary = {.cubin = (unsigned char *)"\177ELF of another kernel", .bytes = 24};
-    int       folder = fa_cache_open();
+    static unsigned char bytes[] = "\177ELF of another kernel";
+    fa_binary            binary  = {.cubin = bytes, .bytes = sizeof bytes};
+    int                  folder  = fa_cache_open();
     assert_true(fa_cache_write(folder, "another identity", &binary, 0600));
     assert_int_equal(unlink(path), 0);
     char written[4400];
