@@ -209,11 +209,15 @@ FA_AMX_INLINE void pack_p(char *out, const float *p, int ldp, int rows, int keys
                     x = load_keys(p + (int64_t)(first + r) * ldp, key, keys);
                     y = load_keys(p + (int64_t)(first + r) * ldp, key + 16, keys);
                 }
+                if (pieces == 1) {
+                    x = fa_amx_half_up(x);
+                    y = fa_amx_half_up(y);
+                }
                 for (int n = 0; n < pieces; n++) {
-                    __m512 a = fa_amx_round(x), b = fa_amx_round(y);
+                    __m512 a = fa_amx_cut(x), b = fa_amx_cut(y);
                     _mm512_store_si512(out + n * FA_AMX_TILE + 64 * r, fa_amx_pair(a, b));
-                    x = fa_amx_rest(x, a);
-                    y = fa_amx_rest(y, b);
+                    x = _mm512_sub_ps(x, a);
+                    y = _mm512_sub_ps(y, b);
                 }
             }
         }
@@ -235,11 +239,15 @@ FA_AMX_INLINE void pack_p_transposed(char *out, const float *p, int ldp, int row
             fa_amx_transpose(y);
             for (int r = 0; r < 16; r++) {
                 __m512 one = _mm512_castsi512_ps(x[r]), two = _mm512_castsi512_ps(y[r]);
+                if (pieces == 1) {
+                    one = fa_amx_half_up(one);
+                    two = fa_amx_half_up(two);
+                }
                 for (int n = 0; n < pieces; n++) {
-                    __m512 a = fa_amx_round(one), b = fa_amx_round(two);
+                    __m512 a = fa_amx_cut(one), b = fa_amx_cut(two);
                     _mm512_store_si512(out + n * FA_AMX_TILE + 64 * r, fa_amx_pair(a, b));
-                    one = fa_amx_rest(one, a);
-                    two = fa_amx_rest(two, b);
+                    one = _mm512_sub_ps(one, a);
+                    two = _mm512_sub_ps(two, b);
                 }
             }
         }

@@ -18,12 +18,12 @@ typedef struct product {
     int left, right;
 } product;
 
-/* Smallest first: what is small is not lost in the sum. */
+/* The largest last; each shares an operand with the one before, which is then still in its tiles. */
 static const product products[MAX_PIECES + 1][6] = {
     {{0, 0}},
     {{0, 0}},
-    {{1, 1}, {1, 0}, {0, 1}, {0, 0}},
-    {{2, 0}, {1, 1}, {0, 2}, {1, 0}, {0, 1}, {0, 0}},
+    {{0, 1}, {1, 1}, {1, 0}, {0, 0}},
+    {{0, 2}, {0, 1}, {1, 1}, {1, 0}, {2, 0}, {0, 0}},
 };
 static const int num_products[MAX_PIECES + 1] = {0, 1, 4, 6};
 
@@ -71,18 +71,25 @@ FA_AMX_INLINE void dot_block(const char *a, const operand *left, const char *b, 
                              int pieces, bool second_row, bool second_col)
 {
     for (int k = 0; k < steps; k++, a += left->inner, b += right->inner) {
-        for (int n = 0; n < num_products[pieces]; n++) {
-            const char *a0 = a + products[pieces][n].left * FA_AMX_TILE;
-            const char *b0 = b + products[pieces][n].right * FA_AMX_TILE;
-            TILE_LOAD(4, a0, 64);
-            TILE_LOAD(6, b0, 64);
+        _Pragma("GCC unroll 6") for (int n = 0; n < num_products[pieces]; n++)
+        {
+            const product *now = &products[pieces][n];
+            const char    *a0 = a + now->left * FA_AMX_TILE, *b0 = b + now->right * FA_AMX_TILE;
+            bool           new_a = n == 0 || now->left != products[pieces][n - 1].left;
+            bool           new_b = n == 0 || now->right != products[pieces][n - 1].right;
+            if (new_a)
+                TILE_LOAD(4, a0, 64);
+            if (new_b)
+                TILE_LOAD(6, b0, 64);
             TILE_DOT(0, 4, 6);
             if (second_col) {
-                TILE_LOAD(7, b0 + right->outer, 64);
+                if (new_b)
+                    TILE_LOAD(7, b0 + right->outer, 64);
                 TILE_DOT(1, 4, 7);
             }
             if (second_row) {
-                TILE_LOAD(5, a0 + left->outer, 64);
+                if (new_a)
+                    TILE_LOAD(5, a0 + left->outer, 64);
                 TILE_DOT(2, 5, 6);
                 if (second_col)
                     TILE_DOT(3, 5, 7);
