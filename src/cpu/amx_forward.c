@@ -11,8 +11,8 @@
  *
  * A group's keys stay in the first-level cache while all 16-row groups of the tile use them; O is loaded and stored
  * once a group. Vector ports are the bound: with tiles at work there is one port for FMA-like operations and both for
- * add, subtract, logic and scalef's neighbours, so exp2 is done by a table of 16 and a polynomial of degree 2 (4e-7),
- * five and a half operations on each port for 16 scores; see docs/cpu-speed.md.
+ * add, subtract and logic, so exp2 is done by a table of 16 and a polynomial of degree 2 (4e-7),
+ * five and a half operations on each port for 16 scores; see docs/cpu-amx.md.
  *
  * The row's shift m is set from the first 32 keys, MARGIN above their maximum, and kept. No later maximum is taken:
  * what outgrows the margin shows as a sum with bit 30 set (2.0 or more, Inf, NaN), and only then the step is redone for
