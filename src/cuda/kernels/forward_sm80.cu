@@ -225,8 +225,9 @@ FA_DEVICE void finish_scores(float (&s)[ROWS16][KEYS8][4], const fa_args &args, 
                         score = modified_score(args, terms, w.seq, score, i, col + j, capped);
                     if constexpr (MASKED) {
                         bool visible = j <= last && j >= first;
+                        /* A row past seqused_q would see keys that no query sees, which may hold NaN. */
                         if (FA_HAS_SLICES && visible)
-                            visible = slices_see(args, w.slices, i, col + j);
+                            visible = i < w.seq.seqlen_q && slices_see(args, w.slices, i, col + j);
                         score = visible ? score : -infinity();
                     }
                 }
