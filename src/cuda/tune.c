@@ -48,6 +48,22 @@ const fa_tune_row fa_tune_rows[] = {
      "217 KB of shared memory; four warps share 32 keys (decision 0042)"},
     {86, 89, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 4, 1, 1, 1, 512, "70 KB of shared memory"},
     {120, 129, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 4, 1, 1, 1, 512, "70 KB of shared memory"},
+
+    /* float32 is three planes of bfloat16, six products for one: three times the memory of a tile */
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_ANY, 0, 64, 32, 4, 1, 1, 0, 0, "48 KB of shared memory"},
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_ANY, 0, 64, 32, 4, 1, 1, 0, 0, "96 KB of shared memory"},
+    {80, 80, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 64, 16, 4, 1, 1, 0, 256, "144 KB of shared memory"},
+    {86, 89, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 2, 1, 1, 0, 256, "96 KB of shared memory"},
+    {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 64, 16, 4, 1, 1, 0, 256, "144 KB of shared memory"},
+    {120, 129, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 2, 1, 1, 0, 256, "96 KB of shared memory"},
+    {80, 129, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 2, 1, 1, 0, 0, "64 KB of shared memory"},
+    {80, 80, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 4, 1, 1, 1, 128, "114 KB of shared memory; two warps share 16 keys"},
+    {86, 89, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 2, 1, 1, 1, 512, "81 KB of shared memory"},
+    {90, 119, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 4, 1, 1, 1, 128, "114 KB of shared memory; two warps share 16 keys"},
+    {120, 129, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 2, 1, 1, 1, 512, "81 KB of shared memory"},
+    {80, 80, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 2, 1, 1, 1, 2048,
+     "153 KB of shared memory; spills at head_dim 256, where nothing smaller divides the work"},
+    {90, 119, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 4, 1, 1, 1, 512, "210 KB of shared memory"},
 };
 const int fa_num_tune_rows = sizeof fa_tune_rows / sizeof *fa_tune_rows;
 

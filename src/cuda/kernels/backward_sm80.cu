@@ -1,5 +1,6 @@
 /*
- * FlashAttention-2 backward (Algorithm 2) by mma.sync, for every GPU from Ampere on; float16 and bfloat16.
+ * FlashAttention-2 backward (Algorithm 2) by mma.sync, for every GPU from Ampere on; float16, bfloat16,
+ * and float32 in three pieces of bfloat16 (ptx_sm80.cuh).
  *
  * A block owns FA_TILE_K keys of one key head, with K and V in shared memory and dK, dV in registers, and walks the
  * query tiles that see them, for each query head of its share of the group. Everything is computed transposed, keys down
@@ -39,9 +40,11 @@ constexpr int DQ_COLS8      = FA_HEAD_DIM / 8 / (FA_WARPS / DQ_ROW_WARPS);
 static_assert(FA_WARPS % DQ_ROW_WARPS == 0 && DQ_COLS8 % 2 == 0 && QUERIES8 % 2 == 0 && COLS8 % 2 == 0 && COLS8_V % 2 == 0,
               "the warps do not divide the tile");
 
-constexpr int K_BYTES = FA_TILE_K * 2 * FA_HEAD_DIM, V_BYTES = FA_TILE_K * 2 * FA_HEAD_DIM_V;
-constexpr int Q_BYTES = FA_TILE_Q * 2 * FA_HEAD_DIM, DO_BYTES = FA_TILE_Q * 2 * FA_HEAD_DIM_V;
-constexpr int S_BYTES = FA_TILE_K * 2 * FA_TILE_Q; /* of dS^T, or P^T */
+constexpr int K_PLANE = FA_TILE_K * 2 * FA_HEAD_DIM, V_PLANE = FA_TILE_K * 2 * FA_HEAD_DIM_V;
+constexpr int Q_PLANE = FA_TILE_Q * 2 * FA_HEAD_DIM, DO_PLANE = FA_TILE_Q * 2 * FA_HEAD_DIM_V;
+constexpr int S_PLANE = FA_TILE_K * 2 * FA_TILE_Q; /* of dS^T, or P^T */
+constexpr int K_BYTES = PLANES * K_PLANE, V_BYTES = PLANES * V_PLANE, Q_BYTES = PLANES * Q_PLANE;
+constexpr int DO_BYTES = PLANES * DO_PLANE, S_BYTES = PLANES * S_PLANE;
 constexpr int STAT_BYTES = 2 * 4 * FA_TILE_Q;      /* LSE and delta of a tile */
 
 constexpr int V_AT = K_BYTES, Q_AT = V_AT + V_BYTES, DO_AT = Q_AT + FA_STAGES * Q_BYTES;
@@ -135,14 +138,14 @@ FA_DEVICE void copy_queries(const fa_args &args, const work &w, unsigned shared,
 {
     int     first = at.tile * FA_TILE_Q, count = w.seq.seqlen_q - first;
     fa_i64  row   = w.seq.q_row + first;
-    rows_of q     = {(const fa_u16 *)args.q.data + w.seq.q_entry * args.q.stride[0] + row * args.q.stride[1] +
+    rows_of q     = {(const fa_element *)args.q.data + w.seq.q_entry * args.q.stride[0] + row * args.q.stride[1] +
                          at.head * args.q.stride[2],
                      args.q.stride[1]};
     unsigned q_to = shared + Q_AT + stage * Q_BYTES, dout_to = shared + DO_AT + stage * DO_BYTES;
     copy_tile<FA_TILE_Q, FA_HEAD_DIM>(q_to, q, 0, count, args.head_dim, args.q.stride[3]);
     fa_i64 dout_offset = w.seq.q_entry * args.dout.stride[0] + row * args.dout.stride[1] + at.head * args.dout.stride[2];
     if constexpr (FA_DTYPE_DOUT == FA_DTYPE) {
-        rows_of dout = {(const fa_u16 *)args.dout.data + dout_offset, args.dout.stride[1]};
+        rows_of dout = {(const fa_element *)args.dout.data + dout_offset, args.dout.stride[1]};
         copy_tile<FA_TILE_Q, FA_HEAD_DIM_V>(dout_to, dout, 0, count, args.head_dim_v, args.dout.stride[3]);
     } else
         convert_tile<FA_TILE_Q, FA_HEAD_DIM_V>(dout_to, (const float *)args.dout.data + dout_offset, args.dout.stride[1],
@@ -158,58 +161,72 @@ FA_DEVICE void copy_queries(const fa_args &args, const work &w, unsigned shared,
 }
 
 /* c = A B^T for A: KEYS16 blocks of rows of one tile, B: QUERIES8 blocks of rows of another. */
-template <int COLS>
+template <int COLS, int A_PLANE, int B_PLANE>
 FA_DEVICE void multiply_rows(float (&c)[KEYS16][QUERIES8][4], const lane_addresses<COLS> &a_at,
                              const lane_addresses<COLS> &b_at)
 {
     clear(c);
 #pragma unroll
     for (int d = 0; d < COLS / 16; d++) {
-        unsigned a[KEYS16][4];
+        unsigned a[PLANES][KEYS16][4];
 #pragma unroll
-        for (int m = 0; m < KEYS16; m++)
-            load_matrix(a[m], a_at.at(m, d));
+        for (int p = 0; p < PLANES; p++)
 #pragma unroll
-        for (int n = 0; n < QUERIES8; n += 2) {
-            unsigned b[4];
-            load_matrix(b, b_at.at(n / 2, d));
+            for (int m = 0; m < KEYS16; m++)
+                load_matrix(a[p][m], a_at.at(m, d) + p * A_PLANE);
 #pragma unroll
-            for (int m = 0; m < KEYS16; m++) {
-                multiply_add(c[m][n], a[m], b[0], b[1]);
-                multiply_add(c[m][n + 1], a[m], b[2], b[3]);
+        for (int n = 0; n < QUERIES8; n += 2)
+#pragma unroll
+            for (int p = 0; p < PLANES; p++) {
+                unsigned b[4];
+                load_matrix(b, b_at.at(n / 2, d) + p * B_PLANE);
+#pragma unroll
+                for (int other = 0; other < PLANES - p; other++)
+#pragma unroll
+                    for (int m = 0; m < KEYS16; m++) {
+                        multiply_add(c[m][n], a[other][m], b[0], b[1]);
+                        multiply_add(c[m][n + 1], a[other][m], b[2], b[3]);
+                    }
             }
-        }
     }
 }
 
+using operand = unsigned[PLANES][KEYS16][QUERIES8 / 2][4]; /* P^T or dS^T as A */
+
 /* c += X^T B: X^T (P^T or dS^T, keys down) in this warp's registers or, where warps share keys, in shared memory at
  * `x_at`; B: a query tile, from its column block first_col16 on. */
-template <int COLS, int N8>
-FA_DEVICE void add_product(float (&c)[KEYS16][N8][4], const unsigned (&x)[KEYS16][QUERIES8 / 2][4],
-                           const lane_addresses<FA_TILE_Q> &x_at, const lane_addresses<COLS> &b_at)
+template <int COLS, int B_PLANE, int N8>
+FA_DEVICE void add_product(float (&c)[KEYS16][N8][4], const operand &x, const lane_addresses<FA_TILE_Q> &x_at,
+                           const lane_addresses<COLS> &b_at)
 {
 #pragma unroll
     for (int q = 0; q < QUERIES16 / PARTS; q++) {
-        unsigned a[KEYS16][4];
+        unsigned a[PLANES][KEYS16][4];
 #pragma unroll
-        for (int m = 0; m < KEYS16; m++)
-            if constexpr (TEAM > 1)
-                load_matrix(a[m], x_at.at(m, q));
-            else {
+        for (int p = 0; p < PLANES; p++)
 #pragma unroll
-                for (int e = 0; e < 4; e++)
-                    a[m][e] = x[m][q][e];
+            for (int m = 0; m < KEYS16; m++)
+                if constexpr (TEAM > 1)
+                    load_matrix(a[p][m], x_at.at(m, q) + p * S_PLANE);
+                else {
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        a[p][m][e] = x[p][m][q][e];
+                }
+#pragma unroll
+        for (int n = 0; n < N8; n += 2)
+#pragma unroll
+            for (int p = 0; p < PLANES; p++) {
+                unsigned b[4];
+                load_matrix_transposed(b, b_at.at(q, n / 2) + p * B_PLANE);
+#pragma unroll
+                for (int other = 0; other < PLANES - p; other++)
+#pragma unroll
+                    for (int m = 0; m < KEYS16; m++) {
+                        multiply_add(c[m][n], a[other][m], b[0], b[1]);
+                        multiply_add(c[m][n + 1], a[other][m], b[2], b[3]);
+                    }
             }
-#pragma unroll
-        for (int n = 0; n < N8; n += 2) {
-            unsigned b[4];
-            load_matrix_transposed(b, b_at.at(q, n / 2));
-#pragma unroll
-            for (int m = 0; m < KEYS16; m++) {
-                multiply_add(c[m][n], a[m], b[0], b[1]);
-                multiply_add(c[m][n + 1], a[m], b[2], b[3]);
-            }
-        }
     }
 }
 
@@ -327,21 +344,24 @@ FA_DEVICE void probabilities(float (&s)[KEYS16][QUERIES8][4], float (&dp)[KEYS16
 }
 
 /* As A operands. */
-FA_DEVICE void pack_operand(unsigned (&a)[KEYS16][QUERIES8 / 2][4], const float (&x)[KEYS16][QUERIES8][4])
+FA_DEVICE void pack_operand(operand &a, const float (&x)[KEYS16][QUERIES8][4])
 {
 #pragma unroll
     for (int m = 0; m < KEYS16; m++)
 #pragma unroll
-        for (int q = 0; q < QUERIES8 / 2; q++) {
-            a[m][q][0] = pack<FA_DTYPE>(x[m][2 * q][0], x[m][2 * q][1]);
-            a[m][q][1] = pack<FA_DTYPE>(x[m][2 * q][2], x[m][2 * q][3]);
-            a[m][q][2] = pack<FA_DTYPE>(x[m][2 * q + 1][0], x[m][2 * q + 1][1]);
-            a[m][q][3] = pack<FA_DTYPE>(x[m][2 * q + 1][2], x[m][2 * q + 1][3]);
-        }
+        for (int q = 0; q < QUERIES8 / 2; q++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                unsigned plane[PLANES];
+                pack_planes(plane, x[m][2 * q + e / 2][e % 2 * 2], x[m][2 * q + e / 2][e % 2 * 2 + 1]);
+#pragma unroll
+                for (int p = 0; p < PLANES; p++)
+                    a[p][m][q][e] = plane[p];
+            }
 }
 
 /* To a tile of keys x queries in shared memory. */
-FA_DEVICE void share_operand(unsigned to, const unsigned (&a)[KEYS16][QUERIES8 / 2][4], int part)
+FA_DEVICE void share_operand(unsigned to, const operand &a, int part)
 {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -350,9 +370,11 @@ FA_DEVICE void share_operand(unsigned to, const unsigned (&a)[KEYS16][QUERIES8 /
         for (int q = 0; q < QUERIES8 / 2; q++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                int row = (key_warp() * KEYS16 + m) * 16 + (e & 1) * 8 + g;
+                int row   = (key_warp() * KEYS16 + m) * 16 + (e & 1) * 8 + g;
                 int chunk = (team_member() + part) * QUERIES8 + 2 * q + (e >> 1);
-                shared_store(to + tile<FA_TILE_Q>::offset(row, chunk) + t * 4, a[m][q][e]);
+#pragma unroll
+                for (int p = 0; p < PLANES; p++)
+                    shared_store(to + p * S_PLANE + tile<FA_TILE_Q>::offset(row, chunk) + t * 4, a[p][m][q][e]);
             }
 }
 
@@ -401,20 +423,26 @@ FA_DEVICE void add_dq(const fa_args &args, const work &w, unsigned shared, int b
     clear(dq);
 #pragma unroll
     for (int k = 0; k < FA_TILE_K / 16; k++) {
-        unsigned a[DQ_ROWS16][4];
+        unsigned a[PLANES][DQ_ROWS16][4];
 #pragma unroll
-        for (int m = 0; m < DQ_ROWS16; m++)
-            load_matrix_transposed(a[m], ds_at.at(k, m));
+        for (int p = 0; p < PLANES; p++)
 #pragma unroll
-        for (int n = 0; n < DQ_COLS8; n += 2) {
-            unsigned b[4];
-            load_matrix_transposed(b, k_at.at(k, n / 2));
+            for (int m = 0; m < DQ_ROWS16; m++)
+                load_matrix_transposed(a[p][m], ds_at.at(k, m) + p * S_PLANE);
 #pragma unroll
-            for (int m = 0; m < DQ_ROWS16; m++) {
-                multiply_add(dq[m][n], a[m], b[0], b[1]);
-                multiply_add(dq[m][n + 1], a[m], b[2], b[3]);
+        for (int n = 0; n < DQ_COLS8; n += 2)
+#pragma unroll
+            for (int p = 0; p < PLANES; p++) {
+                unsigned b[4];
+                load_matrix_transposed(b, k_at.at(k, n / 2) + p * K_PLANE);
+#pragma unroll
+                for (int other = 0; other < PLANES - p; other++)
+#pragma unroll
+                    for (int m = 0; m < DQ_ROWS16; m++) {
+                        multiply_add(dq[m][n], a[other][m], b[0], b[1]);
+                        multiply_add(dq[m][n + 1], a[other][m], b[2], b[3]);
+                    }
             }
-        }
     }
     if (FA_DETERMINISTIC)
         wait_for_turn(args, w, at);
@@ -444,12 +472,12 @@ FA_DEVICE void step_part(block_state &state, const fa_args &args, const work &w,
 {
     int   key_row = key_warp() * KEYS16 * 16, query16 = (team_member() + part) * QUERIES8 / 2;
     float s[KEYS16][QUERIES8][4], dp[KEYS16][QUERIES8][4];
-    multiply_rows<FA_HEAD_DIM>(s, {shared + key_row * FA_HEAD_DIM * 2, rows_first_row(), rows_first_half()},
+    multiply_rows<FA_HEAD_DIM, K_PLANE, Q_PLANE>(s, {shared + key_row * FA_HEAD_DIM * 2, rows_first_row(), rows_first_half()},
                                {q + query16 * 16 * FA_HEAD_DIM * 2, halves_first_row(), halves_first_half()});
-    multiply_rows<FA_HEAD_DIM_V>(dp, {shared + V_AT + key_row * FA_HEAD_DIM_V * 2, rows_first_row(), rows_first_half()},
+    multiply_rows<FA_HEAD_DIM_V, V_PLANE, DO_PLANE>(dp, {shared + V_AT + key_row * FA_HEAD_DIM_V * 2, rows_first_row(), rows_first_half()},
                                  {dout + query16 * 16 * FA_HEAD_DIM_V * 2, halves_first_row(), halves_first_half()});
     probabilities<MASKED>(s, dp, args, w, state.at, part, stats);
-    unsigned p_operand[KEYS16][QUERIES8 / 2][4], ds_operand[KEYS16][QUERIES8 / 2][4];
+    operand p_operand, ds_operand;
     pack_operand(p_operand, s);
     pack_operand(ds_operand, dp);
     share_operand(ds, ds_operand, part);
@@ -464,8 +492,8 @@ FA_DEVICE void step_part(block_state &state, const fa_args &args, const work &w,
                                           rows_first_half() + team_member() * COLS8_V);
     lane_addresses<FA_HEAD_DIM>   q_at(q + part * QUERIES8 * 16 * FA_HEAD_DIM, rows_first_row(),
                                        rows_first_half() + team_member() * COLS8);
-    add_product<FA_HEAD_DIM_V, COLS8_V>(state.dv, p_operand, p_at, dout_at);
-    add_product<FA_HEAD_DIM, COLS8>(state.dk, ds_operand, ds_at, q_at);
+    add_product<FA_HEAD_DIM_V, DO_PLANE, COLS8_V>(state.dv, p_operand, p_at, dout_at);
+    add_product<FA_HEAD_DIM, Q_PLANE, COLS8>(state.dk, ds_operand, ds_at, q_at);
 }
 
 template <bool MASKED> FA_DEVICE void step(block_state &state, const fa_args &args, const work &w, unsigned shared)
@@ -527,7 +555,7 @@ FA_DEVICE void store_gradient(float (&acc)[KEYS16][N8][4], float factor, const f
         store_accumulator<FA_F32, KEYS16, N8>(acc, scale, staging, (float *)view.data + offset, view.stride[1],
                                               view.stride[3], rows, cols - col);
     else
-        store_accumulator<FA_DTYPE, KEYS16, N8>(acc, scale, staging, (fa_u16 *)view.data + offset, view.stride[1],
+        store_accumulator<FA_DTYPE, KEYS16, N8>(acc, scale, staging, (fa_element *)view.data + offset, view.stride[1],
                                                 view.stride[3], rows, cols - col);
 }
 
@@ -549,10 +577,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) backward_sm
     if (w.tiles.begin < w.tiles.end && inside(w, state.at)) {
         int     begin = w.keys.begin - w.first_k, end = w.keys.end - w.first_k;
         fa_i64  row = w.seq.kv_row + w.first_k;
-        rows_of k   = {(const fa_u16 *)args.k.data + w.seq.kv_entry * args.k.stride[0] + row * args.k.stride[1] +
+        rows_of k   = {(const fa_element *)args.k.data + w.seq.kv_entry * args.k.stride[0] + row * args.k.stride[1] +
                            w.kv_head * args.k.stride[2],
                        args.k.stride[1]};
-        rows_of v   = {(const fa_u16 *)args.v.data + w.seq.kv_entry * args.v.stride[0] + row * args.v.stride[1] +
+        rows_of v   = {(const fa_element *)args.v.data + w.seq.kv_entry * args.v.stride[0] + row * args.v.stride[1] +
                            w.kv_head * args.v.stride[2],
                        args.v.stride[1]};
         copy_tile<FA_TILE_K, FA_HEAD_DIM>(shared, k, begin, end, args.head_dim, args.k.stride[3]);

@@ -1,5 +1,6 @@
 /*
- * FlashAttention-2 forward (Algorithm 1) by mma.sync, for every GPU from Ampere on; float16 and bfloat16.
+ * FlashAttention-2 forward (Algorithm 1) by mma.sync, for every GPU from Ampere on; float16, bfloat16, and float32 in three
+ * pieces of bfloat16 (ptx_sm80.cuh).
  *
  *              head_dim                 A block owns FA_TILE_Q rows of Q of one head and walks its key tiles from right to
  *           +-----------+               left: first the tiles on the mask's edge, then the clean ones in a loop without any
@@ -22,9 +23,11 @@ constexpr int  DIM16  = FA_HEAD_DIM / 16;
 constexpr int  COLS8  = FA_HEAD_DIM_V / 8;
 constexpr bool Q_STAYS = FA_VARIANT & 1;
 
-constexpr int Q_BYTES = FA_TILE_Q * 2 * (FA_HEAD_DIM > FA_HEAD_DIM_V ? FA_HEAD_DIM : FA_HEAD_DIM_V); /* O leaves through it */
-constexpr int K_BYTES = FA_TILE_K * 2 * FA_HEAD_DIM;
-constexpr int V_BYTES = FA_TILE_K * 2 * FA_HEAD_DIM_V;
+constexpr int Q_BYTES = PLANES * FA_TILE_Q * 2 * (FA_HEAD_DIM > FA_HEAD_DIM_V ? FA_HEAD_DIM : FA_HEAD_DIM_V); /* O leaves through it */
+constexpr int Q_PLANE = FA_TILE_Q * 2 * FA_HEAD_DIM;
+constexpr int K_PLANE = FA_TILE_K * 2 * FA_HEAD_DIM, K_BYTES = PLANES * K_PLANE;
+constexpr int V_PLANE = FA_TILE_K * 2 * FA_HEAD_DIM_V, V_BYTES = PLANES * V_PLANE;
+static_assert(PLANES == 1 || !Q_STAYS, "three planes of Q do not fit into registers");
 
 extern "C" __constant__ int fa_shared_bytes = Q_BYTES + FA_STAGES * (K_BYTES + V_BYTES);
 
@@ -32,8 +35,8 @@ using q_fragments = unsigned[ROWS16][DIM16][4];
 
 /* K or V as a block sees it. */
 struct kv_source {
-    const fa_u16 *data;  /* the head's row 0 of this sequence; paged: of page 0 */
-    const int    *pages; /* this sequence's */
+    const fa_element *data; /* the head's row 0 of this sequence; paged: of page 0 */
+    const int        *pages; /* this sequence's */
 };
 
 /* What a block works on. */
@@ -51,7 +54,7 @@ struct work {
 
 FA_DEVICE kv_source kv_source_of(const fa_args &args, const fa_view &view, const work &w)
 {
-    const fa_u16 *data = (const fa_u16 *)view.data + w.kv_head * view.stride[2];
+    const fa_element *data = (const fa_element *)view.data + w.kv_head * view.stride[2];
     if (FA_HAS_PAGED)
         return {data, args.page_table + w.b * args.page_row_stride};
     return {data + w.seq.kv_entry * view.stride[0] + w.seq.kv_row * view.stride[1], nullptr};
@@ -149,25 +152,32 @@ FA_DEVICE void scores_of_tile(float (&s)[ROWS16][KEYS8][4], const lane_addresses
     clear(s);
 #pragma unroll
     for (int d = 0; d < DIM16; d++) {
-        unsigned q[ROWS16][4];
+        unsigned q[PLANES][ROWS16][4];
 #pragma unroll
         for (int m = 0; m < ROWS16; m++)
             if constexpr (Q_STAYS) {
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                    q[m][e] = q_kept[m][d][e];
-            } else
-                load_matrix(q[m], q_at.at(m, d));
+                    q[0][m][e] = q_kept[m][d][e];
+            } else {
 #pragma unroll
-        for (int n = 0; n < KEYS8; n += 2) {
-            unsigned k[4];
-            load_matrix(k, k_at.at(n / 2, d));
-#pragma unroll
-            for (int m = 0; m < ROWS16; m++) {
-                multiply_add(s[m][n], q[m], k[0], k[1]);
-                multiply_add(s[m][n + 1], q[m], k[2], k[3]);
+                for (int p = 0; p < PLANES; p++)
+                    load_matrix(q[p][m], q_at.at(m, d) + p * Q_PLANE);
             }
-        }
+#pragma unroll
+        for (int n = 0; n < KEYS8; n += 2)
+#pragma unroll
+            for (int p = 0; p < PLANES; p++) {
+                unsigned k[4];
+                load_matrix(k, k_at.at(n / 2, d) + p * K_PLANE);
+#pragma unroll
+                for (int other = 0; other < PLANES - p; other++)
+#pragma unroll
+                    for (int m = 0; m < ROWS16; m++) {
+                        multiply_add(s[m][n], q[other][m], k[0], k[1]);
+                        multiply_add(s[m][n + 1], q[other][m], k[2], k[3]);
+                    }
+            }
     }
 }
 
@@ -177,24 +187,31 @@ FA_DEVICE void add_values(float (&o)[ROWS16][COLS8][4], const float (&p)[ROWS16]
 {
 #pragma unroll
     for (int j = 0; j < KEYS8 / 2; j++) {
-        unsigned a[ROWS16][4];
+        unsigned a[ROWS16][PLANES][4];
 #pragma unroll
-        for (int m = 0; m < ROWS16; m++) {
-            a[m][0] = pack<FA_DTYPE>(p[m][2 * j][0], p[m][2 * j][1]);
-            a[m][1] = pack<FA_DTYPE>(p[m][2 * j][2], p[m][2 * j][3]);
-            a[m][2] = pack<FA_DTYPE>(p[m][2 * j + 1][0], p[m][2 * j + 1][1]);
-            a[m][3] = pack<FA_DTYPE>(p[m][2 * j + 1][2], p[m][2 * j + 1][3]);
-        }
+        for (int m = 0; m < ROWS16; m++)
 #pragma unroll
-        for (int n = 0; n < COLS8; n += 2) {
-            unsigned v[4];
-            load_matrix_transposed(v, v_at.at(j, n / 2));
+            for (int e = 0; e < 4; e++) {
+                unsigned plane[PLANES];
+                pack_planes(plane, p[m][2 * j + e / 2][e % 2 * 2], p[m][2 * j + e / 2][e % 2 * 2 + 1]);
 #pragma unroll
-            for (int m = 0; m < ROWS16; m++) {
-                multiply_add(o[m][n], a[m], v[0], v[1]);
-                multiply_add(o[m][n + 1], a[m], v[2], v[3]);
+                for (int i = 0; i < PLANES; i++)
+                    a[m][i][e] = plane[i];
             }
-        }
+#pragma unroll
+        for (int n = 0; n < COLS8; n += 2)
+#pragma unroll
+            for (int i = 0; i < PLANES; i++) {
+                unsigned v[4];
+                load_matrix_transposed(v, v_at.at(j, n / 2) + i * V_PLANE);
+#pragma unroll
+                for (int other = 0; other < PLANES - i; other++)
+#pragma unroll
+                    for (int m = 0; m < ROWS16; m++) {
+                        multiply_add(o[m][n], a[m][other], v[0], v[1]);
+                        multiply_add(o[m][n + 1], a[m][other], v[2], v[3]);
+                    }
+            }
     }
 }
 
@@ -389,7 +406,7 @@ FA_DEVICE void step(block_state &state, const fa_args &args, const work &w, cons
 /* All key tiles, right to left (lines 6-11). */
 FA_DEVICE void walk_tiles(block_state &state, const fa_args &args, const work &w, unsigned shared)
 {
-    rows_of q = {(const fa_u16 *)args.q.data + w.seq.q_entry * args.q.stride[0] +
+    rows_of q = {(const fa_element *)args.q.data + w.seq.q_entry * args.q.stride[0] +
                      (fa_i64)(w.seq.q_row + w.first_q) * args.q.stride[1] + w.head * args.q.stride[2],
                  args.q.stride[1]};
     copy_tile<FA_TILE_Q, FA_HEAD_DIM>(shared, q, 0, w.queries.end - w.queries.begin, args.head_dim, args.q.stride[3]);

@@ -11,6 +11,19 @@
 
 typedef unsigned short fa_u16;
 
+/*
+ * What the tensor cores multiply. float32 is cut into three bfloat16, 8 bits of it each: a product is then the sum of the
+ * six products of pieces that matter, exact but for 2^-24 or so, in the accumulators' float32. A tile of float32 is three
+ * tiles of bfloat16, the planes, one behind the other.
+ */
+#if FA_DTYPE == FA_F32
+typedef float fa_element;
+#else
+typedef fa_u16 fa_element;
+#endif
+constexpr int OPERAND = FA_DTYPE == FA_F32 ? FA_BF16 : FA_DTYPE;
+constexpr int PLANES  = FA_DTYPE == FA_F32 ? 3 : 1;
+
 #define FA_LOG2E 1.4426950408889634f
 #define FA_LN2 0.6931471805599453f
 
@@ -118,7 +131,7 @@ FA_DEVICE void load_matrix_transposed(unsigned (&r)[4], unsigned from)
  * (g + 8, 2t + 1). */
 FA_DEVICE void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
 {
-#if FA_DTYPE == FA_BF16
+#if FA_DTYPE != FA_F16
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -194,6 +207,20 @@ template <int DTYPE> FA_DEVICE float2 unpack(unsigned packed)
         return make_float2(float_of_f16((fa_u16)packed), float_of_f16((fa_u16)(packed >> 16)));
 }
 
+/* Two neighbours as operands, a register a plane. */
+FA_DEVICE void pack_planes(unsigned (&plane)[PLANES], float low, float high)
+{
+#pragma unroll
+    for (int p = 0; p < PLANES; p++) {
+        plane[p] = pack<OPERAND>(low, high);
+        if (p + 1 < PLANES) {
+            float2 kept = unpack<OPERAND>(plane[p]);
+            low -= kept.x;
+            high -= kept.y;
+        }
+    }
+}
+
 /* An element of any dtype; index in elements. */
 FA_DEVICE float load_element(const void *data, fa_i64 index, int dtype)
 {
@@ -214,7 +241,7 @@ FA_DEVICE void store_element(void *data, fa_i64 index, int dtype, float value)
 /* A 16-bit pair is Inf or NaN somewhere: acc turns NaN in that half and stays so. Start with 0. */
 FA_DEVICE void note_nonfinite(unsigned &acc, unsigned pair)
 {
-#if FA_DTYPE == FA_BF16
+#if FA_DTYPE != FA_F16
     asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(acc) : "r"(pair), "r"(0u));
 #else
     asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(acc) : "r"(pair), "r"(0u));

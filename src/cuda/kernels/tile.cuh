@@ -76,23 +76,23 @@ FA_DEVICE int halves_first_half() { return (threadIdx.x >> 3) & 1; }
 
 /* A plain strided source: row r starts at first + r * stride elements. */
 struct rows_of {
-    const fa_u16 *first;
-    fa_i64        stride;
+    const fa_element *first;
+    fa_i64            stride;
 
     static constexpr bool PLAIN = true;
-    __device__ __forceinline__ const fa_u16 *row(int r) const { return first + r * stride; }
+    __device__ __forceinline__ const fa_element *row(int r) const { return first + r * stride; }
 };
 
 /* Keys through a page table: row r of a tile is key `key + r`. A page id or key out of bounds reads row 0 of page 0,
  * which the caller has declared invalid. */
 struct rows_of_pages {
-    const fa_u16 *data; /* page 0, row 0, this head */
-    const int    *pages;
-    fa_i64        page_stride, stride;
-    int           key, page_size, num_pages, num_keys;
+    const fa_element *data; /* page 0, row 0, this head */
+    const int        *pages;
+    fa_i64            page_stride, stride;
+    int               key, page_size, num_pages, num_keys;
 
     static constexpr bool PLAIN = false;
-    __device__ __forceinline__ const fa_u16 *row(int r) const
+    __device__ __forceinline__ const fa_element *row(int r) const
     {
         int j = key + r;
         if ((unsigned)j >= (unsigned)num_keys)
@@ -101,6 +101,18 @@ struct rows_of_pages {
         return (unsigned)page < (unsigned)num_pages ? data + page * page_stride + (j % page_size) * stride : data;
     }
 };
+
+/* Eight elements to a chunk, or to the same chunk of each plane. */
+FA_DEVICE void store_chunk(unsigned at, int plane_bytes, const float (&e)[8])
+{
+    unsigned word[4][PLANES];
+#pragma unroll
+    for (int w = 0; w < 4; w++)
+        pack_planes(word[w], e[2 * w], e[2 * w + 1]);
+#pragma unroll
+    for (int p = 0; p < PLANES; p++)
+        shared_store(at + p * plane_bytes, make_uint4(word[0][p], word[1][p], word[2][p], word[3][p]));
+}
 
 /*
  * All threads copy rows [0, ROWS) of `source` to a tile. Rows outside [begin, end) and columns from `cols` on are zeros,
@@ -114,7 +126,7 @@ FA_DEVICE void copy_tile(unsigned to, const SOURCE &source, int begin, int end, 
     constexpr int LANES        = layout::GROUP; /* threads that copy one row side by side */
     constexpr int ROWS_AT_ONCE = THREADS / LANES;
     int           lane = threadIdx.x % LANES, first_row = threadIdx.x / LANES;
-    const fa_u16 *from = source.row(first_row); /* moved on by a step, so that no row keeps an address in registers */
+    const fa_element *from = source.row(first_row); /* moved on by a step, so that no row keeps an address in registers */
 #pragma unroll
     for (int r = 0; r < ROWS; r += ROWS_AT_ONCE) {
         int row = first_row + r;
@@ -129,14 +141,14 @@ FA_DEVICE void copy_tile(unsigned to, const SOURCE &source, int begin, int end, 
         for (int group = 0; group < layout::CHUNKS; group += LANES) {
             int      chunk = group + lane;
             unsigned at    = to + layout::offset(row, chunk);
-            if constexpr (FA_ALIGNED) {
+            if constexpr (FA_ALIGNED && PLANES == 1) {
                 copy_async(at, from + chunk * 8, valid && (FA_EVEN_D || chunk * 8 < cols));
             } else {
-                fa_u16 e[8];
+                float e[8];
 #pragma unroll
                 for (int c = 0; c < 8; c++)
-                    e[c] = valid && chunk * 8 + c < cols ? from[(chunk * 8 + c) * inner_stride] : (fa_u16)0;
-                shared_store(at, make_uint4(e[0] | e[1] << 16, e[2] | e[3] << 16, e[4] | e[5] << 16, e[6] | e[7] << 16));
+                    e[c] = valid && chunk * 8 + c < cols ? load_element(from, (chunk * 8 + c) * inner_stride, FA_DTYPE) : 0.0f;
+                store_chunk(at, ROWS * layout::ROW_BYTES, e);
             }
         }
     }
@@ -153,15 +165,13 @@ FA_DEVICE void convert_tile(unsigned to, const float *from, fa_i64 stride, fa_i6
 #pragma unroll
             for (int c = 0; c < 8; c++)
                 e[c] = row < end && chunk * 8 + c < cols ? from[row * stride + (chunk * 8 + c) * inner_stride] : 0.0f;
-            shared_store(to + layout::offset(row, chunk),
-                         make_uint4(pack<FA_DTYPE>(e[0], e[1]), pack<FA_DTYPE>(e[2], e[3]), pack<FA_DTYPE>(e[4], e[5]),
-                                    pack<FA_DTYPE>(e[6], e[7])));
+            store_chunk(to + layout::offset(row, chunk), ROWS * layout::ROW_BYTES, e);
         }
 }
 
 /* Looks through the chunks that this thread copied by copy_tile (its own copies are visible to it after copy_wait); Inf
  * and NaN become zeros in the tile. True if there were any. */
-template <int ROWS, int COLS> FA_DEVICE bool clear_nonfinite(unsigned tile_at)
+template <int ROWS, int COLS> FA_DEVICE bool clear_nonfinite_plane(unsigned tile_at)
 {
     using layout               = tile<COLS>;
     constexpr int LANES        = layout::GROUP;
@@ -189,7 +199,7 @@ template <int ROWS, int COLS> FA_DEVICE bool clear_nonfinite(unsigned tile_at)
                 unsigned word[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
                 for (int w = 0; w < 4; w++) {
-                    float2 e = unpack<FA_DTYPE>(word[w]);
+                    float2 e = unpack<OPERAND>(word[w]);
                     word[w] &= (finite(e.x) ? 0xFFFFu : 0u) | (finite(e.y) ? 0xFFFF0000u : 0u);
                 }
                 shared_store(at, make_uint4(word[0], word[1], word[2], word[3]));
@@ -197,19 +207,27 @@ template <int ROWS, int COLS> FA_DEVICE bool clear_nonfinite(unsigned tile_at)
     return true;
 }
 
-/* This thread's own copies of a tile, times a factor. Rare. */
+template <int ROWS, int COLS> FA_DEVICE bool clear_nonfinite(unsigned tile_at)
+{
+    bool found = false;
+    for (int p = 0; p < PLANES; p++)
+        found |= clear_nonfinite_plane<ROWS, COLS>(tile_at + p * ROWS * COLS * 2);
+    return found;
+}
+
+/* This thread's own copies of a tile, times a factor that is a power of two or 0. Rare. */
 template <int ROWS, int COLS> FA_DEVICE void multiply_tile(unsigned tile_at, float factor)
 {
     using layout = tile<COLS>;
-    for (int row = threadIdx.x / layout::GROUP; row < ROWS; row += THREADS / layout::GROUP)
+    for (int row = threadIdx.x / layout::GROUP; row < ROWS * PLANES; row += THREADS / layout::GROUP)
         for (int chunk = threadIdx.x % layout::GROUP; chunk < layout::CHUNKS; chunk += layout::GROUP) {
             unsigned at      = tile_at + layout::offset(row, chunk);
             uint4    v       = shared_load_16(at);
             unsigned word[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
             for (int w = 0; w < 4; w++) {
-                float2 e = unpack<FA_DTYPE>(word[w]);
-                word[w]  = pack<FA_DTYPE>(e.x * factor, e.y * factor);
+                float2 e = unpack<OPERAND>(word[w]);
+                word[w]  = pack<OPERAND>(e.x * factor, e.y * factor);
             }
             shared_store(at, make_uint4(word[0], word[1], word[2], word[3]));
         }
