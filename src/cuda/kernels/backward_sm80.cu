@@ -304,6 +304,8 @@ FA_DEVICE void probabilities(float (&s)[KEYS16][QUERIES8][4], float (&dp)[KEYS16
                     float  lse_log2 = (e ? lse.y : lse.x) * FA_LOG2E, row = e ? delta.y : delta.x, capped = 0.0f;
                     if constexpr (MODIFIED)
                         p = exp2_fast(modified_score(args, terms, w.seq, p, i, j, capped) - lse_log2);
+                    else if constexpr (FA_DTYPE == FA_F32) /* the difference first: a large LSE in log2 would be rounded */
+                        p = exp2_fast((p * args.scale - (e ? lse.y : lse.x)) * FA_LOG2E);
                     else
                         p = exp2_fast(p * args.scale_log2 - lse_log2);
                     bool visible = true;

@@ -3,8 +3,8 @@
  *
  * A row of COLS elements is COLS / 8 chunks of 16 bytes. ldmatrix reads the same chunk of eight neighbouring rows at
  * once, so chunks are exchanged within groups by the row's number (an XOR), and no two of the eight share a bank:
- *     COLS % 64 == 0: groups of 8 chunks, by row % 8;    else: groups of 4, by row / 2 % 4 (an odd row starts 64 bytes
- *     further round the banks already).
+ *     COLS % 64 == 0: groups of 8 chunks, by row % 8;    COLS % 32 == 0: groups of 4, by row / 2 % 4 (an odd row starts 64
+ *     bytes further round the banks already);    else groups of 2, by row / 4 % 2.
  */
 #ifndef FA_TILE_CUH
 #define FA_TILE_CUH
@@ -16,10 +16,14 @@ constexpr int THREADS = 32 * FA_WARPS;
 template <int COLS> struct tile {
     static constexpr int CHUNKS    = COLS / 8;
     static constexpr int ROW_BYTES = COLS * 2;
-    static constexpr int GROUP     = COLS % 64 == 0 ? 8 : 4; /* chunks that change places among themselves */
+    static constexpr int GROUP     = COLS % 64 == 0 ? 8 : COLS % 32 == 0 ? 4 : 2; /* chunks that change places */
     static constexpr int PHASES    = GROUP / 2;
+    static_assert(COLS % 16 == 0, "a row is a whole number of groups");
 
-    static __device__ __forceinline__ unsigned turn(int row) { return GROUP == 8 ? row & 7 : (row >> 1) & 3; }
+    static __device__ __forceinline__ unsigned turn(int row)
+    {
+        return GROUP == 8 ? row & 7 : GROUP == 4 ? (row >> 1) & 3 : (row >> 2) & 1;
+    }
 
     /* Bytes from the tile's start to chunk `chunk` of row `row`. */
     static __device__ __forceinline__ unsigned offset(int row, int chunk)
