@@ -68,23 +68,8 @@ static fa_key wanted_key(const fa_call *call, int arch)
     return key;
 }
 
-/* The next power of two from 32 on. */
-static int rounded_head_dim(int head_dim)
+static void use_row(fa_key *key, const fa_tune_row *row)
 {
-    int rounded = 32;
-    while (rounded < head_dim)
-        rounded *= 2;
-    return rounded;
-}
-
-static void use_row(fa_key *key, const fa_tune_row *row, const fa_call *call)
-{
-    /* Warps of the backward share a tile's columns in equal parts, which must be whole groups of the tile's swizzle. */
-    if (call->pass == FLASH_ATTN_BACKWARD) {
-        key->head_dim   = rounded_head_dim(key->head_dim);
-        key->head_dim_v = rounded_head_dim(key->head_dim_v);
-        key->even_d     = key->head_dim == call->head_dim && key->head_dim_v == call->head_dim_v;
-    }
     key->kernel     = (int)row->kernel;
     key->tile_q     = row->tile_q;
     key->tile_k     = row->tile_k;
@@ -335,7 +320,7 @@ flash_attn_status fa_plan_make(const fa_call *call, int arch, const char *name, 
     memset(plan, 0, sizeof *plan);
     fa_key key = wanted_key(call, arch);
     FA_TRY(fa_tune_choose(call, &key, name, &plan->row));
-    use_row(&key, plan->row, call);
+    use_row(&key, plan->row);
     fill_tensors(call, &plan->args);
     fill_sizes(call, plan->row, &plan->args);
     fill_dbias(&plan->args);
