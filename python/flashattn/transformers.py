@@ -11,6 +11,7 @@ also registers a mask function of the same name: without one, transformers drops
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
+from transformers.utils.import_utils import is_tracing
 
 from . import _native
 from .sdpa import bias_of
@@ -30,6 +31,9 @@ def attention_forward(module, query, key, value, attention_mask, dropout=0.0, sc
     rows, keys = query.shape[2], key.shape[2]
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    lengths = _lengths_of(attention_mask) if position_bias is None and attention_mask is not None else None
+    if lengths is not None:
+        attention_mask, is_causal = None, False
     causal = bool(is_causal) and rows > 1 and attention_mask is None
     if causal and keys > rows:  # prefill of a static cache: keys from `rows` on are not written yet
         key, value = key[:, :, :rows], value[:, :, :rows]
@@ -41,8 +45,22 @@ def attention_forward(module, query, key, value, attention_mask, dropout=0.0, sc
         bias = bias.to(query.dtype)
     sinks = s_aux if s_aux is None or s_aux.dtype == torch.float32 else s_aux.to(query.dtype)
     out, _, _ = attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), bias=bias, sinks=sinks,
-                          scale=scaling, causal=causal, softcap=softcap or 0.0, dropout_p=dropout, want_lse=False)
+                          seqused_k=lengths, scale=scaling, causal=causal, softcap=softcap or 0.0, dropout_p=dropout,
+                          want_lse=False)
     return out, None
+
+
+def _note_lengths(mask, padding):
+    """Remember on a mask that all it says is how long each sequence is: what is padded is then not computed at all."""
+    lengths = padding.sum(1, dtype=torch.int32)
+    if torch.equal(torch.arange(padding.shape[1], device=padding.device) < lengths.unsqueeze(1), padding):
+        mask.flashattn_lengths = lengths, mask._version
+
+
+def _lengths_of(mask):
+    """The lengths noted on this very mask, int32 [batch]; None if there are none or the mask was written to since."""
+    lengths, version = getattr(mask, "flashattn_lengths", (None, None))
+    return lengths if lengths is not None and version == mask._version else None
 
 
 def attention_mask(*args, dtype=torch.float32, mask_function=None, **kwargs):
@@ -57,8 +75,19 @@ def attention_mask(*args, dtype=torch.float32, mask_function=None, **kwargs):
     sees = sdpa_mask(*args, **kwargs)
     if sees is None:
         return None
+    if torch.is_inference_mode_enabled():  # whose tensors have no version to tell a later write by
+        with torch.inference_mode(False):
+            return _added(sees, dtype, rows, one_row)
+    return _added(sees, dtype, rows, one_row)
+
+
+def _added(sees, dtype, rows, one_row):
     bias = torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill_(~sees, float("-inf"))
-    return bias.expand(-1, -1, rows, -1) if one_row else bias
+    if one_row:
+        bias = bias.expand(-1, -1, rows, -1)
+        if not is_tracing(bias):
+            _note_lengths(bias, sees[:, 0, 0])
+    return bias
 
 
 def register(name="fattn"):

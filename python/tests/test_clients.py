@@ -31,6 +31,44 @@ def test_minilm_embeddings_are_pytorchs(dtype, tolerance):
 
 
 @needs_transformers
+@pytest.mark.parametrize("padding", ["right", "left", "holes", "none"])
+def test_wherever_the_padding_is(padding):
+    _, theirs = clients.minilm("eager")
+    _, ours = clients.minilm("fattn")
+    ids = torch.randint(1000, 20000, (3, 21), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    if padding == "right":
+        mask[0, 9:], mask[2, 20:] = 0, 0
+    elif padding == "left":
+        mask[0, :9], mask[1, :1] = 0, 0
+    elif padding == "holes":
+        mask[0, 4:7], mask[1, 0], mask[2, 15:] = 0, 0, 0
+    assert (clients.embed(theirs, ids, mask) - clients.embed(ours, ids, mask)).abs().max() < 2e-6
+    with torch.inference_mode():  # as sentence_transformers runs
+        assert (clients.embed(theirs, ids, mask) - clients.embed(ours, ids, mask)).abs().max() < 2e-6
+
+
+@needs_transformers
+def test_a_mask_that_was_written_to_is_read_again():
+    from flashattn.transformers import attention_forward, attention_mask
+    from transformers.masking_utils import bidirectional_mask_function
+
+    padding = torch.tensor([[True] * 5 + [False] * 3])
+    mask = attention_mask(batch_size=1, q_length=8, kv_length=8, mask_function=bidirectional_mask_function,
+                          attention_mask=padding).clone()
+    noted = attention_mask(batch_size=1, q_length=8, kv_length=8, mask_function=bidirectional_mask_function,
+                           attention_mask=padding)
+    assert flashattn.transformers._lengths_of(noted).tolist() == [5] and flashattn.transformers._lengths_of(mask) is None
+    q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    run = lambda mask: attention_forward(torch.nn.Identity(), q, k, v, mask)[0]
+    assert torch.allclose(run(mask), run(noted), atol=1e-6)
+    before = run(noted)
+    mask[..., 2] = noted[..., :1, 2] = float("-inf")
+    assert torch.allclose(run(mask), run(noted), atol=1e-6)
+    assert not torch.allclose(run(noted), before, atol=1e-3)
+
+
+@needs_transformers
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_a_llama_writes_the_same_tokens(cache):
     theirs, ours = clients.llama("eager"), clients.llama("fattn")
