@@ -61,7 +61,7 @@ const fa_tune_row fa_tune_rows[] = {
     {86, 89, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 2, 1, 1, 1, 512, "81 KB of shared memory"},
     {90, 119, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 4, 1, 1, 1, 128, "114 KB of shared memory; two warps share 16 keys"},
     {120, 129, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 2, 1, 1, 1, 512, "81 KB of shared memory"},
-    {80, 80, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 2, 1, 1, 1, 2048,
+    {80, 80, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 2, 1, 1, 1, 4096,
      "153 KB of shared memory; spills at head_dim 256, where nothing smaller divides the work"},
     {90, 119, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 4, 1, 1, 1, 512, "210 KB of shared memory"},
 };
