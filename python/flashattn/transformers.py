@@ -59,6 +59,8 @@ def _note_lengths(mask, padding):
 
 def _lengths_of(mask):
     """The lengths noted on this very mask, int32 [batch]; None if there are none or the mask was written to since."""
+    if torch.compiler.is_compiling():
+        return None
     lengths, version = getattr(mask, "flashattn_lengths", (None, None))
     return lengths if lengths is not None and version == mask._version else None
 
@@ -75,7 +77,7 @@ def attention_mask(*args, dtype=torch.float32, mask_function=None, **kwargs):
     sees = sdpa_mask(*args, **kwargs)
     if sees is None:
         return None
-    if torch.is_inference_mode_enabled():  # whose tensors have no version to tell a later write by
+    if not is_tracing(sees) and torch.is_inference_mode_enabled():  # whose tensors have no version to tell a later write by
         with torch.inference_mode(False):
             return _added(sees, dtype, rows, one_row)
     return _added(sees, dtype, rows, one_row)

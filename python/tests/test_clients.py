@@ -49,6 +49,21 @@ def test_wherever_the_padding_is(padding):
 
 
 @needs_transformers
+def test_a_compiled_model_is_the_model():
+    torch._dynamo.reset()
+    _, model = clients.minilm("fattn")
+    ids = torch.randint(1000, 20000, (3, 21), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[0, 9:] = 0
+    compiled = torch.compile(model, backend="aot_eager")
+    assert (clients.embed(compiled, ids, mask) - clients.embed(model, ids, mask)).abs().max() < 2e-6
+    llama = clients.llama("fattn")
+    with torch.no_grad():
+        compiled = torch.compile(llama, backend="aot_eager", fullgraph=True)
+        assert (compiled(ids % 211).logits - llama(ids % 211).logits).abs().max() < 1e-3
+
+
+@needs_transformers
 def test_a_mask_that_was_written_to_is_read_again():
     from flashattn.transformers import attention_forward, attention_mask
     from transformers.masking_utils import bidirectional_mask_function
