@@ -4,10 +4,10 @@
  * The work is a sequence of steps, 16 queries by 32 keys each. In program order, instruction by instruction, a step
  * interleaves three stages that do not depend on each other:
  *
- *     scores       S of two steps ahead      tiles 4, 5      stored to a ring of three S buffers (one step late, so
- * that the store finds its data ready) softmax      P of this step            vectors         S ring -> P, bfloat16
- * pairs, one kilobyte a step values       O += P V, 16 x 64 of O    tiles 0 to 3    of the group before; a group is 16
- * queries by `group_keys`
+ *   - scores, tiles 4 and 5: S of two steps ahead. It goes to a ring of three buffers one step late, so that the store
+ *     finds its data ready.
+ *   - softmax, vectors: P of this step from the ring, as pairs of bfloat16, one kilobyte a step.
+ *   - values, tiles 0 to 3: O += P V, 16 x 64 of O, for the group before. A group is 16 queries by `group_keys` steps.
  *
  * A group's keys stay in the first-level cache while all 16-row groups of the tile use them; O is loaded and stored
  * once a group. Vector ports are the bound: with tiles at work there is one port for FMA-like operations and both for
@@ -35,7 +35,7 @@ typedef struct row_state {
     float *sum_to;
 } row_state;
 
-/* Rows `row` and `row + 1` of a step. s: two tiles of 16 keys side by side. */
+/* Row `row` of a step. s: two tiles of 16 keys side by side. */
 FA_AMX_INLINE __m512i softmax_row(int row, const float *s, uint16_t *p, const row_state *state, const constants *k,
                                   __m512i check)
 {
