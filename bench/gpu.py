@@ -1,0 +1,197 @@
+#!/usr/bin/env python3
+"""Time flashattn and its peers on one GPU over the FlashAttention papers' grid, in one run, and check every answer.
+
+    make && python3 bench/gpu.py [--json FILE] [--head-dims 64,128,256] [--seqlens 512,...,16384] [--quick] [--math]
+
+bfloat16, hidden dimension 2048, 16384 tokens, no mask and causal, forward and backward. Peers: PyTorch's SDPA backends (math:
+standard attention; efficient; flash, which is FlashAttention-2; cuDNN). TFLOP/s count 4 s^2 d h b, half when causal, 2.5
+times for the backward. Each answer is compared with float64 on one head first; a wrong one is shown as WRONG and makes the exit
+status 1. Every time is the median of several groups of launches between two events; ours and the peers take turns.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+os.environ.setdefault("FLASHATTN_LIBRARY", str(ROOT / "build" / "libflashattn.so"))
+sys.path.insert(0, str(ROOT / "python"))
+
+import torch  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
+
+from flashattn import FlashAttnError, _call  # noqa: E402
+
+TOKENS, HIDDEN = 16384, 2048
+PEERS = {"math": SDPBackend.MATH, "efficient": SDPBackend.EFFICIENT_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
+         "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+class Cell:
+    """One problem: inputs [batch, seqlen, heads, d] and what is expected of head 0 of batch 0."""
+
+    def __init__(self, d, seqlen, causal):
+        self.d, self.seqlen, self.causal = d, seqlen, causal
+        self.batch, self.heads = TOKENS // seqlen, HIDDEN // d
+        shape = (self.batch, seqlen, self.heads, d)
+        self.q, self.k, self.v, self.dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+        q, k, v = (t[0, :, 0].double().requires_grad_() for t in (self.q, self.k, self.v))
+        scores = q @ k.T * d**-0.5
+        if causal:
+            scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(1), float("-inf"))
+        out = torch.softmax(scores, -1) @ v
+        self.truth = [out.detach(), *torch.autograd.grad(out, (q, k, v), self.dout[0, :, 0].double())]
+
+    def flops(self, backward):
+        full = 4 * self.seqlen**2 * self.d * self.heads * self.batch * (2.5 if backward else 1)
+        return full / 2 if self.causal else full
+
+    def wrong(self, results, first):
+        """The largest relative L2 error, or None if all is well. results are [b, s, h, d]."""
+        worst = 0.0
+        for got, expected in zip(results, self.truth[first:]):
+            error = (got[0, :, 0].double() - expected).norm() / expected.norm()
+            worst = max(worst, error.item()) if error == error else float("nan")
+        return None if worst <= 1e-2 else worst
+
+
+def ours(cell):
+    """(forward, backward): each runs once and returns its results."""
+    q, k, v = cell.q, cell.k, cell.v
+    call = _call.Call(q, k, v, causal=cell.causal)
+    out = torch.full_like(q, float("nan"))
+    grads = [torch.full_like(q, float("nan")) for _ in range(3)]
+    _, lse = call.forward(out)
+
+    def forward():
+        _call.check(_call.lib.flash_attn_forward(None, call.address, call._exec()))
+        return [out]
+
+    def backward():
+        call.backward(cell.dout, out, lse, *grads)
+        return grads
+
+    return forward, backward
+
+
+def peer(cell, backend):
+    leaves = [t.detach().requires_grad_() for t in (cell.q, cell.k, cell.v)]
+    q, k, v = (t.transpose(1, 2) for t in leaves)
+    with sdpa_kernel(backend):
+        out = scaled_dot_product_attention(q, k, v, is_causal=cell.causal)
+    dout = cell.dout.transpose(1, 2)
+
+    def forward():
+        with sdpa_kernel(backend), torch.no_grad():
+            return [scaled_dot_product_attention(q, k, v, is_causal=cell.causal).transpose(1, 2)]
+
+    def backward():
+        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    return forward, backward
+
+
+def milliseconds(run, launches):
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(launches):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / launches
+
+
+def time_by_turns(runs, groups):
+    """Median milliseconds of each run; about 20 ms of launches a group."""
+    launches = {name: max(1, min(50, int(20 / max(milliseconds(run, 2), 1e-3)))) for name, run in runs.items()}
+    times = {name: [] for name in runs}
+    for _ in range(groups):
+        for name, run in runs.items():
+            times[name].append(milliseconds(run, launches[name]))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def bench_cell(cell, backward, names, groups):
+    """{name: TFLOP/s, "WRONG ..." or None where it has no kernel}"""
+    runs, row = {}, {}
+    for name in names:
+        try:
+            run = (ours(cell) if name == "ours" else peer(cell, PEERS[name]))[backward]
+            error = cell.wrong(run(), 1 if backward else 0)
+            row[name] = None if error is None else f"WRONG {error:.1e}"
+            if error is None:
+                runs[name] = run
+        except (RuntimeError, FlashAttnError) as problem:
+            row[name] = None
+            if name == "ours":
+                print(f"  ours: {problem}")
+    for name, ms in time_by_turns(runs, groups).items():
+        row[name] = cell.flops(backward) / ms / 1e9
+    return row
+
+
+def state_of_card():
+    query = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
+    try:
+        return subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True,
+                              text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return torch.cuda.get_device_name()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head-dims", default="64,128,256")
+    parser.add_argument("--seqlens", default="512,1024,2048,4096,8192,16384")
+    parser.add_argument("--groups", type=int, default=7, help="timed groups of launches")
+    parser.add_argument("--math", action="store_true", help="standard attention too, up to 2048 keys")
+    parser.add_argument("--quick", action="store_true", help="three lengths, three groups")
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("skipped: no CUDA device")
+        return 0
+    seqlens = [512, 2048, 8192] if options.quick else [int(s) for s in options.seqlens.split(",")]
+    groups = 3 if options.quick else options.groups
+    torch.manual_seed(0)
+    print(f"before: {state_of_card()}; PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
+    names = ["ours", *(["math"] if options.math else []), "efficient", "flash", "cudnn"]
+    header = f"{'pass':8} {'d':>3} {'causal':6} {'s':>5} | " + " ".join(f"{n:>9}" for n in names) + " | /flash  /best"
+    print(header, "-" * len(header), sep="\n")
+    rows, ratios, wrong = [], [], 0
+    for d in map(int, options.head_dims.split(",")):
+        for causal in (False, True):
+            for seqlen in seqlens:
+                cell = Cell(d, seqlen, causal)
+                for backward in (False, True):
+                    used = [n for n in names if n != "math" or seqlen <= 2048]
+                    row = bench_cell(cell, backward, used, groups)
+                    speeds = {n: x for n, x in row.items() if isinstance(x, float)}
+                    best = max((x for n, x in speeds.items() if n != "ours"), default=None)
+                    over = [speeds["ours"] / x if "ours" in speeds and x else None for x in (speeds.get("flash"), best)]
+                    if over[0]:
+                        ratios.append(over[0])
+                    wrong += sum(isinstance(x, str) for x in row.values())
+                    shown = [f"{x:9.1f}" if isinstance(x, float) else f"{x or '-':>9}" for x in (row.get(n) for n in names)]
+                    print(f"{'backward' if backward else 'forward':8} {d:3} {str(causal):6} {seqlen:5} | " + " ".join(shown) +
+                          " | " + "  ".join(f"{x:5.2f}" if x else "    -" for x in over), flush=True)
+                    rows.append({"pass": "backward" if backward else "forward", "head_dim": d, "causal": causal,
+                                 "seqlen": seqlen, "tflops": row})
+                del cell
+    print(f"after: {state_of_card()}")
+    if ratios:
+        print(f"ours over flash: geometric mean {statistics.geometric_mean(ratios):.3f}, least {min(ratios):.3f}, "
+              f"{len(ratios)} cells; {wrong} wrong answers")
+    if options.json:
+        pathlib.Path(options.json).write_text(json.dumps({"schema": "flashattn-gpu-bench-1", "card": state_of_card(),
+                                                          "torch": torch.__version__, "rows": rows}, indent=1))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
