@@ -65,7 +65,8 @@ FA_AMX_INLINE __m512 fa_amx_round(__m512 x)
     return _mm512_castsi512_ps(_mm512_and_si512(rounded, high));
 }
 
-/* A quicker next piece, for P and dS: its upper half. 8 bits a piece, so that three hold a float32 and two a float16 exactly. */
+/* A quicker next piece, for P and dS: its upper half. 8 bits a piece, so that three hold a float32 and two a float16
+ * exactly. */
 FA_AMX_INLINE __m512 fa_amx_cut(__m512 x)
 {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0xFFFF0000)));
