@@ -2,27 +2,35 @@
 #include "cli.h"
 #include "json.h"
 #include "options.h"
+#include "peak.h"
 #include "problem.h"
+
+#include <string.h>
 
 typedef struct info_flags {
     flash_attn_isa isa;
-    int64_t        threads;
-    bool           json;
+    int64_t        threads, read_bytes;
+    bool           measure, json;
 } info_flags;
 
 static const cli_option info_options[] = {
     {"isa", "TIER", cli_parse_isa, offsetof(info_flags, isa), "as if the highest tier were this one"},
     {"threads", "N", cli_parse_count, offsetof(info_flags, threads), "as if a context asked for N threads"},
+    {"measure", NULL, cli_parse_switch, offsetof(info_flags, measure),
+     "also the peaks that these threads reach: multiply-adds, AMX\nproducts, reading memory; half a second"},
+    {"read-bytes", "BYTES", cli_parse_bytes, offsetof(info_flags, read_bytes),
+     "with --measure: how much memory to read; default 256M"},
     {"json", NULL, cli_parse_switch, offsetof(info_flags, json), "print JSON"},
     {0},
 };
 
 static const cli_help info_help = {
     .command  = "info",
-    .usage    = "[--json]",
+    .usage    = "[--measure] [--json]",
     .about    = "Print what this machine offers: processor, features, caches, the instruction-set tier\n"
                 "and threads that a call uses, and the GPUs.",
     .examples = "  flashattn info\n"
+                "  flashattn info --measure --threads 1\n"
                 "  flashattn info --isa avx2 --json",
 };
 
@@ -68,9 +76,44 @@ static void write_device(cli_json *json, const char *type, int index, const flas
     json_close(json, '}');
 }
 
-/* The CPU, then every GPU up to the first that is not there; that one's message says why there are none. */
-static int show(flash_attn_context *context, bool as_json)
+static int measure(const info_flags *flags, const flash_attn_device_info *info, cli_peaks *peaks)
 {
+    cli_pool *pool = cli_pool_create(info->num_threads);
+    if (!pool)
+        return cli_fail("info: %d threads are not to be had", info->num_threads);
+    cli_measure_peaks(peaks, pool, 20, strcmp(info->isa, "amx") == 0);
+    bool read = cli_measure_read(peaks, pool, flags->read_bytes, 5);
+    cli_pool_destroy(pool);
+    return read ? CLI_GO_ON : cli_fail("info: no memory to read %lld bytes", (long long)flags->read_bytes);
+}
+
+static void print_peaks(const info_flags *flags, const flash_attn_device_info *info, const cli_peaks *peaks)
+{
+    printf("  measured at %d thread%s\n", info->num_threads, info->num_threads == 1 ? "" : "s");
+    printf("  %-10s %.0f GFLOP/s (%s)\n", "float32", peaks->fma_gflops, peaks->fma_name);
+    if (peaks->amx_gflops > 0)
+        printf("  %-10s %.0f GFLOP/s (AMX)\n", "bfloat16", peaks->amx_gflops);
+    printf("  %-10s %.1f GB/s (of %.0f MiB)\n", "read", peaks->read_gbps, (double)flags->read_bytes / (1 << 20));
+}
+
+static void write_peaks(cli_json *json, const info_flags *flags, const flash_attn_device_info *info,
+                        const cli_peaks *peaks)
+{
+    json_open(json, "peaks", '{');
+    json_whole(json, "threads", info->num_threads);
+    json_text(json, "fma_name", peaks->fma_name);
+    json_real(json, "fma_gflops", peaks->fma_gflops);
+    json_real(json, "amx_gflops", peaks->amx_gflops);
+    json_whole(json, "read_bytes", flags->read_bytes);
+    json_real(json, "read_gbps", peaks->read_gbps);
+    json_close(json, '}');
+}
+
+/* The CPU, then every GPU up to the first that is not there; that one's message says why there are none. */
+static int show(flash_attn_context *context, const info_flags *flags)
+{
+    bool                   as_json = flags->json;
+    cli_peaks              peaks   = {0};
     cli_json               json    = {.file = stdout};
     flash_attn_device      device  = {.type = FLASH_ATTN_CPU};
     flash_attn_device_info info    = {0};
@@ -79,16 +122,22 @@ static int show(flash_attn_context *context, bool as_json)
     flash_attn_status      status = flash_attn_get_device_info(context, device, &info);
     if (status != FLASH_ATTN_OK)
         return cli_fail_library("info", status);
+    if (flags->measure && measure(flags, &info, &peaks) != CLI_GO_ON)
+        return CLI_REFUSED;
     snprintf(text, sizeof text, "%d.%d.%d", version / 10000, version / 100 % 100, version % 100);
     if (as_json) {
         json_open(&json, NULL, '{');
         json_text(&json, "schema", "flashattn.info/1");
         json_text(&json, "version", text);
+        if (flags->measure)
+            write_peaks(&json, flags, &info, &peaks);
         json_open(&json, "devices", '[');
         write_device(&json, "cpu", 0, &info);
     } else {
         printf("flashattn %s\n", text);
         print_device("cpu", &info);
+        if (flags->measure)
+            print_peaks(flags, &info, &peaks);
     }
     device.type = FLASH_ATTN_CUDA;
     for (device.index = 0;; device.index++) {
@@ -110,16 +159,18 @@ static int show(flash_attn_context *context, bool as_json)
 
 int cli_info(int argc, char **argv)
 {
-    info_flags          flags   = {0};
+    info_flags          flags   = {.read_bytes = 256 << 20};
     const cli_group     group   = {"options", info_options, &flags};
     int                 go_on   = cli_parse(&info_help, &group, 1, argc, argv);
     cli_where_flags     where   = {.isa = flags.isa, .threads = flags.threads};
     flash_attn_context *context = NULL;
     if (go_on != CLI_GO_ON)
         return go_on;
+    if (flags.read_bytes < 1 << 20)
+        return cli_fail_usage(&info_help, "--read-bytes %lld: expected 1M or more", (long long)flags.read_bytes);
     if (cli_make_context(&where, &context) != CLI_GO_ON)
         return CLI_REFUSED;
-    int exit_status = show(context, flags.json);
+    int exit_status = show(context, &flags);
     flash_attn_destroy(context);
     return exit_status;
 }

@@ -1,7 +1,8 @@
 #include "peak.h"
 
-#include <stdbool.h>
 #include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
 #include <time.h>
 
 double cli_seconds(void)
@@ -181,4 +182,56 @@ void cli_measure_peaks(cli_peaks *peaks, cli_pool *pool, int bursts, int with_am
     measure(pool, fma->kernel, 2.0 * fma->lanes * ACCUMULATORS, bursts, &peaks->fma_rounds, &peaks->fma_gflops);
     if (with_amx && may_use_amx())
         measure(pool, amx_products, 4 * 2.0 * 16 * 16 * 32, bursts, &peaks->amx_rounds, &peaks->amx_gflops);
+}
+
+/* ---- memory ---- */
+
+typedef struct read_job {
+    char          *data;
+    int64_t        part_bytes; /* of each thread, a multiple of READ_STEP */
+    bool           fill;
+    volatile long  sink;
+} read_job;
+
+enum { READ_STEP = 256 };
+
+/* The thread that reads a part has written it, so that it lies in the memory nearest to it. */
+static void read_task(void *arg, int64_t index, int thread)
+{
+    typedef long vector8 __attribute__((vector_size(64)));
+    read_job    *job    = arg;
+    char        *part   = job->data + index * job->part_bytes;
+    vector8      sum[4] = {{0}};
+    (void)thread;
+    if (job->fill) {
+        memset(part, (int)index + 1, (size_t)job->part_bytes);
+        return;
+    }
+    for (int64_t at = 0; at < job->part_bytes; at += READ_STEP)
+        for (int n = 0; n < 4; n++) {
+            vector8 x;
+            memcpy(&x, part + at + 64 * n, sizeof x);
+            sum[n] ^= x;
+        }
+    sum[0] ^= sum[1] ^ sum[2] ^ sum[3];
+    job->sink = sum[0][0];
+}
+
+bool cli_measure_read(cli_peaks *peaks, cli_pool *pool, int64_t bytes, int passes)
+{
+    int64_t  count = cli_pool_threads(pool), part = bytes / count / READ_STEP * READ_STEP;
+    read_job job   = {.part_bytes = part > READ_STEP ? part : READ_STEP, .fill = true};
+    job.data       = malloc((size_t)(job.part_bytes * count));
+    if (!job.data)
+        return false;
+    cli_pool_run(pool, count, read_task, &job);
+    job.fill = false;
+    for (int pass = 0; pass < passes; pass++) {
+        double start = cli_seconds();
+        cli_pool_run(pool, count, read_task, &job);
+        double gbps      = 1e-9 * (double)(job.part_bytes * count) / (cli_seconds() - start);
+        peaks->read_gbps = gbps > peaks->read_gbps ? gbps : peaks->read_gbps;
+    }
+    free(job.data);
+    return true;
 }
