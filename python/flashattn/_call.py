@@ -69,6 +69,8 @@ def _stream(found):
 class Call:
     """A filled flash_attn_problem. Fields that are not given keep the C default, zero."""
 
+    context = None  # what flash_attn_create gave; None: the context that the process shares
+
     def __init__(self, q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, bias=None, alibi_slopes=None,
                  sinks=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, leftpad_k=None,
                  cache_batch_idx=None, max_seqlen_q=0, max_seqlen_k=0, block_table=None, slices=None,
@@ -163,7 +165,7 @@ class Call:
             rows = (shape[1], shape[0]) if self.dims_q is _PACKED else (shape[0], shape[2], shape[1])
             lse = empty_like(self.q, rows, _native.F32)
         self._set_results(out, lse)
-        check(lib.flash_attn_forward(None, self.address, self._exec()))
+        check(lib.flash_attn_forward(self.context, self.address, self._exec()))
         return out, lse
 
     def backward(self, dout, o, lse, dq=None, dk=None, dv=None, dbias=None, dsinks=None):
@@ -177,7 +179,7 @@ class Call:
                                   ("dv", dv, dims_k), ("dbias", dbias, _ALL), ("dsinks", dsinks, (1,))):
             if array is not None:
                 _put(buffer, getattr(Grads, name).offset, view(array), name, dims)
-        check(lib.flash_attn_backward(None, self.address, ctypes.addressof(buffer), self._exec()))
+        check(lib.flash_attn_backward(self.context, self.address, ctypes.addressof(buffer), self._exec()))
 
 
 # ---- the short way: [batch, seqlen, heads, d] of one dtype on one device, and no array options ----

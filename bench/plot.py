@@ -1,0 +1,250 @@
+#!/usr/bin/env python3
+"""Draw a benchmark's JSON as grouped bars, like the figures of the FlashAttention papers.
+
+    python3 bench/plot.py FILE [--out FOLDER] [--only NAME,...] [--list]
+
+FILE is what bench/compare_torch.py --json or bench/gpu.py --json wrote. Each figure becomes FOLDER/NAME.svg and NAME.png; --list
+prints the names. From compare_torch.py: cpu-PASS-THREADS, and decode; from gpu.py: gpu-forward, gpu-backward and gpu-both, the
+FlashAttention-2 paper's Figures 5, 6 and 4 (7 on Hopper). Forward and backward together count 3.5 forwards in the sum of both times.
+Needs matplotlib.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+# In the order of the bars: the name in the data, what the legend says, the colour.
+SERIES = {
+    "math": ("PyTorch standard", "#b8c4d6"),
+    "efficient": ("PyTorch efficient", "#e8b96a"),
+    "flash": ("PyTorch FlashAttention-2", "#7da7d9"),
+    "cudnn": ("cuDNN", "#8bbf8b"),
+    "flex": ("FlexAttention", "#b79bd0"),
+    "torch": ("PyTorch SDPA", "#7da7d9"),
+    "read": ("plain read of memory", "#c9c9c9"),
+    "ours, AMX off": ("flashattn, AMX off", "#e8a09a"),
+    "ours": ("flashattn", "#c0392b"),
+}
+SPARE_COLOURS = ("#8c8c8c", "#5f9ea0", "#d2691e")
+
+
+# ---- from a report to figures: plain data, {name: {title, unit, groups, columns, panels: [{title, groups, bars: {series: [value]}}]}} ----
+
+
+def panel(title, groups, bars):
+    """Series without a single value are left out."""
+    return {
+        "title": title,
+        "groups": [str(g) for g in groups],
+        "bars": {name: values for name, values in bars.items() if any(v is not None for v in values)},
+    }
+
+
+def gpu_speed(row_pair, name):
+    """TFLOP/s of a series in {pass: row}; of both passes together where both are asked for."""
+    speeds = [row["tflops"].get(name) if row else None for row in row_pair]
+    if not all(isinstance(s, (int, float)) and s > 0 for s in speeds):  # None: no kernel; text: a wrong answer
+        return None
+    return speeds[0] if len(speeds) == 1 else 3.5 / (1 / speeds[0] + 2.5 / speeds[1])
+
+
+def gpu_figures(report):
+    rows = {(r["pass"], r["head_dim"], r["causal"], r["seqlen"]): r for r in report["rows"]}
+    dims, lengths = ([*sorted({key[n] for key in rows})] for n in (1, 3))
+    names = ordered({name for row in rows.values() for name in row["tflops"]})
+    card = report["card"].split(",")[0]
+    figures = {}
+    for label, passes, title in (
+        ("forward", ["forward"], "forward"),
+        ("backward", ["backward"], "backward"),
+        ("both", ["forward", "backward"], "forward and backward"),
+    ):
+        panels = []
+        for d in dims:
+            for causal in (False, True):
+                bars = {
+                    name: [gpu_speed([rows.get((p, d, causal, s)) for p in passes], name) for s in lengths]
+                    for name in names
+                }
+                panels.append(panel(f"{'causal' if causal else 'no mask'}, head dim {d}", lengths, bars))
+        figures[f"gpu-{label}"] = {
+            "title": f"Attention {title}, bfloat16, {card}",
+            "unit": "TFLOP/s",
+            "groups": "sequence length",
+            "columns": 2,
+            "panels": panels,
+        }
+    return figures
+
+
+def cpu_series(row):
+    return (
+        "ours, AMX off"
+        if row["dtype"] == "float32" and row["tier"] == "avx512"
+        else "ours" if row["tier"] == "auto" else f"ours, {row['tier']}"
+    )
+
+
+def cpu_panel(rows, dtype, d, causal):
+    chosen = [r for r in rows if (r["dtype"], r["head_dim"], r["causal"]) == (dtype, d, causal)]
+    lengths = sorted({r["seqlen_k"] for r in chosen})
+    found = {}
+    for row in chosen:
+        for name, side in ((cpu_series(row), row["ours"]), ("torch", row["torch"])):
+            if side:
+                found[name, row["seqlen_k"]] = row["flops"] / side["min_ms"] / 1e6
+    bars = {name: [found.get((name, s)) for s in lengths] for name in ordered({name for name, _ in found})}
+    return panel(f"{dtype}, head dim {d}, {'causal' if causal else 'no mask'}", lengths, bars)
+
+
+def decode_figure(rows, cpu):
+    panels = []
+    for threads in sorted({r["threads"] for r in rows}):
+        chosen = [r for r in rows if r["threads"] == threads]
+        bars = {
+            "torch": [r["torch"] and r["kv_bytes"] / r["torch"]["min_ms"] / 1e6 for r in chosen],
+            "read": [r["peaks"]["read_gbps"] or None for r in chosen],
+            "ours": [r["kv_bytes"] / r["ours"]["min_ms"] / 1e6 for r in chosen],
+        }
+        panels.append(panel(f"{threads} thread{'s' if threads > 1 else ''}", [r["dtype"] for r in chosen], bars))
+    one = rows[0]
+    shape = f"{one['heads']} query heads on {one['heads_k']}, {one['seqlen_k']} keys, head dim {one['head_dim']}"
+    return {"title": f"Decode: {shape}; {cpu}", "unit": "GB/s of K and V", "groups": "", "columns": 2, "panels": panels}
+
+
+def cpu_figures(report):
+    figures = {}
+    cpu = report["cpu"]["name"]
+    for label in ("forward", "backward", "forward+backward"):
+        for threads in sorted({r["threads"] for r in report["rows"]}):
+            rows = [r for r in report["rows"] if (r["pass"], r["threads"]) == (label, threads)]
+            dtypes, dims = (list(dict.fromkeys(r[name] for r in rows)) for name in ("dtype", "head_dim"))
+            panels = [
+                cpu_panel(rows, dtype, d, causal) for dtype in dtypes for d in sorted(dims) for causal in (False, True)
+            ]
+            panels = [p for p in panels if p["bars"]]
+            if panels:
+                figures[f"cpu-{label.replace('forward+backward', 'both')}-{threads}"] = {
+                    "title": f"Attention {label.replace('+', ' and ')}, {threads} thread{'s' if threads > 1 else ''}, {cpu}",
+                    "unit": "GFLOP/s",
+                    "groups": "sequence length",
+                    "columns": min(4, len(panels)),
+                    "panels": panels,
+                }
+    decode = [r for r in report["rows"] if r["pass"] == "decode"]
+    if decode:
+        figures["decode"] = decode_figure(decode, cpu)
+    return figures
+
+
+def ordered(names):
+    known = list(SERIES)
+    return sorted(names, key=lambda name: (known.index(name) if name in known else known.index("flex"), name))
+
+
+def figures_of(report):
+    makers = {"flashattn-torch-bench-1": cpu_figures, "flashattn-gpu-bench-1": gpu_figures}
+    if report.get("schema") not in makers:
+        raise ValueError(f"schema {report.get('schema')!r}: expected one of {', '.join(makers)}")
+    return makers[report["schema"]](report)
+
+
+# ---- drawing ----
+
+
+def draw_panel(axes, one, unit, look):
+    count = len(one["bars"])
+    width = 0.84 / max(count, 1)
+    top = max((v for values in one["bars"].values() for v in values if v), default=1)
+    for n, (name, values) in enumerate(one["bars"].items()):
+        for group, value in enumerate(values):
+            if value is None:
+                continue
+            at = group + (n - (count - 1) / 2) * width
+            axes.bar(at, value, width * 0.94, color=look[name][1], label=look[name][0])
+            axes.text(
+                at,
+                value + top * 0.012,
+                f"{value:.0f}" if top >= 20 else f"{value:.1f}",
+                ha="center",
+                va="bottom",
+                fontsize=5.5,
+            )
+    axes.set_xticks(range(len(one["groups"])), one["groups"], fontsize=7)
+    axes.set_ylim(0, top * 1.12)
+    axes.set_title(one["title"], fontsize=9)
+    axes.set_ylabel(unit, fontsize=8)
+    axes.tick_params(axis="y", labelsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw(figure, paths):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update(
+        {"svg.hashsalt": "flashattn", "svg.fonttype": "none"}
+    )  # the same data give the same file
+    import matplotlib.pyplot as plt
+
+    panels, columns = figure["panels"], min(figure["columns"], len(figure["panels"]))
+    lines = -(-len(panels) // columns)
+    widest = max(len(p["groups"]) * (len(p["bars"]) + 1) for p in panels)
+    shown, axes = plt.subplots(
+        lines,
+        columns,
+        figsize=(max(7.0, columns * max(2.6, 0.17 * widest)), 0.7 + 2.1 * lines),
+        squeeze=False,
+        layout="constrained",
+    )
+    names = ordered({name for p in panels for name in p["bars"]})
+    spare = iter(SPARE_COLOURS * len(names))
+    look = {name: SERIES.get(name) or (name, next(spare)) for name in names}
+    for place, one in zip(axes.flat, panels):
+        draw_panel(place, one, figure["unit"], look)
+    for place in axes[-1]:
+        place.set_xlabel(figure["groups"], fontsize=8)
+    for place in axes.flat[len(panels) :]:
+        place.axis("off")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=look[name][1]) for name in names]
+    shown.legend(
+        handles,
+        [look[name][0] for name in names],
+        loc="outside lower center",
+        ncols=len(names),
+        fontsize=8,
+        frameon=False,
+    )
+    shown.suptitle(figure["title"], fontsize=10)
+    for path in paths:
+        shown.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(shown)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=pathlib.Path)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("."), metavar="FOLDER")
+    parser.add_argument("--only", metavar="NAME,...", help="these figures alone")
+    parser.add_argument("--list", action="store_true", help="print the names of the figures and draw nothing")
+    options = parser.parse_args()
+    try:
+        figures = figures_of(json.loads(options.file.read_text()))
+    except (OSError, ValueError) as problem:
+        sys.exit(f"plot: {options.file}: {problem}")
+    wanted = options.only.split(",") if options.only else list(figures)
+    for name in wanted:
+        if name not in figures:
+            sys.exit(f"plot: no figure '{name}' in {options.file}; there are {', '.join(figures)}")
+        if options.list:
+            print(name)
+            continue
+        options.out.mkdir(parents=True, exist_ok=True)
+        draw(figures[name], [options.out / f"{name}.svg", options.out / f"{name}.png"])
+        print(options.out / f"{name}.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

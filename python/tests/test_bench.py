@@ -1,0 +1,223 @@
+"""bench/compare_torch.py and bench/plot.py: what they find wrong, what they write, what they draw."""
+
+import importlib.util
+import json
+import pathlib
+import sys
+
+import pytest
+
+BENCH = pathlib.Path(__file__).resolve().parents[2] / "bench"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    before = list(sys.path)
+    spec.loader.exec_module(module)
+    sys.path[:] = before
+    return module
+
+
+plot = load("plot")
+
+
+@pytest.fixture(scope="module")
+def compare():
+    pytest.importorskip("torch")
+    return load("compare_torch")
+
+
+def run(compare, monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["compare_torch.py", *map(str, words)])
+    return compare.main()
+
+
+SMALL = (
+    "--seqlens",
+    "48",
+    "--head-dims",
+    "16",
+    "--heads",
+    "2",
+    "--decode-seqlen",
+    "128",
+    "--seconds",
+    "0",
+    "--turns",
+    "2",
+    "--threads",
+    "1,2",
+)
+
+
+# ---- compare_torch.py ----
+
+
+def test_every_pass_is_timed_and_appending_keeps_other_cells(compare, monkeypatch, tmp_path, capsys):
+    file = tmp_path / "report.json"
+    assert run(compare, monkeypatch, *SMALL, "--dtypes", "float32", "--json", file) == 0
+    first = json.loads(file.read_text())
+    passes = {row["pass"] for row in first["rows"]}
+    assert passes == {"forward", "backward", "forward+backward", "decode"}
+    assert {row["threads"] for row in first["rows"]} == {1, 2}
+    for row in first["rows"]:
+        assert 0 < row["ours"]["min_ms"] <= row["ours"]["median_ms"] and row["turns"] == 2
+        assert row["ratio_min"] == pytest.approx(row["torch"]["min_ms"] / row["ours"]["min_ms"])
+        assert 0 <= row["ours"]["error"] <= 1e-5
+    both = [
+        r
+        for r in first["rows"]
+        if (r["threads"], r["causal"], r["tier"]) == (1, True, "auto") and r["pass"] != "decode"
+    ]
+    flops = {row["pass"]: row["flops"] for row in both}
+    assert flops == {
+        "forward": 4 * 48 * 48 / 2 * 16 * 2,
+        "backward": 2.5 * flops["forward"],
+        "forward+backward": 3.5 * flops["forward"],
+    }
+
+    assert run(compare, monkeypatch, *SMALL, "--dtypes", "bfloat16", "--json", file, "--append") == 0
+    second = json.loads(file.read_text())
+    assert second["rows"][: len(first["rows"])] == first["rows"] and {r["dtype"] for r in second["rows"]} == {
+        "float32",
+        "bfloat16",
+    }
+    count = len(second["rows"])
+    assert run(compare, monkeypatch, *SMALL, "--dtypes", "bfloat16", "--json", file, "--append") == 0
+    assert len(json.loads(file.read_text())["rows"]) == count  # the same cells again take their places
+    assert "WRONG" not in capsys.readouterr().out
+
+
+def test_a_wrong_or_missing_result_is_found(compare):
+    import torch
+
+    torch.manual_seed(1)
+    cell = compare.Cell("float32", 16, 40, 40, 2, 2, True, True)
+    ours = compare.Ours(cell, 1, "auto")
+    assert cell.wrong(cell.errors(ours.results)) is not None  # nothing has run: all is NaN
+    assert cell.wrong_lse(ours.lse) is not None
+    assert ours.wrong() is None
+    for n, name in enumerate(("out", "dq", "dk", "dv")):
+        kept = ours.results[n].clone()
+        ours.results[n][0, cell.head, 0, 3] = float("nan")
+        assert name in cell.wrong(cell.errors(ours.results))
+        ours.results[n][:] = kept * (1 + 1e-4)
+        assert name in cell.wrong(cell.errors(ours.results))
+        ours.results[n][:] = kept
+    ours.lse[0, cell.head, 7] += 1e-3
+    assert cell.wrong_lse(ours.lse) is not None
+    ours.close()
+
+
+def test_a_wrong_answer_is_not_timed_and_makes_the_exit_status_1(compare, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(compare.TOLERANCE, "float32", 1e-12)  # what float32 cannot reach
+    file = tmp_path / "report.json"
+    assert run(compare, monkeypatch, *SMALL, "--dtypes", "float32", "--only", "decode", "--json", file) == 1
+    assert "WRONG" in capsys.readouterr().out
+    assert json.loads(file.read_text())["rows"] == []
+
+
+def test_words_that_mean_nothing_are_refused(compare, monkeypatch):
+    for words in (("--dtypes", "float64"), ("--masks", "some"), ("--tiers", "sse")):
+        with pytest.raises(SystemExit):
+            run(compare, monkeypatch, *words)
+
+
+# ---- plot.py ----
+
+
+def gpu_report():
+    tflops = {"ours": 300.0, "flash": 200.0, "cudnn": "WRONG 3e-01", "math": None}
+    rows = [
+        {"pass": label, "head_dim": 64, "causal": causal, "seqlen": s, "tflops": tflops}
+        for label in ("forward", "backward")
+        for causal in (False, True)
+        for s in (512, 1024)
+    ]
+    rows[-1] = {**rows[-1], "tflops": {"ours": 100.0, "flash": None}}
+    return {"schema": "flashattn-gpu-bench-1", "card": "NVIDIA H200, 580, 1980 MHz", "torch": "2.11", "rows": rows}
+
+
+def cpu_report():
+    def row(label, dtype, s, tier, ours, torch):
+        return {
+            "pass": label,
+            "dtype": dtype,
+            "head_dim": 64,
+            "heads": 8,
+            "heads_k": 8,
+            "seqlen_k": s,
+            "causal": False,
+            "threads": 1,
+            "tier": tier,
+            "flops": 1e9,
+            "kv_bytes": 1e6,
+            "peaks": {"read_gbps": 10.0},
+            "ours": {"min_ms": ours},
+            "torch": torch and {"min_ms": torch},
+        }
+
+    return {
+        "schema": "flashattn-torch-bench-1",
+        "cpu": {"name": "A processor"},
+        "torch": "2.11",
+        "rows": [
+            row("forward", "float32", 1024, "auto", 2.0, 4.0),
+            row("forward", "float32", 1024, "avx512", 3.0, 4.0),
+            row("forward", "float32", 2048, "auto", 4.0, None),
+            row("forward", "bfloat16", 1024, "auto", 1.0, 4.0),
+            row("decode", "bfloat16", 32768, "auto", 0.2, 0.4),
+        ],
+    }
+
+
+def test_gpu_bars_are_what_the_report_says():
+    figures = plot.figures_of(gpu_report())
+    assert list(figures) == ["gpu-forward", "gpu-backward", "gpu-both"]
+    first, second = figures["gpu-both"]["panels"]
+    assert first["groups"] == ["512", "1024"] and list(first["bars"]) == ["flash", "ours"]  # wrong or missing: no bar
+    assert first["bars"]["ours"] == pytest.approx([300.0, 300.0])
+    assert second["bars"]["ours"][1] == pytest.approx(3.5 / (1 / 300 + 2.5 / 100))  # work over the sum of both times
+    assert second["bars"]["flash"][1] is None
+    assert "H200" in figures["gpu-both"]["title"] and "580" not in figures["gpu-both"]["title"]
+
+
+def test_cpu_bars_are_what_the_report_says():
+    figures = plot.figures_of(cpu_report())
+    assert list(figures) == ["cpu-forward-1", "decode"]
+    floats, halves = figures["cpu-forward-1"]["panels"]
+    assert floats["bars"] == {
+        "torch": [250.0, None],
+        "ours, AMX off": [pytest.approx(1000 / 3), None],
+        "ours": [500.0, 250.0],
+    }
+    assert list(halves["bars"]) == ["torch", "ours"]
+    assert figures["decode"]["panels"][0]["bars"] == {"torch": [2.5], "read": [10.0], "ours": [5.0]}
+
+
+def test_a_file_that_is_no_report_is_refused(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="schema"):
+        plot.figures_of({"schema": "something else", "rows": []})
+    file = tmp_path / "report.json"
+    file.write_text("{")
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(file)])
+    with pytest.raises(SystemExit, match="report.json"):
+        plot.main()
+
+
+@pytest.mark.parametrize("report", [gpu_report, cpu_report])
+def test_pictures_are_drawn_and_repeat(report, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(report()))
+    for folder in ("one", "two"):
+        monkeypatch.setattr(sys, "argv", ["plot.py", str(file), "--out", str(tmp_path / folder)])
+        assert plot.main() == 0
+    for name, figure in plot.figures_of(report()).items():
+        picture = (tmp_path / "one" / f"{name}.svg").read_text()
+        assert (tmp_path / "two" / f"{name}.svg").read_text() == picture
+        assert (tmp_path / "one" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        for panel in figure["panels"]:
+            for value in [v for values in panel["bars"].values() for v in values if v]:
+                assert (f">{value:.0f}<" in picture) or (f">{value:.1f}<" in picture)
