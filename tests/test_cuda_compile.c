@@ -3,8 +3,10 @@
  * or draw a remark that the compiler has broken up its tensor-core pipeline. No GPU is needed. Without NVRTC the tests
  * are skipped, with the reason.
  *
- *     test_cuda_compile [--all]      --all: every architecture, and each option of a problem on each row; otherwise
- *                                    sm_80 and sm_90, and the options of head_dim 128 on one
+ *     test_cuda_compile [--all] [--kernel NAME]
+ *         --all: every architecture, and each option of a problem on each row; otherwise sm_80 and sm_90, and the
+ *                options of head_dim 128 on one
+ *         --kernel: this kernel alone, for who works on it
  *
  * Kernels that have not changed since the last run come from a cache in the folder that it is run in.
  */
@@ -14,6 +16,8 @@
 #include "cuda/cuda.h"
 
 #include <limits.h>
+#include <stdatomic.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -21,7 +25,8 @@
 static const int archs[] = {80, 86, 89, 90, 100, 120};
 enum { NUM_ARCHS = sizeof archs / sizeof *archs };
 
-static bool all;
+static bool        all;
+static const char *only_kernel; /* or NULL: every kernel */
 
 /* ---- problems ---- */
 
@@ -198,6 +203,8 @@ typedef struct key_list {
 
 static void add_key(key_list *list, const fa_key *key)
 {
+    if (only_kernel && strcmp(fa_kernels[key->kernel].name, only_kernel) != 0)
+        return;
     for (int i = 0; i < list->count; i++)
         if (memcmp(&list->key[i], key, sizeof *key) == 0)
             return;
@@ -215,6 +222,20 @@ static void add_plan(key_list *list, const fa_plan *plan)
         add_key(list, &plan->launch[i].key);
 }
 
+/* The kernels beside the row's own that split keys need. */
+static void add_combine(key_list *list, const fa_tune_row *row, flash_attn_dtype dtype, int arch)
+{
+    static const option split = {"split", true, false, set_split};
+    fa_call             call;
+    fa_plan             plan;
+    if (is_backward(row) || call_for(row, dtype, &split, &call) != FLASH_ATTN_OK ||
+        fa_plan_make(&call, arch, NULL, &plan) != FLASH_ATTN_OK)
+        return;
+    for (int i = 0; i < plan.num_launches; i++)
+        if (plan.launch[i].key.kernel == FA_KERNEL_COMBINE)
+            add_key(list, &plan.launch[i].key);
+}
+
 /* The most shared memory that a block may have, from the CUDA Programming Guide's table of compute capabilities. */
 static int max_shared_bytes(int arch)
 {
@@ -224,9 +245,6 @@ static int max_shared_bytes(int arch)
 /* What a row with a reason for it accepts. */
 static int spills_accepted(const fa_key *key)
 {
-    /* ptxas of CUDA 13.0 holds this copy loop to 40 registers on 12.0 and spills two; it waits for memory either way. */
-    if (key->kernel == FA_KERNEL_BACKWARD_CONVERT && key->arch == 120 && key->head_dim == 256)
-        return 16;
     for (int r = 0; r < fa_num_tune_rows; r++) {
         const fa_tune_row *row = &fa_tune_rows[r];
         if ((int)row->kernel == key->kernel && row->tile_q == key->tile_q && row->tile_k == key->tile_k &&
@@ -257,19 +275,23 @@ static bool builds_cleanly(fa_jit *jit, const fa_key *key)
     return clean;
 }
 
+/* One process a core: each takes the next key that nobody has, so that all end together. */
 static int count_failures(const key_list *list)
 {
-    long  cores   = sysconf(_SC_NPROCESSORS_ONLN);
-    int   workers = cores > 16 ? 16 : cores < 1 ? 1 : (int)cores, failures = 0;
-    pid_t child[16];
+    long        cores   = sysconf(_SC_NPROCESSORS_ONLN);
+    int         workers = cores > 16 ? 16 : cores < 1 ? 1 : (int)cores, failures = 0;
+    pid_t       child[16];
+    atomic_int *next = mmap(NULL, sizeof *next, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    assert_true(next != MAP_FAILED);
+    atomic_init(next, 0);
     fflush(NULL);
     for (int w = 0; w < workers; w++) {
         child[w] = fork();
         assert_true(child[w] >= 0);
         if (child[w] == 0) {
             fa_jit jit;
-            int    failed = fa_jit_init(&jit, NULL, 0) != FLASH_ATTN_OK;
-            for (int i = w; i < list->count && failed < 3; i += workers) /* a few failures are enough to see */
+            int    failed = fa_jit_init(&jit, NULL, 0) != FLASH_ATTN_OK, i;
+            while (failed < 3 && (i = atomic_fetch_add(next, 1)) < list->count) /* a few failures are enough to see */
                 failed += !builds_cleanly(&jit, &list->key[i]);
             fflush(NULL);
             _exit(failed != 0);
@@ -280,6 +302,7 @@ static int count_failures(const key_list *list)
         assert_int_equal(waitpid(child[w], &status, 0), child[w]);
         failures += !WIFEXITED(status) || WEXITSTATUS(status) != 0;
     }
+    munmap(next, sizeof *next);
     print_message("%d kernels\n", list->count);
     return failures;
 }
@@ -340,6 +363,7 @@ static void every_row_builds_cleanly_for_every_architecture(void **state)
                 assert_int_equal(call_for(row, (flash_attn_dtype)dtype, &options[0], &call), FLASH_ATTN_OK);
                 assert_int_equal(fa_plan_make(&call, archs[a], NULL, &plan), FLASH_ATTN_OK);
                 add_plan(&list, &plan);
+                add_combine(&list, row, (flash_attn_dtype)dtype, archs[a]);
             }
     for (int a = 0; a < NUM_ARCHS && !skips(archs[a]); a++) {
         static const enum fa_kernel_id alone[] = {FA_KERNEL_UPLOAD, FA_KERNEL_MERGE, FA_KERNEL_APPEND};
@@ -382,7 +406,14 @@ static void every_option_builds_cleanly(void **state)
 int main(int argc, char **argv)
 {
     char here[PATH_MAX - 64], cache[PATH_MAX];
-    all = argc > 1 && strcmp(argv[1], "--all") == 0;
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--all") == 0)
+            all = true;
+        else if (strcmp(argv[i], "--kernel") == 0 && i + 1 < argc)
+            only_kernel = argv[++i];
+        else
+            return 2;
+    }
     if (!getcwd(here, sizeof here))
         return 1;
     snprintf(cache, sizeof cache, "%s/kernel_cache", here);

@@ -76,7 +76,8 @@ FA_DEVICE void convert(const fa_args &args, fa_i64 row)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_convert(const __grid_constant__ fa_args args)
+/* Eight blocks a multiprocessor: without a number ptxas spills two registers on 12.0 to save others. */
+extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 8) backward_convert(const __grid_constant__ fa_args args)
 {
     fa_i64 first = (fa_i64)blockIdx.x * FA_TILE_Q;
     for (int r = threadIdx.x / LANES; r < FA_TILE_Q; r += ROWS_AT_ONCE)

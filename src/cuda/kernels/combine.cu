@@ -35,7 +35,8 @@ FA_DEVICE bool find_row(const fa_args &args, int entry, int row, bool &counts)
     return true;
 }
 
-extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) combine(const __grid_constant__ fa_args args)
+/* Eight blocks a multiprocessor: without a number ptxas spills around its 64-bit division to save registers. */
+extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 8) combine(const __grid_constant__ fa_args args)
 {
     fa_i64 tokens = (fa_i64)args.q_entries * args.q_rows;
     fa_i64 n      = (fa_i64)blockIdx.x * FA_WARPS + threadIdx.x / 32;
