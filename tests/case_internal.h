@@ -30,6 +30,7 @@ struct case_instance {
     test_case          shape; /* defaults filled in */
     flash_attn_dtype   dtype;
     bool               backward;
+    bool               any_shape; /* CASE_RANDOM */
     uint64_t           random;
     flash_attn_problem problem;
     flash_attn_grads   grads;

@@ -235,7 +235,7 @@ static outcome run_bytes(bytes b)
     test_case        c       = take_shape(&b);
     take_scores(&b, &c);
     take_lengths(&b, &c);
-    case_instance *x = case_build(&c, dtype, CASE_BACKWARD | (spoilt ? CASE_NO_EXPECT : 0), seed, why, sizeof why);
+    case_instance *x = case_build(&c, dtype, CASE_RANDOM | CASE_BACKWARD | (spoilt ? CASE_NO_EXPECT : 0), seed, why, sizeof why);
     outcome        result;
     if (!x) {
         result = failure("building", why);
