@@ -134,6 +134,9 @@ typedef struct flash_attn_options {
     flash_attn_parallel_for parallel_for; /* NULL: the library's own threads */
     void                   *pool;         /* first argument of parallel_for */
     bool                    no_amx_split; /* do not run float32 and float16 as exact bfloat16 pieces on AMX */
+    bool                    use_openmp;   /* run on the threads of the OpenMP runtime that the process has loaded, as many
+                                             as it would use itself; the library's own if there is none. For a program
+                                             whose other work is OpenMP's: two pools would wait in each other's way. */
     const char             *kernel;        /* CUDA: run this kernel, by the name that explain gives; NULL: the best */
     const char             *kernel_folder; /* CUDA: look here first for kernels that flash_attn_compile built; NULL: none */
     const char             *nvrtc_path;    /* CUDA: the compiler's library, libnvrtc.so; NULL: one that the process has

@@ -39,14 +39,31 @@ def overhead():
     tensors = [torch.randn(1, 4, 1, 16) for _ in range(3)]
     arrays = [t.numpy() for t in tensors]
     heads_first = [t.transpose(1, 2) for t in tensors]
+    leaves, leaves_first = ([t.clone().requires_grad_() for t in group] for group in (tensors, heads_first))
+    packed, lengths = [t[0] for t in tensors], torch.tensor([0, 4], dtype=torch.int32)
     call = Call(*arrays)
     call.forward()
-    names = ["the C call", "flash_attn_func, torch", "flash_attn_func, NumPy", "sdpa", "PyTorch's own sdpa"]
-    times = fastest([lambda: _native.lib.flash_attn_forward(None, call.address, None),
-                     lambda: flashattn.flash_attn_func(*tensors), lambda: flashattn.flash_attn_func(*arrays),
-                     lambda: sdpa(*heads_first), lambda: F.scaled_dot_product_attention(*heads_first)], 3000, time.thread_time)
-    for name, seconds in zip(names, times):
-        print(f"overhead   {name:24} {seconds * 1e6:6.1f} us")
+    out, lse = Call(*tensors).forward()
+    grads = [torch.empty_like(out) for _ in range(4)]
+
+    def c_both():
+        _native.check(_native.lib.flash_attn_forward(_native.context, call.address, None))
+        _native.check(_native.lib.flash_attn_backward(_native.context, *both, None))
+
+    back = Call(*tensors)
+    both = back.backward_addresses(grads[0], out, lse, *grads[1:])
+    run = {"the C call": lambda: _native.lib.flash_attn_forward(_native.context, call.address, None),
+           "flash_attn_func, torch": lambda: flashattn.flash_attn_func(*tensors),
+           "flash_attn_func, NumPy": lambda: flashattn.flash_attn_func(*arrays),
+           "flash_attn_varlen_func": lambda: flashattn.flash_attn_varlen_func(*packed, lengths, lengths, 4, 4),
+           "sdpa": lambda: sdpa(*heads_first),
+           "PyTorch's own sdpa": lambda: F.scaled_dot_product_attention(*heads_first),
+           "the C calls, both passes": c_both,
+           "flash_attn_func, both passes": lambda: torch.autograd.grad(flashattn.flash_attn_func(*leaves), leaves, out),
+           "PyTorch's sdpa, both passes": lambda: torch.autograd.grad(F.scaled_dot_product_attention(*leaves_first), leaves_first,
+                                                                      heads_first[0])}
+    for name, seconds in zip(run, fastest(list(run.values()), 3000, time.thread_time)):
+        print(f"overhead   {name:28} {seconds * 1e6:6.1f} us")
 
 
 def compare(label, theirs, ours, repeats):

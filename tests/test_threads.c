@@ -2,6 +2,7 @@
 #include "harness.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -181,6 +182,96 @@ static void a_callers_own_parallel_for_gives_the_same_bits(void **state)
     fixture_free(&g);
 }
 
+/* ---- OpenMP's threads: this program stands for the runtime that a process has loaded ---- */
+
+static atomic_int regions;
+static int        extra_members; /* of a region's team beside the caller */
+
+typedef struct member {
+    void (*run)(void *);
+    void *arg;
+} member;
+
+static void *run_member(void *argument)
+{
+    member *m = argument;
+    m->run(m->arg);
+    return NULL;
+}
+
+FLASH_ATTN_API void GOMP_parallel(void (*run)(void *), void *arg, unsigned num_threads, unsigned flags);
+void                GOMP_parallel(void (*run)(void *), void *arg, unsigned num_threads, unsigned flags)
+{
+    pthread_t threads[8];
+    member    m = {run, arg};
+    if (num_threads != 0 || flags != 0)
+        return; /* the team is the program's choice; nothing is computed and the test fails */
+    atomic_fetch_add(&regions, 1);
+    for (int n = 0; n < extra_members; n++)
+        assert_int_equal(pthread_create(&threads[n], NULL, run_member, &m), 0);
+    run(arg);
+    for (int n = 0; n < extra_members; n++)
+        pthread_join(threads[n], NULL);
+}
+
+/* Fewer members than threads, as many, and more. */
+static void openmp_threads_give_the_same_bits(void **state)
+{
+    (void)state;
+    flash_attn_options  options = {.num_threads = 3, .use_openmp = true};
+    flash_attn_context *context, *usual = context_with(3);
+    expect_status(flash_attn_create(&context, &options), FLASH_ATTN_OK, "create");
+    tier    mine = {.context = context}, theirs = {.context = usual};
+    fixture g = fixture_make(&shape, FLASH_ATTN_F32, 45);
+    fixture_run(&g, &theirs, 3);
+    assert_int_equal(atomic_load(&regions), 0);
+    for (extra_members = 0; extra_members < 6; extra_members += 2) {
+        fixture f      = fixture_make(&shape, FLASH_ATTN_F32, 45);
+        int     before = atomic_load(&regions);
+        fixture_run(&f, &mine, 3);
+        assert_true(atomic_load(&regions) > before);
+        expect_same_bits(&f.p.o, &g.p.o, "o");
+        expect_same_bits(&f.g.dq, &g.g.dq, "dq");
+        expect_same_bits(&f.g.dk, &g.g.dk, "dk");
+        fixture_free(&f);
+    }
+    flash_attn_destroy(context);
+    flash_attn_destroy(usual);
+    fixture_free(&g);
+}
+
+/* OpenMP's threads are missing in a child of fork, so the library's own run there. */
+static void a_forked_child_leaves_openmp_alone(void **state)
+{
+    (void)state;
+#if defined(__SANITIZE_THREAD__)
+    skip();
+#endif
+    flash_attn_options  options = {.num_threads = 3, .use_openmp = true};
+    flash_attn_context *context;
+    expect_status(flash_attn_create(&context, &options), FLASH_ATTN_OK, "create");
+    fixture f     = fixture_make(&shape, FLASH_ATTN_F32, 46);
+    tier    t     = {.context = context};
+    extra_members = 2;
+    fixture_run(&f, &t, 3);
+    flash_attn_tensor o      = copy_of(&f.p.o);
+    int               before = atomic_load(&regions);
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        alarm(60);
+        bool ok = flash_attn_forward(context, &f.p, NULL) == FLASH_ATTN_OK;
+        ok      = ok && memcmp(f.p.o.data, o.data, (size_t)count_of(&o) * sizeof(float)) == 0;
+        _exit(ok && atomic_load(&regions) == before ? 0 : 1);
+    }
+    int status;
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    free(o.data);
+    fixture_free(&f);
+    flash_attn_destroy(context);
+}
+
 static void contexts_come_and_go(void **state)
 {
     (void)state;
@@ -205,6 +296,8 @@ int main(void)
         cmocka_unit_test(many_threads_may_use_contexts_of_their_own),
         cmocka_unit_test(a_stack_of_64_kib_is_enough_for_a_caller),
         cmocka_unit_test(a_callers_own_parallel_for_gives_the_same_bits),
+        cmocka_unit_test(openmp_threads_give_the_same_bits),
+        cmocka_unit_test(a_forked_child_leaves_openmp_alone),
         cmocka_unit_test(contexts_come_and_go),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

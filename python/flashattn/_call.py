@@ -69,7 +69,7 @@ def _stream(found):
 class Call:
     """A filled flash_attn_problem. Fields that are not given keep the C default, zero."""
 
-    context = None  # what flash_attn_create gave; None: the context that the process shares
+    context = None  # what flash_attn_create gave; None: the package's
 
     def __init__(self, q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, bias=None, alibi_slopes=None,
                  sinks=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, leftpad_k=None,
@@ -165,46 +165,60 @@ class Call:
             rows = (shape[1], shape[0]) if self.dims_q is _PACKED else (shape[0], shape[2], shape[1])
             lse = empty_like(self.q, rows, _native.F32)
         self._set_results(out, lse)
-        check(lib.flash_attn_forward(self.context, self.address, self._exec()))
+        check(lib.flash_attn_forward(self.context or _native.context, self.address, self._exec()))
         return out, lse
 
-    def backward(self, dout, o, lse, dq=None, dk=None, dv=None, dbias=None, dsinks=None):
-        """Run the backward; gradients are written to those of dq, dk, dv, dbias, dsinks that are given."""
+    def backward_addresses(self, dout, o, lse, dq=None, dk=None, dv=None, dbias=None, dsinks=None):
+        """Fill the structs of a backward. Returns the C function's problem and grads."""
         self._set_results(o, lse)
         buffer = ctypes.create_string_buffer(_GRADS_BYTES)
+        self.keep.append(buffer)
         dims_k = _PACKED if self.problem.cu_seqlens_k else _ALL
         found = readable(dout)
+        self.keep.append(found)
         _put(buffer, Grads.dout.offset, found, "dout", self.dims_q)
         for name, array, dims in (("dq", dq, self.dims_q), ("dk", dk, dims_k),
                                   ("dv", dv, dims_k), ("dbias", dbias, _ALL), ("dsinks", dsinks, (1,))):
             if array is not None:
                 _put(buffer, getattr(Grads, name).offset, view(array), name, dims)
-        check(lib.flash_attn_backward(self.context, self.address, ctypes.addressof(buffer), self._exec()))
+        return self.address, ctypes.addressof(buffer)
+
+    def backward(self, *arguments):
+        """Run the backward; gradients are written to those of dq, dk, dv, dbias, dsinks that are given."""
+        check(lib.flash_attn_backward(self.context or _native.context, *self.backward_addresses(*arguments), self._exec()))
 
 
-# ---- the short way: [batch, seqlen, heads, d] of one dtype on one device, and no array options ----
+# ---- the short way: q, k and v of one dtype on one device, and no array options but cumulative lengths ----
 
 # Device; q, k, v; o and lse by address and dtype alone (shape 0: implied); scale, softcap, mask, window.
-_pack_head = struct.Struct("<ii" + 3 * "Qi4x4q4q" + 2 * "Qi4x64x" + "ffiii").pack_into
-assert struct.calcsize("<ii" + 3 * "Qi4x4q4q" + 2 * "Qi4x64x" + "ffiii") == _AT["window_right"] + 4
+_HEAD = "<ii" + 3 * "Qi4x4q4q" + 2 * "Qi4x64x" + "ffiii"
+_pack_head = struct.Struct(_HEAD).pack_into
+assert struct.calcsize(_HEAD) == _AT["window_right"] + 4
+# cu_seqlens_q, cu_seqlens_k; batch, max_seqlen_q, max_seqlen_k.
+_pack_lengths = struct.Struct("<QQ32xiii").pack_into
+assert _AT["cu_seqlens_q"] + 48 == _AT["batch"]
+_pack_grads = struct.Struct("<" + 4 * "Qi4x4q4q").pack_into  # dout, dq, dk, dv
+assert struct.calcsize("<" + 4 * "Qi4x4q4q") == Grads.dbias.offset
 _CONTIGUOUS = (0, 0, 0, 0)
 
 
 class _Short(threading.local):
-    """A thread's own struct. Only its head is ever written, so the rest stays zero."""
+    """A thread's own structs. Only the packed fields are ever written, so the rest stays zero."""
 
     def __init__(self):
-        self.buffer = ctypes.create_string_buffer(_PROBLEM_BYTES)
-        self.address = ctypes.addressof(self.buffer)
+        self.plain, self.varlen = (ctypes.create_string_buffer(_PROBLEM_BYTES) for _ in range(2))
+        self.plain_at, self.varlen_at = ctypes.addressof(self.plain), ctypes.addressof(self.varlen)
+        self.grads = ctypes.create_string_buffer(_GRADS_BYTES)
+        self.grads_at = ctypes.addressof(self.grads)
         self.exec = Exec()
 
 
 _short = _Short()
 
 
-def _short_run(device, index, dtype, q, q_shape, q_stride, k, k_shape, k_stride, v, v_shape, v_stride, out, lse, scale,
-               causal, window, softcap, run):
-    """Fill this thread's struct in one go and call; q, k, v, out, lse are addresses."""
+def _short_fill(device, index, dtype, q, q_shape, q_stride, k, k_shape, k_stride, v, v_shape, v_stride, out, lse, scale,
+                causal, window, softcap, lengths=None):
+    """Fill this thread's struct in one go; q, k, v, out, lse are addresses. Returns the struct's own."""
     left, right = window
     if left < 0 and right < 0:
         mask, left, right = _native.MASK_CAUSAL if causal else _native.MASK_NONE, 0, 0
@@ -213,33 +227,67 @@ def _short_run(device, index, dtype, q, q_shape, q_stride, k, k_shape, k_stride,
     else:
         mask, left, right = _native.MASK_WINDOW, max(left, -1), 0 if causal else max(right, -1)
     short = _short
-    _pack_head(short.buffer, 0, device, index, q, dtype, *q_shape, *q_stride, k, dtype, *k_shape, *k_stride, v, dtype,
-               *v_shape, *v_stride, out, dtype, lse, 0, scale, softcap, mask, left, right)
-    status = lib.flash_attn_forward(None, short.address, run)
-    if status:
-        check(status)
+    _pack_head(short.plain if lengths is None else short.varlen, 0, device, index, q, dtype, *q_shape, *q_stride, k, dtype,
+               *k_shape, *k_stride, v, dtype, *v_shape, *v_stride, out, dtype, lse, 0,
+               -0.0 if scale == 0 else scale or 0.0, softcap, mask, left, right)
+    if lengths is None:
+        return short.plain_at
+    _pack_lengths(short.varlen, _AT["cu_seqlens_q"], *lengths)
+    return short.varlen_at
 
 
-def short_torch(q, k, v, dtype, scale, causal, window, softcap, want_lse):
-    """Call(q, k, v, ...).forward() without objects in between: a few microseconds, which is what a tiny attention takes.
-    dtype is q's code, which k and v are known to share. None where a stride cannot be said to C."""
-    q_shape, q_stride, k_stride, v_shape, v_stride = q.shape, q.stride(), k.stride(), v.shape, v.stride()
-    if not (any(q_stride) and any(k_stride) and any(v_stride)):
-        return None
-    batch, rows, heads, _ = q_shape
-    out = q.new_empty((batch, rows, heads, v_shape[3]))
-    lse = None
-    if want_lse:
-        lse = q.new_empty((batch, heads, rows), dtype=sys.modules["torch"].float32)
+def _short_tensors(q, k, v, dtype, out, lse, scale, causal, window, softcap, cu_seqlens, max_seqlens):
+    """_short_fill of torch tensors: (the struct's address, the address of exec)."""
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    q_stride, k_stride, v_stride = q.stride(), k.stride(), v.stride()
+    lengths = None
+    if cu_seqlens:
+        q_shape, k_shape, v_shape = (1, *q_shape), (1, *k_shape), (1, *v_shape)
+        q_stride, k_stride, v_stride = (1, *q_stride), (1, *k_stride), (1, *v_stride)
+        cu_q, cu_k = cu_seqlens
+        lengths = cu_q.data_ptr(), cu_k.data_ptr(), cu_q.shape[0] - 1, *max_seqlens
     device, index, run = _native.CPU, 0, None
     if not q.is_cpu:
         device, index = _native.CUDA, q.device.index
         _short.exec.stream = sys.modules["torch"].cuda.current_stream(q.device).cuda_stream
         run = ctypes.addressof(_short.exec)
-    _short_run(device, index, dtype, q.data_ptr(), q_shape, q_stride, k.data_ptr(), k.shape, k_stride, v.data_ptr(),
-               v_shape, v_stride, out.data_ptr(), 0 if lse is None else lse.data_ptr(),
-               -0.0 if scale == 0 else scale or 0.0, causal, window, softcap, run)
+    return _short_fill(device, index, dtype, q.data_ptr(), q_shape, q_stride, k.data_ptr(), k_shape, k_stride,
+                       v.data_ptr(), v_shape, v_stride, out.data_ptr(), 0 if lse is None else lse.data_ptr(), scale,
+                       causal, window, softcap, lengths), run
+
+
+def short_torch(q, k, v, dtype, scale, causal, window, softcap, want_lse, cu_seqlens=(), max_seqlens=(0, 0)):
+    """Call(q, k, v, ...).forward() without objects in between: a few microseconds, which is what a tiny attention takes.
+    dtype is q's code, which k and v share; no strides are all 0; cu_seqlens () or (of q, of k), contiguous int32 on q's
+    device."""
+    shape = q.shape
+    out = q.new_empty((*shape[:-1], v.shape[-1]))
+    lse = None
+    if want_lse:
+        lse = q.new_empty((shape[1], shape[0]) if cu_seqlens else (shape[0], shape[2], shape[1]),
+                          dtype=sys.modules["torch"].float32)
+    filled = _short_tensors(q, k, v, dtype, out, lse, scale, causal, window, softcap, cu_seqlens, max_seqlens)
+    status = lib.flash_attn_forward(_native.context, *filled)
+    if status:
+        check(status)
     return out, lse
+
+
+def short_torch_backward(dout, q, k, v, out, lse, dtype, scale, causal, window, softcap, cu_seqlens, max_seqlens):
+    """The gradients (dq, dk, dv) of what short_torch gave. None where dout's strides cannot be said to C."""
+    if not any(dout.stride()) or dout.dtype != q.dtype or not out.is_contiguous() or not lse.is_contiguous():
+        return None
+    at, run = _short_tensors(q, k, v, dtype, out, lse, scale, causal, window, softcap, cu_seqlens, max_seqlens)
+    empty_like = sys.modules["torch"].empty_like
+    grads = empty_like(q), empty_like(k), empty_like(v)
+    fields, lead = [], (1,) if cu_seqlens else ()
+    for t in (dout, *grads):
+        fields += (t.data_ptr(), dtype, *lead, *t.shape, *lead, *t.stride())
+    _pack_grads(_short.grads, 0, *fields)
+    status = lib.flash_attn_backward(_native.context, at, _short.grads_at, run)
+    if status:
+        check(status)
+    return grads
 
 
 def short_numpy(q, k, v, scale, causal, window, softcap, want_lse):
@@ -254,11 +302,13 @@ def short_numpy(q, k, v, scale, causal, window, softcap, want_lse):
     (batch, rows, heads, _), v_shape = q.shape, v.shape
     out = np.empty((batch, rows, heads, v_shape[3]), q.dtype)
     lse = np.empty((batch, heads, rows), np.float32) if want_lse else None
-    _short_run(_native.CPU, 0, dtype, q.__array_interface__["data"][0], q.shape, _CONTIGUOUS,
-               k.__array_interface__["data"][0], k.shape, _CONTIGUOUS, v.__array_interface__["data"][0], v_shape,
-               _CONTIGUOUS, out.__array_interface__["data"][0],
-               lse.__array_interface__["data"][0] if want_lse else 0, -0.0 if scale == 0 else scale or 0.0, causal,
-               window, softcap, None)
+    at = _short_fill(_native.CPU, 0, dtype, q.__array_interface__["data"][0], q.shape, _CONTIGUOUS,
+                     k.__array_interface__["data"][0], k.shape, _CONTIGUOUS, v.__array_interface__["data"][0], v_shape,
+                     _CONTIGUOUS, out.__array_interface__["data"][0],
+                     lse.__array_interface__["data"][0] if want_lse else 0, scale, causal, window, softcap)
+    status = lib.flash_attn_forward(_native.context, at, None)
+    if status:
+        check(status)
     return out, lse
 
 
@@ -286,7 +336,7 @@ def append_kv(k_cache, v_cache, k_new=None, v_new=None, *, q=None, q_out=None, c
         append.rotary.interleaved = interleaved
     append.q_at_end = q_at_end
     run = Exec(stream=_stream(found)) if found.device == _native.CUDA else None
-    check(lib.flash_attn_append_kv(None, ctypes.addressof(buffer), ctypes.addressof(run) if run else None))
+    check(lib.flash_attn_append_kv(_native.context, ctypes.addressof(buffer), ctypes.addressof(run) if run else None))
 
 
 def merge(parts, out=None, lse=None):
@@ -304,6 +354,6 @@ def merge(parts, out=None, lse=None):
     found = view(first)
     run = Exec(stream=_stream(found)) if found.device == _native.CUDA else None
     start = ctypes.addressof(buffer)
-    check(lib.flash_attn_merge(None, _native.Device(found.device, found.index), start, len(parts),
+    check(lib.flash_attn_merge(_native.context, _native.Device(found.device, found.index), start, len(parts),
                                start + len(parts) * size, ctypes.addressof(run) if run else None))
     return out, lse

@@ -28,7 +28,7 @@ class Device(Structure):
 
 class Options(Structure):
     _fields_ = [("num_threads", c_int32), ("max_isa", c_int32), ("parallel_for", c_void_p), ("pool", c_void_p),
-                ("no_amx_split", c_bool), ("kernel", c_char_p), ("kernel_folder", c_char_p), ("nvrtc_path", c_char_p),
+                ("no_amx_split", c_bool), ("use_openmp", c_bool), ("kernel", c_char_p), ("kernel_folder", c_char_p), ("nvrtc_path", c_char_p),
                 ("reserved", c_uint64 * 5)]
 
 
@@ -181,9 +181,21 @@ for _name, (_result, _arguments) in _PROTOTYPES.items():
 version = "{}.{}.{}".format(*divmod(lib.flash_attn_version() // 100, 100), lib.flash_attn_version() % 100)
 
 
+context = None  # what every call runs on; None: the one that the library makes itself
+
+
+def share_openmp():
+    """From now on run on the threads of the OpenMP runtime that the process has loaded, which are PyTorch's. Two pools
+    would be in each other's way: the threads of each wait a while for more work before they sleep."""
+    global context
+    made = c_void_p()
+    check(lib.flash_attn_create(byref(made), byref(Options(use_openmp=True))))
+    context = made.value
+
+
 def device_info(device=CPU, index=0):
     """What a device offers and which tier is used: a dict with the fields of flash_attn_device_info."""
     info = DeviceInfo()
-    check(lib.flash_attn_get_device_info(None, Device(device, index), byref(info)))
+    check(lib.flash_attn_get_device_info(context, Device(device, index), byref(info)))
     fields = {name: getattr(info, name) for name, _ in DeviceInfo._fields_ if name != "reserved"}
     return {name: value.decode() if isinstance(value, bytes) else value for name, value in fields.items()}

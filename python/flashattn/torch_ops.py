@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from . import _native
-from ._call import Call, short_torch
+from ._call import Call, short_torch, short_torch_backward
+
+_native.share_openmp()
 
 _DOUBLE_BACKWARD = "flashattn: the backward has no gradient of its own (double backward is not supported)"
 
@@ -34,18 +36,20 @@ def _call(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, sequse
                 offset=offset, deterministic=deterministic)
 
 
-@torch.library.custom_op("flashattn::forward", mutates_args=())
-def forward(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], alibi_slopes: Optional[Tensor],
-            sinks: Optional[Tensor], cu_seqlens_q: Optional[Tensor], cu_seqlens_k: Optional[Tensor],
-            seqused_q: Optional[Tensor], seqused_k: Optional[Tensor], slices: Optional[Tensor],
-            slice_offsets: Optional[Tensor], max_seqlen_q: int, max_seqlen_k: int, scale: float, causal: bool,
-            window_left: int, window_right: int, softcap: float, dropout_p: float,
-            deterministic: bool) -> Tuple[Tensor, Tensor, Tensor]:
+def _run_forward(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], alibi_slopes: Optional[Tensor],
+                 sinks: Optional[Tensor], cu_seqlens_q: Optional[Tensor], cu_seqlens_k: Optional[Tensor],
+                 seqused_q: Optional[Tensor], seqused_k: Optional[Tensor], slices: Optional[Tensor],
+                 slice_offsets: Optional[Tensor], max_seqlen_q: int, max_seqlen_k: int, scale: float, causal: bool,
+                 window_left: int, window_right: int, softcap: float, dropout_p: float,
+                 deterministic: bool) -> Tuple[Tensor, Tensor, Tensor]:
     rng_state = _draw_seed(dropout_p)
     out, lse = _call(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices,
                      slice_offsets, max_seqlen_q, max_seqlen_k, scale, causal, window_left, window_right, softcap,
                      dropout_p, deterministic, rng_state).forward()
     return out, lse, rng_state
+
+
+forward = torch.library.custom_op("flashattn::forward", _run_forward, mutates_args=())
 
 
 @forward.register_fake
@@ -56,14 +60,13 @@ def _(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q,
             torch.empty(2, dtype=torch.int64))
 
 
-@torch.library.custom_op("flashattn::backward", mutates_args=())
-def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rng_state: Tensor,
-             bias: Optional[Tensor], alibi_slopes: Optional[Tensor], sinks: Optional[Tensor],
-             cu_seqlens_q: Optional[Tensor], cu_seqlens_k: Optional[Tensor], seqused_q: Optional[Tensor],
-             seqused_k: Optional[Tensor], slices: Optional[Tensor], slice_offsets: Optional[Tensor],
-             max_seqlen_q: int, max_seqlen_k: int, scale: float, causal: bool, window_left: int, window_right: int,
-             softcap: float, dropout_p: float, deterministic: bool, want_dbias: bool,
-             want_dsinks: bool) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _run_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rng_state: Tensor,
+                  bias: Optional[Tensor], alibi_slopes: Optional[Tensor], sinks: Optional[Tensor],
+                  cu_seqlens_q: Optional[Tensor], cu_seqlens_k: Optional[Tensor], seqused_q: Optional[Tensor],
+                  seqused_k: Optional[Tensor], slices: Optional[Tensor], slice_offsets: Optional[Tensor],
+                  max_seqlen_q: int, max_seqlen_k: int, scale: float, causal: bool, window_left: int, window_right: int,
+                  softcap: float, dropout_p: float, deterministic: bool, want_dbias: bool,
+                  want_dsinks: bool) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     call = _call(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices,
                  slice_offsets, max_seqlen_q, max_seqlen_k, scale, causal, window_left, window_right, softcap,
                  dropout_p, deterministic, rng_state)
@@ -71,6 +74,9 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     dq, dk, dv, dbias, dsinks = grads
     call.backward(dout, out, lse, dq, dk, dv, dbias if want_dbias else None, dsinks if want_dsinks else None)
     return grads
+
+
+backward = torch.library.custom_op("flashattn::backward", _run_backward, mutates_args=())
 
 
 def _empty_grads(q, k, v, bias, sinks, want_dbias, want_dsinks):
@@ -105,19 +111,22 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dout, dlse, drng_state):
-    q, k, v, out, lse, rng_state, bias, alibi_slopes, sinks, *lengths = ctx.saved_tensors
     if dout is None:
         return (None,) * (12 + len(ctx.options))
+    q, k, v, out, lse, rng_state, bias, alibi_slopes, sinks, *lengths = saved = ctx.saved_tensors
     want_dbias = bias is not None and ctx.needs_input_grad[3]
     want_dsinks = sinks is not None and ctx.needs_input_grad[5]
-    dq, dk, dv, dbias, dsinks = torch.ops.flashattn.backward(dout, q, k, v, out, lse, rng_state, bias, alibi_slopes,
-                                                             sinks, *lengths, *ctx.options, want_dbias, want_dsinks)
+    run = _run_backward if _may_call(dout, *saved) else torch.ops.flashattn.backward
+    dq, dk, dv, dbias, dsinks = run(dout, q, k, v, out, lse, rng_state, bias, alibi_slopes, sinks, *lengths, *ctx.options,
+                                    want_dbias, want_dsinks)
     return (dq, dk, dv, dbias if want_dbias else None, None, dsinks.to(sinks.dtype) if want_dsinks else None,
             *(None,) * (6 + len(ctx.options)))
 
 
 forward.register_autograd(_backward, setup_context=_setup_context)
 
+
+# ---- eager calls: without the dispatcher's cost, which for a call with gradients is above a hundred microseconds ----
 
 _short_dtypes = {torch.float32: _native.F32, torch.float16: _native.F16, torch.bfloat16: _native.BF16}
 
@@ -129,13 +138,87 @@ _is_tracing = torch._C._get_tracing_state
 _forward_ad = torch.autograd.forward_ad
 
 
-def _plain(tensors):
-    """No gradient, no compiler, no tensor subclass: the C call may be made directly, without the dispatcher's cost."""
-    grad = _grad_enabled()
+def _eager(tensors):
+    """No compiler, tracer, transform or tensor subclass: the C call may be made directly. Tensors may be None."""
     for t in tensors:
-        if type(t) is not Tensor and type(t) is not torch.nn.Parameter or grad and t.requires_grad:
+        if type(t) is not Tensor and t is not None and type(t) is not torch.nn.Parameter:
             return False
     return not _modes() and _transforms() is None and _is_tracing() is None
+
+
+def _may_call(*tensors):
+    """A backward may call C directly. With gradients on (create_graph) the operator is needed: its own backward says that
+    there is none."""
+    return not _grad_enabled() and not _is_compiling() and _eager(tensors)
+
+
+def _contiguous_lengths(cu_seqlens, q):
+    return cu_seqlens.dtype == torch.int32 and cu_seqlens.dim() == 1 and cu_seqlens.is_contiguous() and \
+        cu_seqlens.device == q.device
+
+
+def _short_dtype(q, k, v, cu_seqlens_q, cu_seqlens_k):
+    """The dtype's code if short_torch can say the call to C."""
+    dims = 4
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        if cu_seqlens_q is None or cu_seqlens_k is None or not _contiguous_lengths(cu_seqlens_q, q) or \
+                not _contiguous_lengths(cu_seqlens_k, q):
+            return None
+        dims = 3
+    if q.dim() == k.dim() == v.dim() == dims and q.dtype == k.dtype == v.dtype and q.device == k.device == v.device \
+            and any(q.stride()) and any(k.stride()) and any(v.stride()):  # four zeros mean contiguous to C
+        return _short_dtypes.get(q.dtype)
+    return None
+
+
+class _ShortFunction(torch.autograd.Function):
+    """short_torch with its gradient. cu_seqlens: () or (of q, of k); short: dtype, scale, causal, window, softcap."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, cu_seqlens, max_seqlens, short, want_lse):
+        out, lse = short_torch(q, k, v, *short, True, cu_seqlens, max_seqlens)
+        ctx.short, ctx.max_seqlens = short, max_seqlens
+        ctx.save_for_backward(q, k, v, out, lse, *cu_seqlens)
+        if not want_lse:
+            return out
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse=None):
+        if dout is None:
+            return None, None, None, None, None, None, None
+        q, k, v, out, lse, *cu_seqlens = saved = ctx.saved_tensors
+        grads = None
+        if _may_call(dout, *saved):
+            grads = short_torch_backward(dout, q, k, v, out, lse, *ctx.short, cu_seqlens, ctx.max_seqlens)
+        if grads is None:
+            _, scale, causal, window, softcap = ctx.short
+            options = _options(q, None, None, None, *(cu_seqlens or (None, None)), None, None, None, None, *ctx.max_seqlens,
+                               scale, causal, window, softcap, 0.0, False)
+            grads = torch.ops.flashattn.backward(dout, q, k, v, out, lse, _draw_seed(0.0), *options, False, False)[:3]
+        return *grads, None, None, None, None
+
+
+class _EagerFunction(torch.autograd.Function):
+    """The forward operator, called directly. Inputs and gradients are the operator's own."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _run_forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_backward)
+
+
+def _options(q, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices, slice_offsets,
+             max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, dropout_p, deterministic):
+    """The operators' arguments after the tensors that each has first."""
+    return (bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices, slice_offsets,
+            max_seqlen_q or 0, max_seqlen_k or 0, float(q.shape[-1] ** -0.5 if scale is None else scale), causal, window[0],
+            window[1], float(softcap), float(dropout_p), deterministic)
 
 
 def attention(q, k, v, *, bias=None, alibi_slopes=None, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None,
@@ -147,25 +230,29 @@ def attention(q, k, v, *, bias=None, alibi_slopes=None, sinks=None, cu_seqlens_q
             raise _native.InvalidError(f"{name} is {type(t).__name__} but q is a PyTorch tensor: give arrays of one kind")
     if _forward_ad._current_level >= 0 and any(_forward_ad.unpack_dual(t).tangent is not None for t in (q, k, v)):
         raise _native.UnsupportedError("forward-mode differentiation is not supported: only the reverse mode")
-    plain = not _is_compiling() and _plain((q, k, v))
-    if plain and bias is alibi_slopes is sinks is cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is slices \
-            is None and not dropout_p and q.dim() == k.dim() == v.dim() == 4 \
-            and q.dtype == k.dtype == v.dtype and q.device == k.device == v.device:
-        dtype = _short_dtypes.get(q.dtype)
+    eager = not _is_compiling() and _eager((q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k))
+    grad = eager and _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if eager and bias is alibi_slopes is sinks is seqused_q is seqused_k is slices is None and not dropout_p \
+            and not (grad and deterministic):
+        dtype = _short_dtype(q, k, v, cu_seqlens_q, cu_seqlens_k)
         if dtype is not None:
-            done = short_torch(q, k, v, dtype, scale, causal, window, softcap, want_lse)
-            if done is not None:
-                return done[0], done[1], None
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
-    options = (bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices, slice_offsets,
-               max_seqlen_q or 0, max_seqlen_k or 0, float(scale), causal, window[0], window[1], float(softcap),
-               float(dropout_p), deterministic)
-    if plain and _plain([t for t in (bias, sinks) if t is not None]):
-        rng_state = _draw_seed(dropout_p) if dropout_p > 0 else None
-        out, lse = _call(q, k, v, *options, rng_state).forward(want_lse=want_lse)
-        return out, lse, rng_state
-    return torch.ops.flashattn.forward(q, k, v, *options)
+            cu_seqlens = () if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
+            max_seqlens = max_seqlen_q or 0, max_seqlen_k or 0
+            if grad:
+                short = dtype, scale, causal, window, softcap
+                done = _ShortFunction.apply(q, k, v, cu_seqlens, max_seqlens, short, want_lse)
+                return (*done, None) if want_lse else (done, None, None)
+            done = short_torch(q, k, v, dtype, scale, causal, window, softcap, want_lse, cu_seqlens, max_seqlens)
+            return done[0], done[1], None
+    options = _options(q, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices,
+                       slice_offsets, max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, dropout_p, deterministic)
+    if not eager:
+        return torch.ops.flashattn.forward(q, k, v, *options)
+    if grad or _grad_enabled() and any(t is not None and t.requires_grad for t in (bias, sinks)):
+        return _EagerFunction.apply(q, k, v, *options)
+    rng_state = _draw_seed(dropout_p) if dropout_p > 0 else None
+    out, lse = _call(q, k, v, *options, rng_state).forward(want_lse=want_lse)
+    return out, lse, rng_state
 
 
 __all__ = ["attention", "forward", "backward"]

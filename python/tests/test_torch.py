@@ -1,6 +1,8 @@
 """PyTorch's machinery sees through: opcheck, compile, export, checkpointing, DDP, threads, fork; what cannot work raises."""
 
 import os
+import subprocess
+import sys
 import threading
 
 import flashattn
@@ -146,6 +148,11 @@ def test_double_backward_says_that_it_cannot():
     dq, = torch.autograd.grad(flashattn.flash_attn_func(*inputs).square().sum(), inputs[0], create_graph=True)
     with pytest.raises(RuntimeError, match="double backward is not supported"):
         dq.sum().backward()
+    for options in (dict(dropout_p=0.1), dict(alibi_slopes=torch.ones(1))):
+        out = flashattn.flash_attn_func(*inputs, **options)
+        dq, = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
+        with pytest.raises(RuntimeError, match="double backward is not supported"):
+            dq.sum().backward()
 
 
 def test_only_the_gradients_that_are_wanted():
@@ -189,6 +196,86 @@ def test_the_short_way_is_the_long_way():
         long, long_lse, _ = flashattn.flash_attn_func(q.clone().requires_grad_(), k, v, return_attn_probs=True, **options)
         assert torch.equal(short, long) and torch.equal(short_lse, long_lse), options
         assert torch.equal(flashattn.flash_attn_func(q, k, v, **options), short)
+
+
+EAGER = {"plain": dict(causal=True, window=(7, -1), softcap=2.0), "scale": dict(scale=0.0), "dropout": dict(dropout_p=0.3),
+         "alibi": dict(alibi_slopes=torch.tensor([0.1, 0.2, 0.3, 0.4]))}
+
+
+@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize("layout", ["contiguous", "heads_first", "packed"])
+def test_an_eager_call_is_the_operator(name, layout):
+    """Eager calls skip torch.library; what they give and their gradients are the operator's, bit for bit."""
+    options = EAGER[name]
+    if layout == "contiguous":
+        leaves = qkv(2, 9, 4, 16, heads_k=2)
+    elif layout == "heads_first":
+        leaves = [t.detach().transpose(1, 2).requires_grad_() for t in qkv(2, 4, 9, 16)]
+    else:
+        leaves = list(torch.randn(2, 9, 3, 4, 16).unbind(2))
+        leaves = [t.requires_grad_() for t in leaves]
+    torch.manual_seed(3)
+    out, lse, _ = torch_ops.attention(*leaves, **options)
+    torch.manual_seed(3)
+    window = options.get("window", (-1, -1))
+    changes = {key: value for key, value in options.items() if key not in ("window", "scale")}
+    ours = torch.ops.flashattn.forward(*leaves, *plain_options(**{"causal": False, **changes}, window_left=window[0],
+                                                              window_right=window[1], scale=options.get("scale", 0.25)))
+    assert "flashattn" not in type(out.grad_fn).__name__ and "flashattn" in type(ours[0].grad_fn).__name__
+    assert torch.equal(out, ours[0]) and torch.equal(lse, ours[1]) and not lse.requires_grad
+    dout = torch.randn(2, 9, 16, 4).transpose(2, 3)
+    for wanted in (leaves, leaves[1:2]):
+        for a, b in zip(torch.autograd.grad(out, wanted, dout, retain_graph=True),
+                        torch.autograd.grad(ours[0], wanted, dout, retain_graph=True)):
+            assert torch.equal(a, b)
+
+
+def test_an_eager_call_of_varlen_is_the_operator():
+    leaves, options = CASES["varlen"]
+    run = lambda: torch_ops.attention(*leaves, cu_seqlens_q=CU, cu_seqlens_k=CU, max_seqlen_q=9, max_seqlen_k=9, causal=True,
+                                      scale=0.3)[:2]
+    out, lse = run()
+    ours = torch.ops.flashattn.forward(*leaves, *options)
+    assert torch.equal(out, ours[0]) and torch.equal(lse, ours[1])
+    dout = torch.randn_like(out)
+    for a, b in zip(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(ours[0], leaves, dout)):
+        assert torch.equal(a, b)
+    with torch.no_grad():
+        assert torch.equal(run()[0], out)
+    wide = torch.stack([CU, CU], 1)  # lengths that are not contiguous, or of another integer type, are copied
+    for lengths in (wide[:, 0], CU.long()):
+        again = flashattn.flash_attn_varlen_func(*leaves, lengths, lengths, 9, 9, softmax_scale=0.3, causal=True)
+        assert torch.equal(again, out)
+
+
+def test_what_was_written_to_between_the_passes_is_an_error():
+    for changed in range(4):
+        inputs = [t * 1 for t in CASES["varlen"][0]]
+        lengths = CU.clone()
+        out = flashattn.flash_attn_varlen_func(*inputs, lengths, lengths, 9, 9)
+        (*inputs, lengths)[changed].zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_pytorchs_threads_are_ours():
+    """A second pool of threads would wait in the way of the first: the package runs on PyTorch's OpenMP threads."""
+    script = """
+import os, torch, flashattn
+torch.randn(1 << 20).exp()  # PyTorch's threads start
+torch.randn(300, 300) @ torch.randn(300, 300)
+before = len(os.listdir("/proc/self/task"))
+q = torch.randn(2, 700, 4, 64)
+out = flashattn.flash_attn_func(q, q, q)
+leaf = q.clone().requires_grad_()
+flashattn.flash_attn_func(leaf, leaf, leaf).sum().backward()
+print(torch.get_num_threads(), len(os.listdir("/proc/self/task")) - before)
+torch.set_num_threads(1)
+assert torch.equal(out, flashattn.flash_attn_func(q, q, q))
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True,
+                           env={**os.environ, "FLASH_ATTN_NUM_THREADS": "4"})
+    assert found.stdout.split()[1] == "0", found.stdout
 
 
 def test_threads_do_not_disturb_each_other():

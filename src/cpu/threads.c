@@ -5,6 +5,7 @@
  */
 #include "cpu/cpu.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -14,6 +15,10 @@
 /* About 30 microseconds: longer than the gap between the calls of one model layer, shorter than a scheduler tick. */
 #define SPIN_ROUNDS 1000
 #define STACK_BYTES (1 << 20) /* the C library takes a program's thread-local variables from it, too */
+
+/* GNU OpenMP's entry to a parallel region, which LLVM's and Intel's runtimes have too. num_threads 0: as many as the
+ * calling thread's own regions would have. */
+typedef void (*openmp_parallel)(void (*member)(void *), void *arg, unsigned num_threads, unsigned flags);
 
 typedef struct worker {
     fa_threads *threads;
@@ -26,6 +31,8 @@ struct fa_threads {
     flash_attn_parallel_for parallel_for;
     void                   *pool;
     int                     num_threads;
+    openmp_parallel         openmp;
+    long                    openmp_process; /* a child of fork lacks OpenMP's threads, and OpenMP waits for them */
 
     atomic_long owner;       /* process that the workers belong to; 0: being set up */
     atomic_bool busy;        /* a call is using the workers */
@@ -190,6 +197,10 @@ fa_threads *fa_threads_create(const flash_attn_options *options, int num_threads
     threads->num_threads  = num_threads;
     threads->parallel_for = options->parallel_for;
     threads->pool         = options->pool;
+    if (options->use_openmp) {
+        *(void **)&threads->openmp = dlsym(RTLD_DEFAULT, "GOMP_parallel");
+        threads->openmp_process    = (long)getpid();
+    }
     init_pool(threads);
     atomic_store(&threads->owner, (long)getpid());
     return threads;
@@ -212,10 +223,33 @@ void fa_threads_destroy(fa_threads *threads)
     free(threads);
 }
 
+/* ---- on OpenMP's threads ---- */
+
+typedef struct region {
+    flash_attn_task body;
+    void           *arg;
+    int             count;
+    atomic_int      next;
+} region;
+
+/* The team may have any number of members. */
+static void region_member(void *arg)
+{
+    region *r = arg;
+    int     index;
+    while ((index = atomic_fetch_add(&r->next, 1)) < r->count)
+        r->body(r->arg, index);
+}
+
 void fa_threads_run(fa_threads *threads, int count, flash_attn_task body, void *arg)
 {
     if (count > 1 && threads->parallel_for) {
         threads->parallel_for(threads->pool, count, body, arg);
+        return;
+    }
+    if (count > 1 && threads->openmp && threads->openmp_process == (long)getpid()) {
+        region r = {.body = body, .arg = arg, .count = count};
+        threads->openmp(region_member, &r, 0, 0);
         return;
     }
     int done = 0; /* indices that the workers run */

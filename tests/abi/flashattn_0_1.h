@@ -134,6 +134,9 @@ typedef struct flash_attn_options {
     flash_attn_parallel_for parallel_for; /* NULL: the library's own threads */
     void                   *pool;         /* first argument of parallel_for */
     bool                    no_amx_split; /* do not run float32 and float16 as exact bfloat16 pieces on AMX */
+    bool                    use_openmp;   /* run on the threads of the OpenMP runtime that the process has loaded, as many
+                                             as it would use itself; the library's own if there is none. For a program
+                                             whose other work is OpenMP's: two pools would wait in each other's way. */
     const char             *kernel;        /* CUDA: run this kernel, by the name that explain gives; NULL: the best */
     const char             *kernel_folder; /* CUDA: look here first for kernels that flash_attn_compile built; NULL: none */
     const char             *nvrtc_path;    /* CUDA: the compiler's library, libnvrtc.so; NULL: one that the process has
@@ -248,10 +251,11 @@ typedef struct flash_attn_problem {
     int32_t         window_left, window_right; /* with WINDOW: keys to the left and right of the diagonal, -1: no limit.
                                                   Otherwise 0 or -1. */
 
-    flash_attn_tensor bias;         /* added to the scores: [b or 1, hq or 1, sq or 1, sk], F32 or q's dtype; varlen
-                                       or paged: sq and sk are at least the longest sequence. May hold -inf. */
+    flash_attn_tensor bias;         /* added to the scores: [b or 1, hq or 1, sq or 1, sk], F32 or q's dtype (with
+                                       F8E4M3: F32); varlen or paged: sq and sk are at least the longest sequence. May
+                                       hold -inf. */
     flash_attn_tensor alibi_slopes; /* F32 [b or 1, hq, 1, 1]: adds -slope * |i + seqlen_k - seqlen_q - j| */
-    flash_attn_tensor sinks;        /* F32 or q's dtype [1, hq, 1, 1]: one more logit for each head that takes
+    flash_attn_tensor sinks;        /* [1, hq, 1, 1], as bias F32 or q's dtype: one more logit for each head that takes
                                        probability and gives no value */
 
     /* Lengths: device memory with CUDA, else host memory. NULL: every sequence is as long as the tensor. */
