@@ -168,26 +168,9 @@ FA_DEVICE void multiply_rows(float (&c)[KEYS16][QUERIES8][4], const lane_address
     clear(c);
 #pragma unroll
     for (int d = 0; d < COLS / 16; d++) {
-        unsigned a[PLANES][KEYS16][4];
-#pragma unroll
-        for (int p = 0; p < PLANES; p++)
-#pragma unroll
-            for (int m = 0; m < KEYS16; m++)
-                load_matrix(a[p][m], a_at.at(m, d) + p * A_PLANE);
-#pragma unroll
-        for (int n = 0; n < QUERIES8; n += 2)
-#pragma unroll
-            for (int p = 0; p < PLANES; p++) {
-                unsigned b[4];
-                load_matrix(b, b_at.at(n / 2, d) + p * B_PLANE);
-#pragma unroll
-                for (int other = 0; other < PLANES - p; other++)
-#pragma unroll
-                    for (int m = 0; m < KEYS16; m++) {
-                        multiply_add(c[m][n], a[other][m], b[0], b[1]);
-                        multiply_add(c[m][n + 1], a[other][m], b[2], b[3]);
-                    }
-            }
+        blocks_of<KEYS16> a;
+        load_rows<KEYS16, A_PLANE>(a, a_at, d);
+        multiply_step(c, a, [&](unsigned(&b)[4], int n, int p) { load_matrix(b, b_at.at(n, d) + p * B_PLANE); });
     }
 }
 
@@ -201,32 +184,19 @@ FA_DEVICE void add_product(float (&c)[KEYS16][N8][4], const operand &x, const la
 {
 #pragma unroll
     for (int q = 0; q < QUERIES16 / PARTS; q++) {
-        unsigned a[PLANES][KEYS16][4];
+        blocks_of<KEYS16> a;
+        if constexpr (TEAM > 1)
+            load_rows<KEYS16, S_PLANE>(a, x_at, q);
+        else {
 #pragma unroll
-        for (int p = 0; p < PLANES; p++)
+            for (int p = 0; p < PLANES; p++)
 #pragma unroll
-            for (int m = 0; m < KEYS16; m++)
-                if constexpr (TEAM > 1)
-                    load_matrix(a[p][m], x_at.at(m, q) + p * S_PLANE);
-                else {
+                for (int m = 0; m < KEYS16; m++)
 #pragma unroll
                     for (int e = 0; e < 4; e++)
                         a[p][m][e] = x[p][m][q][e];
-                }
-#pragma unroll
-        for (int n = 0; n < N8; n += 2)
-#pragma unroll
-            for (int p = 0; p < PLANES; p++) {
-                unsigned b[4];
-                load_matrix_transposed(b, b_at.at(q, n / 2) + p * B_PLANE);
-#pragma unroll
-                for (int other = 0; other < PLANES - p; other++)
-#pragma unroll
-                    for (int m = 0; m < KEYS16; m++) {
-                        multiply_add(c[m][n], a[other][m], b[0], b[1]);
-                        multiply_add(c[m][n + 1], a[other][m], b[2], b[3]);
-                    }
-            }
+        }
+        multiply_step(c, a, [&](unsigned(&b)[4], int n, int p) { load_matrix_transposed(b, b_at.at(q, n) + p * B_PLANE); });
     }
 }
 
@@ -425,26 +395,13 @@ FA_DEVICE void add_dq(const fa_args &args, const work &w, unsigned shared, int b
     clear(dq);
 #pragma unroll
     for (int k = 0; k < FA_TILE_K / 16; k++) {
-        unsigned a[PLANES][DQ_ROWS16][4];
+        blocks_of<DQ_ROWS16> a;
 #pragma unroll
         for (int p = 0; p < PLANES; p++)
 #pragma unroll
             for (int m = 0; m < DQ_ROWS16; m++)
                 load_matrix_transposed(a[p][m], ds_at.at(k, m) + p * S_PLANE);
-#pragma unroll
-        for (int n = 0; n < DQ_COLS8; n += 2)
-#pragma unroll
-            for (int p = 0; p < PLANES; p++) {
-                unsigned b[4];
-                load_matrix_transposed(b, k_at.at(k, n / 2) + p * K_PLANE);
-#pragma unroll
-                for (int other = 0; other < PLANES - p; other++)
-#pragma unroll
-                    for (int m = 0; m < DQ_ROWS16; m++) {
-                        multiply_add(dq[m][n], a[other][m], b[0], b[1]);
-                        multiply_add(dq[m][n + 1], a[other][m], b[2], b[3]);
-                    }
-            }
+        multiply_step(dq, a, [&](unsigned(&b)[4], int n, int p) { load_matrix_transposed(b, k_at.at(k, n) + p * K_PLANE); });
     }
     if (FA_DETERMINISTIC)
         wait_for_turn(args, w, at);

@@ -152,32 +152,16 @@ FA_DEVICE void scores_of_tile(float (&s)[ROWS16][KEYS8][4], const lane_addresses
     clear(s);
 #pragma unroll
     for (int d = 0; d < DIM16; d++) {
-        unsigned q[PLANES][ROWS16][4];
+        blocks_of<ROWS16> q;
+        if constexpr (Q_STAYS) {
 #pragma unroll
-        for (int m = 0; m < ROWS16; m++)
-            if constexpr (Q_STAYS) {
+            for (int m = 0; m < ROWS16; m++)
 #pragma unroll
                 for (int e = 0; e < 4; e++)
                     q[0][m][e] = q_kept[m][d][e];
-            } else {
-#pragma unroll
-                for (int p = 0; p < PLANES; p++)
-                    load_matrix(q[p][m], q_at.at(m, d) + p * Q_PLANE);
-            }
-#pragma unroll
-        for (int n = 0; n < KEYS8; n += 2)
-#pragma unroll
-            for (int p = 0; p < PLANES; p++) {
-                unsigned k[4];
-                load_matrix(k, k_at.at(n / 2, d) + p * K_PLANE);
-#pragma unroll
-                for (int other = 0; other < PLANES - p; other++)
-#pragma unroll
-                    for (int m = 0; m < ROWS16; m++) {
-                        multiply_add(s[m][n], q[other][m], k[0], k[1]);
-                        multiply_add(s[m][n + 1], q[other][m], k[2], k[3]);
-                    }
-            }
+        } else
+            load_rows<ROWS16, Q_PLANE>(q, q_at, d);
+        multiply_step(s, q, [&](unsigned(&k)[4], int n, int p) { load_matrix(k, k_at.at(n, d) + p * K_PLANE); });
     }
 }
 
@@ -187,7 +171,7 @@ FA_DEVICE void add_values(float (&o)[ROWS16][COLS8][4], const float (&p)[ROWS16]
 {
 #pragma unroll
     for (int j = 0; j < KEYS8 / 2; j++) {
-        unsigned a[ROWS16][PLANES][4];
+        blocks_of<ROWS16> a;
 #pragma unroll
         for (int m = 0; m < ROWS16; m++)
 #pragma unroll
@@ -196,22 +180,9 @@ FA_DEVICE void add_values(float (&o)[ROWS16][COLS8][4], const float (&p)[ROWS16]
                 pack_planes(plane, p[m][2 * j + e / 2][e % 2 * 2], p[m][2 * j + e / 2][e % 2 * 2 + 1]);
 #pragma unroll
                 for (int i = 0; i < PLANES; i++)
-                    a[m][i][e] = plane[i];
+                    a[i][m][e] = plane[i];
             }
-#pragma unroll
-        for (int n = 0; n < COLS8; n += 2)
-#pragma unroll
-            for (int i = 0; i < PLANES; i++) {
-                unsigned v[4];
-                load_matrix_transposed(v, v_at.at(j, n / 2) + i * V_PLANE);
-#pragma unroll
-                for (int other = 0; other < PLANES - i; other++)
-#pragma unroll
-                    for (int m = 0; m < ROWS16; m++) {
-                        multiply_add(o[m][n], a[m][other], v[0], v[1]);
-                        multiply_add(o[m][n + 1], a[m][other], v[2], v[3]);
-                    }
-            }
+        multiply_step(o, a, [&](unsigned(&v)[4], int n, int i) { load_matrix_transposed(v, v_at.at(j, n) + i * V_PLANE); });
     }
 }
 

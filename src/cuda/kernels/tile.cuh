@@ -248,6 +248,41 @@ template <int ROWS16, int COLS8> FA_DEVICE void clear(float (&acc)[ROWS16][COLS8
                 acc[m][n][e] = 0.0f;
 }
 
+/* A operands: ROWS16 blocks of 16 rows, of each plane. */
+template <int ROWS16> using blocks_of = unsigned[PLANES][ROWS16][4];
+
+/* Block `col16` of `a_at`'s rows, as A. */
+template <int ROWS16, int PLANE_BYTES, class ADDRESSES>
+FA_DEVICE void load_rows(blocks_of<ROWS16> &a, const ADDRESSES &a_at, int col16)
+{
+#pragma unroll
+    for (int p = 0; p < PLANES; p++)
+#pragma unroll
+        for (int m = 0; m < ROWS16; m++)
+            load_matrix(a[p][m], a_at.at(m, col16) + p * PLANE_BYTES);
+}
+
+/* c += A B for 16 numbers of the inner dimension. load(b, n, plane): B of columns 16 n ... 16 n + 15 as load_matrix gives
+ * it. float32 leaves out the planes' products that vanish in it. */
+template <int ROWS16, int COLS8, class LOAD>
+FA_DEVICE void multiply_step(float (&c)[ROWS16][COLS8][4], const blocks_of<ROWS16> &a, const LOAD &load)
+{
+#pragma unroll
+    for (int n = 0; n < COLS8; n += 2)
+#pragma unroll
+        for (int p = 0; p < PLANES; p++) {
+            unsigned b[4];
+            load(b, n / 2, p);
+#pragma unroll
+            for (int other = 0; other < PLANES - p; other++)
+#pragma unroll
+                for (int m = 0; m < ROWS16; m++) {
+                    multiply_add(c[m][n], a[other][m], b[0], b[1]);
+                    multiply_add(c[m][n + 1], a[other][m], b[2], b[3]);
+                }
+        }
+}
+
 /*
  * A warp's accumulator, 16 ROWS16 rows by 8 COLS8 columns, times `scale` of each row (index 2 * row16 + (lower half)), to
  * rows first_row ... of a tensor: row r is at data + r * row_stride elements. Only rows < num_rows and columns < cols.
