@@ -262,7 +262,7 @@ static void the_cache_is_private(void **state)
 
 static void expect_memory_only(void)
 {
-    int folder = fa_cache_open();
+    int folder = fa_cache_open(true);
     if (folder >= 0)
         close(folder);
     assert_int_equal(folder, -1);
@@ -279,7 +279,7 @@ static void a_cache_that_others_can_write_is_refused(void **state)
     chmod(path, 0702);
     expect_memory_only();
     chmod(path, 0700);
-    int folder = fa_cache_open();
+    int folder = fa_cache_open(true);
     assert_true(folder >= 0);
     close(folder);
     chmod(home, 0777); /* as /tmp: others could replace the folder */
@@ -360,7 +360,7 @@ static void foreign_entries_are_not_used(void **state)
 
     static unsigned char bytes[] = "\177ELF of another kernel";
     fa_binary            binary  = {.cubin = bytes, .bytes = sizeof bytes};
-    int                  folder  = fa_cache_open();
+    int                  folder  = fa_cache_open(true);
     assert_true(fa_cache_write(folder, "another identity", &binary, 0600));
     assert_int_equal(unlink(path), 0);
     char written[4400];
@@ -392,7 +392,7 @@ static void what_a_killed_writer_left_is_no_harm(void **state)
     char path[4400];
     assert_true(build_in_new_process_state());
     find_entry(path, ".cubin");
-    strcpy(strrchr(path, '.'), ".00000010000000"); /* a temporary file of some process, cut short */
+    strcat(path, ".0000001000000"); /* a temporary file of some process, cut short */
     int file = open(path, O_WRONLY | O_CREAT, 0600);
     assert_int_equal(write(file, "facubin1", 8), 8);
     close(file);

@@ -10,14 +10,6 @@
 
 /* ---- keys ---- */
 
-uint64_t fa_hash_bytes(uint64_t hash, const void *bytes, size_t count)
-{
-    const unsigned char *byte = bytes;
-    for (size_t i = 0; i < count; i++)
-        hash = (hash ^ byte[i]) * 0x100000001B3u;
-    return hash;
-}
-
 /* On every call's path: one multiply for each int, not four. */
 uint64_t fa_key_hash(const fa_key *key)
 {
@@ -116,7 +108,7 @@ flash_attn_status fa_jit_init(fa_jit *jit, const flash_attn_options *options, in
         fa_jit_free(jit);
         return status;
     }
-    jit->cache = fa_cache_open();
+    jit->cache = fa_cache_open(true);
     return FLASH_ATTN_OK;
 }
 
@@ -368,7 +360,7 @@ flash_attn_status fa_jit_compile(fa_jit *jit, const fa_key *key, fa_binary *bina
 static bool find_in_folder(const fa_jit *jit, const fa_key *key, fa_binary *binary)
 {
     char identity[IDENTITY_BYTES];
-    int  folder = jit->folder ? fa_cache_open_folder(jit->folder, false) : -1;
+    int  folder = jit->folder ? fa_open_folder(jit->folder, false) : -1;
     if (folder < 0)
         return false;
     identify(jit, key, false, identity);
@@ -402,7 +394,7 @@ flash_attn_status fa_jit_build(fa_jit *jit, const fa_key *key, fa_binary *binary
 flash_attn_status fa_jit_export(fa_jit *jit, const fa_key *key, const fa_binary *binary, const char *folder)
 {
     char identity[IDENTITY_BYTES];
-    int  to = fa_cache_open_folder(folder, true);
+    int  to = fa_open_folder(folder, true);
     if (to < 0)
         return fa_fail(FLASH_ATTN_INVALID, "folder %s cannot be made or used: it must be a folder that only its owner "
                                            "can write", folder);

@@ -7,6 +7,7 @@
 
 #include "cuda/driver.h"
 #include "cuda/kernels/constants.h"
+#include "file.h"
 
 /* ---- the texts (generated at build from src/cuda/kernels and src/cuda/ladder) ---- */
 
@@ -35,10 +36,6 @@ void     fa_key_line(const fa_key *key, char *line, size_t line_bytes);
 uint64_t fa_key_hash(const fa_key *key);
 /* "#define FA_ARCH 90\n..." ; returns the length that it needs, as snprintf does. */
 int fa_key_constants(const fa_key *key, char *text, size_t text_bytes);
-
-/* FNV-1a, 64 bits (Fowler, Noll, Vo), going on from `hash`; begin with FA_HASH_START. */
-#define FA_HASH_START 0xCBF29CE484222325u
-uint64_t fa_hash_bytes(uint64_t hash, const void *bytes, size_t count);
 
 /* ---- building ---- */
 
@@ -81,12 +78,6 @@ flash_attn_status fa_jit_export(fa_jit *jit, const fa_key *key, const fa_binary 
 
 /* ---- the disk (cache.c) ---- */
 
-/* The private cache folder's descriptor, made if missing, or -1: refused, impossible, or off under AT_SECURE. */
-int fa_cache_open(void);
-
-/* A folder that the caller names, for reading or to fill (created 0755 if `create`). -1 with errno. */
-int fa_cache_open_folder(const char *path, bool create);
-
 /* Read the entry of `identity` (any text). False if there is none or it is not wholly right. */
 bool fa_cache_read(int folder, const char *identity, fa_binary *binary);
 
@@ -96,8 +87,5 @@ bool fa_cache_write(int folder, const char *identity, const fa_binary *binary, u
 /* Hold an entry's lock, so that one process builds it while the others wait. -1: could not in 20 s, go on without. */
 int  fa_cache_lock(int folder, const char *identity);
 void fa_cache_unlock(int lock);
-
-/* True in a program that runs with more rights than its caller: no variable is read, no cache is used. */
-bool fa_secure_mode(void);
 
 #endif
