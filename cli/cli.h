@@ -26,6 +26,7 @@ int cli_check(int argc, char **argv);
 int cli_bench(int argc, char **argv);
 int cli_explain(int argc, char **argv);
 int cli_compile(int argc, char **argv);
+int cli_tune(int argc, char **argv);
 
 /* Print "flashattn: <sentence>" to stderr; returns CLI_REFUSED. */
 int cli_fail(const char *format, ...)

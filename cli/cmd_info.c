@@ -34,6 +34,11 @@ static const cli_help info_help = {
                 "  flashattn info --isa avx2 --json",
 };
 
+static const char *const tuning_names[]   = {"default", "measured", "foreign", "damaged"};
+static const char *const tuning_meaning[] = {"the defaults ('flashattn tune' measures)", "measured on this machine",
+                                             "the defaults: those stored are of another processor or version",
+                                             "the defaults: the stored file is damaged"};
+
 static void print_bytes(const char *what, int64_t bytes)
 {
     if (bytes <= 0)
@@ -46,7 +51,8 @@ static void print_bytes(const char *what, int64_t bytes)
         printf("  %-10s %.1f GiB\n", what, (double)bytes / (1 << 30));
 }
 
-static void print_device(const char *label, const flash_attn_device_info *info)
+/* tiles: NULL: not said. */
+static void print_device(const char *label, const flash_attn_device_info *info, const char *tiles)
 {
     printf("%s: %s\n", label, info->name);
     printf("  %-10s %s\n", "tier", info->isa);
@@ -57,6 +63,8 @@ static void print_device(const char *label, const flash_attn_device_info *info)
     print_bytes("L2", info->l2_bytes);
     print_bytes("L3", info->l3_bytes);
     print_bytes("memory", info->memory_bytes);
+    if (tiles)
+        printf("  %-10s %s\n", "tiles", tiles);
 }
 
 static void write_device(cli_json *json, const char *type, int index, const flash_attn_device_info *info)
@@ -73,6 +81,7 @@ static void write_device(cli_json *json, const char *type, int index, const flas
     json_whole(json, "l2_bytes", info->l2_bytes);
     json_whole(json, "l3_bytes", info->l3_bytes);
     json_whole(json, "memory_bytes", info->memory_bytes);
+    json_text(json, "tuning", tuning_names[info->tuning]);
     json_close(json, '}');
 }
 
@@ -135,7 +144,7 @@ static int show(flash_attn_context *context, const info_flags *flags)
         write_device(&json, "cpu", 0, &info);
     } else {
         printf("flashattn %s\n", text);
-        print_device("cpu", &info);
+        print_device("cpu", &info, tuning_meaning[info.tuning]);
         if (flags->measure)
             print_peaks(flags, &info, &peaks);
     }
@@ -145,7 +154,7 @@ static int show(flash_attn_context *context, const info_flags *flags)
         if (flash_attn_get_device_info(context, device, &info) != FLASH_ATTN_OK)
             break;
         snprintf(label, sizeof label, "cuda:%d", device.index);
-        as_json ? write_device(&json, "cuda", device.index, &info) : print_device(label, &info);
+        as_json ? write_device(&json, "cuda", device.index, &info) : print_device(label, &info, NULL);
     }
     const char *why_none = device.index == 0 ? flash_attn_last_error() : NULL;
     if (as_json) {

@@ -10,6 +10,7 @@ static const cli_command commands[] = {
     {"check", "compare every kind of call with the reference, on this machine", cli_check},
     {"bench", "time standard attention against the library", cli_bench},
     {"explain", "what a call would run, without running it", cli_explain},
+    {"tune", "measure which tiles are fastest on this machine, and keep them", cli_tune},
     {"compile", "build GPU kernels ahead, into a folder", cli_compile},
 };
 enum { NUM_COMMANDS = sizeof commands / sizeof commands[0] };

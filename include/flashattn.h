@@ -141,7 +141,9 @@ typedef struct flash_attn_options {
     const char             *kernel_folder; /* CUDA: look here first for kernels that flash_attn_compile built; NULL: none */
     const char             *nvrtc_path;    /* CUDA: the compiler's library, libnvrtc.so; NULL: one that the process has
                                               loaded, else the system's */
-    uint64_t                reserved[5];
+    const char             *tune_file;     /* CPU: choices that flash_attn_tune stored; NULL: FLASH_ATTN_TUNE_FILE, else
+                                              the user's cache; "": none, the defaults */
+    uint64_t                reserved[4];
 } flash_attn_options;
 
 /* Threads, compiled GPU kernels and tuning belong to a context. NULL for a context means one that the process shares,
@@ -149,13 +151,21 @@ typedef struct flash_attn_options {
 typedef struct flash_attn_context flash_attn_context;
 
 /* Make a context. options may be NULL. FLASH_ATTN_NUM_THREADS (1 to 4096) and FLASH_ATTN_MAX_ISA (scalar, neon, avx2,
- * avx512, amx) are read where the option is 0, and not at all in a process with raised privileges. Errors: INVALID
- * (context NULL, num_threads < 0 or > 4096, unknown max_isa, a value of the environment that means nothing), NO_MEMORY.
+ * avx512, amx) are read where the option is 0, FLASH_ATTN_TUNE_FILE (an absolute path, or "off": none) where tune_file
+ * is NULL; none of them, nor the cache, in a process with raised privileges. Errors: INVALID (context NULL, num_threads < 0 or > 4096, unknown max_isa, a value of the environment that means nothing), NO_MEMORY.
  * A cap below what the machine has is honoured; a tier that the machine lacks is never chosen. */
 FLASH_ATTN_API flash_attn_status flash_attn_create(flash_attn_context **context, const flash_attn_options *options);
 
 /* Free a context; NULL is allowed. No call on it may be running. */
 FLASH_ATTN_API void flash_attn_destroy(flash_attn_context *context);
+
+/* Where a context's choices of tiles for the CPU come from. */
+typedef enum flash_attn_tuning {
+    FLASH_ATTN_TUNING_DEFAULT  = 0, /* nothing is stored, or it is turned off */
+    FLASH_ATTN_TUNING_MEASURED = 1, /* flash_attn_tune */
+    FLASH_ATTN_TUNING_FOREIGN  = 2, /* the defaults: what is stored is of another processor or version */
+    FLASH_ATTN_TUNING_DAMAGED  = 3  /* the defaults: what is stored is not whole */
+} flash_attn_tuning;
 
 typedef struct flash_attn_device_info {
     char     name[64];      /* the processor's own name */
@@ -165,7 +175,9 @@ typedef struct flash_attn_device_info {
     int32_t  num_threads;   /* CPU: threads that a call uses */
     int64_t  l1_bytes, l2_bytes, l3_bytes; /* data caches, one core's or the shared one; 0: not known */
     int64_t  memory_bytes;
-    uint64_t reserved[8];
+    flash_attn_tuning tuning;    /* CPU */
+    int32_t           reserved0;
+    uint64_t          reserved[7];
 } flash_attn_device_info;
 
 /* Describe a device as this context would use it. Errors: INVALID, NO_DEVICE. */
@@ -352,6 +364,33 @@ typedef struct flash_attn_explanation {
 /* What a call would run; data pointers may be NULL except the length arrays, which are read if they are on the host. */
 FLASH_ATTN_API flash_attn_status flash_attn_explain(flash_attn_context *context, const flash_attn_problem *problem,
                                                     flash_attn_pass pass, flash_attn_explanation *explanation);
+
+/* ---- tuning the CPU --------------------------------------------------------------------------------------------- */
+
+/* One choice that was measured. */
+typedef struct flash_attn_tune_choice {
+    char     name[64];          /* "tile avx512 forward 128": what `flashattn explain` would show for head_dim up to 128 */
+    char     usual[24];         /* the default: "96 128" */
+    char     found[24];         /* what is used from now on; the default unless another was clearly faster */
+    double   usual_ms, found_ms; /* the fastest of many runs of each */
+    int32_t  num_tried;
+    int32_t  reserved0;
+    uint64_t reserved[8];
+} flash_attn_tune_choice;
+
+/* Called after each choice. */
+typedef void (*flash_attn_tune_report)(void *user, const flash_attn_tune_choice *choice);
+
+/* Measure on this machine, with this context's tier and threads, which tiles are fastest, and store what is faster than
+ * the default by 3% and more. Contexts made later, in any process, read it once and use it; those that exist keep what
+ * they have. The paper left this to future work.
+ *
+ * file: where to store it; what a file of this processor and version already says of other tiers is kept. NULL: where
+ * such contexts look by themselves (flash_attn_options.tune_file). "": nowhere. seconds: about how long to measure, 1
+ * to 3600. report may be NULL. Takes some hundred MB. Errors: INVALID (seconds, a file that cannot be written),
+ * NO_MEMORY. */
+FLASH_ATTN_API flash_attn_status flash_attn_tune(flash_attn_context *context, const char *file, double seconds,
+                                                 flash_attn_tune_report report, void *user);
 
 /* ---- the KV cache ------------------------------------------------------------------------------------------- */
 

@@ -203,6 +203,15 @@ flash_attn_status flash_attn_get_device_info(flash_attn_context *context, flash_
     return FLASH_ATTN_OK;
 }
 
+flash_attn_status flash_attn_tune(flash_attn_context *context, const char *file, double seconds,
+                                  flash_attn_tune_report report, void *user)
+{
+    if (!(seconds >= 1 && seconds <= 3600))
+        return fa_fail(FLASH_ATTN_INVALID, "seconds is %g, expected 1 to 3600", seconds);
+    FA_TRY(fa_context_of(&context));
+    return fa_cpu_tune(context, file ? file : context->options.tune_file, seconds, report, user);
+}
+
 /* ---- the KV cache and merging ---- */
 
 flash_attn_status flash_attn_append_kv(flash_attn_context *context, const flash_attn_append *append,

@@ -169,6 +169,9 @@ void              fa_cpu_explain(const fa_cpu *cpu, const fa_call *call, const f
                                  flash_attn_explanation *explanation);
 flash_attn_status fa_cpu_forward(fa_cpu *cpu, const fa_call *call, const fa_exec *exec);
 flash_attn_status fa_cpu_backward(fa_cpu *cpu, const fa_call *call, const fa_exec *exec);
+/* flash_attn_tune with its arguments checked. */
+flash_attn_status fa_cpu_tune(const flash_attn_context *context, const char *file, double seconds,
+                              flash_attn_tune_report report, void *user);
 
 /* ---- the CUDA backend (cuda/): every function fails with NO_DEVICE where there is no such device ---- */
 

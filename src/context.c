@@ -54,6 +54,16 @@ static flash_attn_status isa_from_environment(flash_attn_isa *max_isa)
                    text);
 }
 
+static flash_attn_status tune_file_from_environment(const char **tune_file)
+{
+    const char *text = environment("FLASH_ATTN_TUNE_FILE");
+    if (text && text[0] != '/' && strcmp(text, "off") != 0)
+        return fa_fail(FLASH_ATTN_INVALID,
+                       "the environment's FLASH_ATTN_TUNE_FILE is \"%.40s\", expected an absolute path or off", text);
+    *tune_file = text && text[0] != '/' ? "" : text;
+    return FLASH_ATTN_OK;
+}
+
 static flash_attn_status resolve_options(const flash_attn_options *given, flash_attn_options *out)
 {
     *out = given ? *given : (flash_attn_options){0};
@@ -71,13 +81,16 @@ static flash_attn_status resolve_options(const flash_attn_options *given, flash_
         FA_TRY(threads_from_environment(&out->num_threads));
     if (out->max_isa == FLASH_ATTN_ISA_AUTO)
         FA_TRY(isa_from_environment(&out->max_isa));
+    if (!out->tune_file)
+        FA_TRY(tune_file_from_environment(&out->tune_file));
     return FLASH_ATTN_OK;
 }
 
 /* The caller's strings may be gone when the first CUDA call comes. */
 static bool copy_strings(flash_attn_options *options)
 {
-    const char **strings[] = {&options->kernel, &options->kernel_folder, &options->nvrtc_path};
+    const char **strings[] = {&options->kernel, &options->kernel_folder, &options->nvrtc_path,
+                              &options->tune_file};
     bool         copied    = true;
     for (size_t i = 0; i < sizeof strings / sizeof *strings; i++)
         if (*strings[i]) {
@@ -92,6 +105,7 @@ static void free_context(flash_attn_context *context)
     free((void *)context->options.kernel);
     free((void *)context->options.kernel_folder);
     free((void *)context->options.nvrtc_path);
+    free((void *)context->options.tune_file);
     free(context);
 }
 

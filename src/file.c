@@ -152,8 +152,8 @@ bool fa_file_write(int folder, const char *name, const void *head, size_t head_b
         return false;
     unlinkat(folder, temporary, 0); /* of a killed writer that had our process number */
     int  file = openat(folder, temporary, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
-    bool done = file >= 0 && fchmod(file, mode) == 0 && write_all(file, head, head_bytes) &&
-                write_all(file, body, body_bytes);
+    bool done =
+        file >= 0 && fchmod(file, mode) == 0 && write_all(file, head, head_bytes) && write_all(file, body, body_bytes);
     if (file >= 0 && close(file) != 0)
         done = false;
     done = done && renameat(folder, temporary, folder, name) == 0;

@@ -25,7 +25,7 @@ from cli_support import (
     write_npy,
 )
 
-COMMANDS = ["info", "run", "check", "bench", "explain", "compile"]
+COMMANDS = ["info", "run", "check", "bench", "explain", "compile", "tune"]
 
 
 class Help(unittest.TestCase):
@@ -451,7 +451,7 @@ class Schema(Case):
         self.assertEqual(report["schema"], "flashattn.info/1")
         self.assertEqual(
             list(report["devices"][0]),
-            ("type index name isa features num_cores num_threads l1_bytes l2_bytes l3_bytes memory_bytes").split(),
+            ("type index name isa features num_cores num_threads l1_bytes l2_bytes l3_bytes memory_bytes tuning").split(),
         )
         self.assertEqual(report["devices"][0]["type"], "cpu")
         self.assertIn(report["devices"][0]["isa"], run("info"))
@@ -580,6 +580,25 @@ class Quick(Case):
         self.assertEqual(report["num_wrong"], 0)
         self.assertTrue(report["quick"])
         self.assertTrue(all(row["standard"] for row in report["rows"]))
+
+    def test_tune_measures_and_its_file_is_used(self):
+        file = self.path("tune.txt")
+        words = ["tune", "--threads", "1", "--seconds", "1", "--isa", "avx512", "--json"]
+        report = json.loads(run(*words, "--file", file))
+        self.assertEqual(list(report), ["schema", "device_name", "isa", "threads", "choices", "stored"])
+        self.assertTrue(report["stored"])
+        self.assertGreaterEqual(len(report["choices"]), 6)
+        for choice in report["choices"]:
+            self.assertEqual(list(choice), "name default default_ms found found_ms num_tried".split())
+            self.assertLessEqual(choice["found_ms"], choice["default_ms"])
+        os.environ["FLASH_ATTN_TUNE_FILE"] = file
+        try:
+            self.assertEqual(json.loads(run("info", "--json"))["devices"][0]["tuning"], "measured")
+            self.assertIn("measured on this machine", run("info"))
+        finally:
+            del os.environ["FLASH_ATTN_TUNE_FILE"]
+        self.assertFalse(json.loads(run(*words, "--dry-run"))["stored"])
+        self.assertIn("--file", run("tune", "--dry-run", "--file", file, expect=2))
 
 
 if __name__ == "__main__":

@@ -28,14 +28,14 @@ class Device(Structure):
 
 class Options(Structure):
     _fields_ = [("num_threads", c_int32), ("max_isa", c_int32), ("parallel_for", c_void_p), ("pool", c_void_p),
-                ("no_amx_split", c_bool), ("use_openmp", c_bool), ("kernel", c_char_p), ("kernel_folder", c_char_p), ("nvrtc_path", c_char_p),
-                ("reserved", c_uint64 * 5)]
+                ("no_amx_split", c_bool), ("use_openmp", c_bool), ("kernel", c_char_p), ("kernel_folder", c_char_p),
+                ("nvrtc_path", c_char_p), ("tune_file", c_char_p), ("reserved", c_uint64 * 4)]
 
 
 class DeviceInfo(Structure):
     _fields_ = [("name", c_char * 64), ("isa", c_char * 16), ("features", c_char * 256), ("num_cores", c_int32),
                 ("num_threads", c_int32), ("l1_bytes", c_int64), ("l2_bytes", c_int64), ("l3_bytes", c_int64),
-                ("memory_bytes", c_int64), ("reserved", c_uint64 * 8)]
+                ("memory_bytes", c_int64), ("tuning", c_int32), ("reserved0", c_int32), ("reserved", c_uint64 * 7)]
 
 
 class Slices(Structure):
@@ -197,5 +197,5 @@ def device_info(device=CPU, index=0):
     """What a device offers and which tier is used: a dict with the fields of flash_attn_device_info."""
     info = DeviceInfo()
     check(lib.flash_attn_get_device_info(context, Device(device, index), byref(info)))
-    fields = {name: getattr(info, name) for name, _ in DeviceInfo._fields_ if name != "reserved"}
+    fields = {name: getattr(info, name) for name, _ in DeviceInfo._fields_ if not name.startswith("reserved")}
     return {name: value.decode() if isinstance(value, bytes) else value for name, value in fields.items()}

@@ -74,7 +74,7 @@ static plan plan_make(const fa_cpu *cpu, const fa_call *call, int threads)
     /* dP - Delta cancels; in float32 both must be the same sum, which bfloat16 pieces do not give. */
     const fa_kernels *k = call->q.dtype == FLASH_ATTN_F32 ? cpu->vector : cpu->kernels[call->q.dtype];
     int               d = (int)call->head_dim, dv = (int)call->head_dim_v;
-    plan p = {.kernels = k, .call = call, .threads = threads, .tile = k->tiles(FLASH_ATTN_BACKWARD, d > dv ? d : dv)};
+    plan              p = {.kernels = k, .call = call, .threads = threads, .tile = fa_tiles(cpu, k, call)};
     p.query_tiles      = (call->max_seqlen_q + p.tile.q - 1) / p.tile.q;
     p.pairs            = call->batch * call->heads_k;
     p.slots            = p.pairs < threads + 1 ? p.pairs : threads + 1;
@@ -146,7 +146,7 @@ static size_t carve_run(run *r, char *base)
     carve_scratch(&one, p);
     r->scratch_bytes = one.used;
     if (call->dbias.data) {
-        size_t bytes     = fa_dbias_scratch_bytes(p->kernels, call);
+        size_t bytes     = fa_dbias_scratch_bytes(p->kernels, p->tile, call);
         r->scratch_bytes = bytes > one.used ? bytes : one.used;
     }
     r->slot_bytes = query_tile_bytes(p) * (size_t)(call->group * p->query_tiles);
@@ -518,9 +518,10 @@ static void main_thread(void *arg, int64_t index)
             b++;
         run_task(r, &s, b, task - r->task_begin[b]);
     }
-    int64_t bias_tasks = fa_dbias_tasks(r->plan.kernels, call), sinks = call->dsinks.data ? call->heads_q : 0;
+    int64_t bias_tasks = fa_dbias_tasks(r->plan.tile, call), sinks = call->dsinks.data ? call->heads_q : 0;
     while ((task = atomic_fetch_add(&r->next_bias, 1)) < bias_tasks)
-        fa_dbias_task(r->plan.kernels, call, r->delta, task, r->scratch + (size_t)index * r->scratch_bytes);
+        fa_dbias_task(r->plan.kernels, r->plan.tile, call, r->delta, task,
+                      r->scratch + (size_t)index * r->scratch_bytes);
     while ((task = atomic_fetch_add(&r->next_sink, 1)) < sinks)
         fa_dsinks_task(call, r->delta, task);
     if (r->plan.kernels->leave)
@@ -561,7 +562,8 @@ void fa_backward_explain(const fa_cpu *cpu, const fa_call *call, int threads, fl
     explanation->scratch_bytes = (int64_t)r.scratch_bytes;
     snprintf(explanation->kernel, sizeof explanation->kernel, "backward_%s", r.plan.kernels->name);
     snprintf(explanation->reason, sizeof explanation->reason,
-             "keys outside; packed Q and dO shared by all tiles of keys; dQ summed in the order of the keys");
+             "keys outside; packed Q and dO shared by all tiles of keys; dQ summed in the order of the keys%s",
+             fa_tiles_origin(cpu, r.plan.kernels, call));
 }
 
 flash_attn_status fa_cpu_backward(fa_cpu *cpu, const fa_call *call, const fa_exec *exec)
@@ -576,7 +578,7 @@ flash_attn_status fa_cpu_backward(fa_cpu *cpu, const fa_call *call, const fa_exe
     atomic_store(&r.next_bias, 0);
     atomic_store(&r.next_sink, 0);
     int64_t heads = call->batch * call->heads_q,
-            tasks = count_tasks(&r) + fa_dbias_tasks(r.plan.kernels, call) + call->heads_q;
+            tasks = count_tasks(&r) + fa_dbias_tasks(r.plan.tile, call) + call->heads_q;
     fa_threads_run(cpu->threads, (int)(heads < threads ? heads : threads), prepare_thread, &r);
     fa_threads_run(cpu->threads, (int)(tasks < threads ? tasks : threads), main_thread, &r);
     fa_memory_free(&memory);

@@ -57,6 +57,7 @@ flash_attn_status fa_cpu_create(fa_cpu **cpu, const flash_attn_options *options)
     made->num_threads = num_threads;
     fa_isa_detect(&made->isa);
     choose_tables(made, cap, options->no_amx_split);
+    made->tuned = fa_tuning_load(&made->isa, options->tune_file, &made->tuning);
     *cpu = made;
     return FLASH_ATTN_OK;
 }
@@ -88,6 +89,7 @@ void fa_cpu_info(const fa_cpu *cpu, flash_attn_device_info *info)
     info->l1_bytes     = cpu->isa.l1_bytes;
     info->l2_bytes     = cpu->isa.l2_bytes;
     info->l3_bytes     = cpu->isa.l3_bytes;
+    info->tuning       = cpu->tuned;
     info->memory_bytes = pages > 0 && page_bytes > 0 ? (int64_t)pages * page_bytes : 0;
 }
 

@@ -94,8 +94,9 @@ typedef struct fa_kernels {
     flash_attn_isa isa;
     int            key_step; /* see S above: 1 .. 64 */
 
-    /* Data, not code: the tile for a pass and the larger of head_dim and head_dim_v. Multiples of 16, at most
-     * FA_MAX_TILE; k a multiple of key_step. It may depend on nothing else, or a sequence's bits would. */
+    /* Data, not code: the tile for a pass and the larger of head_dim and head_dim_v, where nothing better has been
+     * measured: ask fa_tiles. Multiples of 16, at most FA_MAX_TILE; k a multiple of key_step. It may depend on nothing
+     * else, or a sequence's bits would. Every other such shape up to FA_TUNE_MOST_TILE must be right too. */
     fa_tile_shape (*tiles)(flash_attn_pass pass, int64_t head_dim);
 
     /* Bytes of a packed operand of up to `rows` rows and exactly `cols` columns; a multiple of 64. 0: this role needs
@@ -193,6 +194,45 @@ void        fa_threads_destroy(fa_threads *threads);
  * so a body must take its work from a shared counter, not from its index. */
 void fa_threads_run(fa_threads *threads, int count, flash_attn_task body, void *arg);
 
+/* ---- choices that `flashattn tune` measures (tuning.c) ---- */
+
+/* A table of kernels, as tile choices see it: the AMX tier has one for each number of bfloat16 pieces. */
+typedef enum fa_table {
+    FA_TABLE_SCALAR,
+    FA_TABLE_NEON,
+    FA_TABLE_AVX2,
+    FA_TABLE_AVX512,
+    FA_TABLE_AMX_BF16,
+    FA_TABLE_AMX_F16,
+    FA_TABLE_AMX_F32,
+    FA_TABLES
+} fa_table;
+
+enum { FA_TUNE_MOST_TILE = 512, FA_HEAD_CLASSES = 3 }; /* classes: head_dim up to 64, 128, 256; beyond: never tuned */
+
+/* All zero: the defaults. The same in every call of a context, so that bits depend on a sequence's shape alone. */
+typedef struct fa_tuning {
+    fa_tile_shape tile[FA_TABLES][2][FA_HEAD_CLASSES]; /* by table, pass, class; {0, 0}: fa_kernels.tiles */
+    int           block_l2_percent; /* of the second-level cache, for the forward's Q and O; 0: 50 */
+    int           split_keys;       /* the least keys of a part where few queries meet long keys; 0: 1024 */
+} fa_tuning;
+
+fa_table      fa_table_of(const fa_kernels *kernels, flash_attn_dtype dtype);
+int           fa_head_class(int64_t head_dim);    /* FA_HEAD_CLASSES: none */
+int           fa_head_class_most(int head_class); /* the largest head_dim of a class */
+const char   *fa_table_name(fa_table table);      /* "amx_bf16" */
+fa_tile_shape fa_tiles(const fa_cpu *cpu, const fa_kernels *kernels, const fa_call *call);
+/* ", tiles measured on this machine", or "": for explain. */
+const char *fa_tiles_origin(const fa_cpu *cpu, const fa_kernels *kernels, const fa_call *call);
+
+/* True if every number is one that a stored file may hold. */
+bool fa_tuning_is_sound(const fa_tuning *tuning);
+
+/* What `file` holds: a path; NULL: cpu-tune.txt in the private cache folder; "": nothing. What is not wholly right, or of
+ * another processor or version, leaves zeros. */
+flash_attn_tuning fa_tuning_load(const fa_isa *isa, const char *file, fa_tuning *tuning);
+flash_attn_status fa_tuning_store(const fa_isa *isa, const char *file, const fa_tuning *tuning);
+
 /* ---- the backend ---- */
 
 struct fa_cpu {
@@ -202,6 +242,8 @@ struct fa_cpu {
     const fa_kernels *kernels[4]; /* by flash_attn_dtype: AMX where there, else `vector` */
     fa_threads       *threads;
     int               num_threads;
+    fa_tuning         tuning;
+    flash_attn_tuning tuned; /* where `tuning` comes from */
 };
 
 #endif

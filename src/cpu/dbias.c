@@ -13,14 +13,8 @@ typedef struct dbias_scratch {
     int32_t     *slices;
 } dbias_scratch;
 
-static fa_tile_shape tile_of(const fa_kernels *kernels, const fa_call *call)
+static dbias_scratch carve(fa_arena *arena, const fa_kernels *kernels, fa_tile_shape tile, const fa_call *call)
 {
-    return kernels->tiles(FLASH_ATTN_BACKWARD, call->head_dim > call->head_dim_v ? call->head_dim : call->head_dim_v);
-}
-
-static dbias_scratch carve(fa_arena *arena, const fa_kernels *kernels, const fa_call *call)
-{
-    fa_tile_shape tile = tile_of(kernels, call);
     int           d = (int)call->head_dim, dv = (int)call->head_dim_v;
     int64_t       scores = (int64_t)tile.q * fa_score_ld(tile.k);
     dbias_scratch s;
@@ -41,10 +35,10 @@ static dbias_scratch carve(fa_arena *arena, const fa_kernels *kernels, const fa_
     return s;
 }
 
-size_t fa_dbias_scratch_bytes(const fa_kernels *kernels, const fa_call *call)
+size_t fa_dbias_scratch_bytes(const fa_kernels *kernels, fa_tile_shape tile, const fa_call *call)
 {
     fa_arena arena = {NULL, 0};
-    carve(&arena, kernels, call);
+    carve(&arena, kernels, tile, call);
     return arena.used;
 }
 
@@ -53,21 +47,20 @@ typedef struct extents {
     int64_t batch, heads, queries, query_tiles, key_tiles;
 } extents;
 
-static extents extents_of(const fa_kernels *kernels, const fa_call *call)
+static extents extents_of(fa_tile_shape tile, const fa_call *call)
 {
-    const flash_attn_tensor *t    = &call->dbias;
-    fa_tile_shape            tile = tile_of(kernels, call);
+    const flash_attn_tensor *t = &call->dbias;
     extents n = {t->stride[0] ? t->shape[0] : 1, t->stride[1] ? t->shape[1] : 1, t->stride[2] ? t->shape[2] : 1, 0, 0};
     n.query_tiles = (n.queries + tile.q - 1) / tile.q;
     n.key_tiles   = (t->shape[3] + tile.k - 1) / tile.k;
     return n;
 }
 
-int64_t fa_dbias_tasks(const fa_kernels *kernels, const fa_call *call)
+int64_t fa_dbias_tasks(fa_tile_shape tile, const fa_call *call)
 {
     if (!call->dbias.data)
         return 0;
-    extents n = extents_of(kernels, call);
+    extents n = extents_of(tile, call);
     return n.batch * n.heads * n.query_tiles * n.key_tiles;
 }
 
@@ -139,15 +132,16 @@ static void add_heads(const part *p, int64_t b, int64_t head_k, int64_t begin, i
     }
 }
 
-void fa_dbias_task(const fa_kernels *kernels, const fa_call *call, float *delta, int64_t task, char *scratch)
+void fa_dbias_task(const fa_kernels *kernels, fa_tile_shape tile, const fa_call *call, float *delta, int64_t task,
+                   char *scratch)
 {
     fa_arena arena    = {scratch, 0};
-    extents  n        = extents_of(kernels, call);
+    extents  n        = extents_of(tile, call);
     part     p        = {.kernels   = kernels,
                          .call      = call,
                          .delta     = delta,
-                         .s         = carve(&arena, kernels, call),
-                         .tile      = tile_of(kernels, call),
+                         .s         = carve(&arena, kernels, tile, call),
+                         .tile      = tile,
                          .one_query = call->dbias.stride[2] == 0};
     int64_t  key_tile = task % n.key_tiles, query_tile = task / n.key_tiles % n.query_tiles;
     int64_t  head = task / n.key_tiles / n.query_tiles % n.heads, b = task / n.key_tiles / n.query_tiles / n.heads;

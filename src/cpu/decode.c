@@ -6,20 +6,20 @@
 #define MIN_SPLIT_KEYS 1024
 #define MAX_SPLITS 32
 
-int fa_split_keys(int num_splits, int64_t rows, fa_tile_shape tile, int64_t seqlen_k)
+int fa_split_keys(int num_splits, int least_keys, int64_t rows, fa_tile_shape tile, int64_t seqlen_k)
 {
     int64_t whole = fa_round_up(seqlen_k > 0 ? seqlen_k : 1, tile.k);
     if (num_splits > 0)
         return (int)fa_round_up((whole + num_splits - 1) / num_splits, tile.k);
     if (rows > tile.q) /* more than one tile of queries is work enough to hand out */
         return (int)whole;
-    int64_t keys = (whole + MAX_SPLITS - 1) / MAX_SPLITS;
-    return (int)fa_round_up(keys < MIN_SPLIT_KEYS ? MIN_SPLIT_KEYS : keys, tile.k);
+    int64_t keys = (whole + MAX_SPLITS - 1) / MAX_SPLITS, least = least_keys ? least_keys : MIN_SPLIT_KEYS;
+    return (int)fa_round_up(keys < least ? least : keys, tile.k);
 }
 
-int fa_max_splits(int num_splits, int tile_k, int64_t seqlen_k)
+int fa_max_splits(int num_splits, int least_keys, int tile_k, int64_t seqlen_k)
 {
-    int64_t least = num_splits > 0 ? tile_k : MIN_SPLIT_KEYS, most = num_splits > 0 ? num_splits : MAX_SPLITS;
+    int64_t least = num_splits > 0 ? tile_k : least_keys ? least_keys : MIN_SPLIT_KEYS, most = num_splits > 0 ? num_splits : MAX_SPLITS;
     int64_t parts = (seqlen_k + least - 1) / least;
     return (int)(parts < 1 ? 1 : parts < most ? parts : most);
 }

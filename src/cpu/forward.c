@@ -46,11 +46,6 @@ static bool readable_in_place(const flash_attn_tensor *t)
     return t->stride[3] == 1 && t->shape[3] % 16 == 0 && t->dtype != FLASH_ATTN_F8E4M3;
 }
 
-static int64_t widest_head(const fa_call *call)
-{
-    return call->head_dim > call->head_dim_v ? call->head_dim : call->head_dim_v;
-}
-
 static shape shape_of(const plan *p, int seqlen_q, int seqlen_k)
 {
     const fa_call    *call   = p->call;
@@ -59,12 +54,12 @@ static shape shape_of(const plan *p, int seqlen_q, int seqlen_k)
     shape             s      = {0};
     s.few                    = rows <= vector->few_rows && readable_in_place(&call->k) && readable_in_place(&call->v);
     s.kernels                = s.few ? vector : p->cpu->kernels[call->q.dtype];
-    s.tile                   = s.kernels->tiles(FLASH_ATTN_FORWARD, widest_head(call));
+    s.tile                   = fa_tiles(p->cpu, s.kernels, call);
     s.heads_per_tile  = seqlen_q < s.tile.q ? fa_min_int((int)call->group, s.tile.q / fa_max_int(seqlen_q, 1)) : 1;
     s.head_tiles      = ((int)call->group + s.heads_per_tile - 1) / s.heads_per_tile;
     s.tiles           = fa_max_int(1, (seqlen_q + s.tile.q - 1) / s.tile.q) * s.head_tiles;
     s.blocks          = (s.tiles + p->tiles_per_block - 1) / p->tiles_per_block;
-    s.split_keys      = fa_split_keys(call->num_splits, rows, s.tile, seqlen_k);
+    s.split_keys      = fa_split_keys(call->num_splits, p->cpu->tuning.split_keys, rows, s.tile, seqlen_k);
     s.splits          = fa_max_int(1, (seqlen_k + s.split_keys - 1) / s.split_keys);
     s.parts_are_tasks = p->parallel_splits && s.tiles == 1 && s.splits > 1;
     return s;
@@ -75,7 +70,7 @@ static int64_t tasks_per_head(const shape *s) { return s->parts_are_tasks ? s->s
 static void add_table_sizes(plan *p, const fa_kernels *kernels)
 {
     int           d = (int)p->call->head_dim, dv = (int)p->call->head_dim_v;
-    fa_tile_shape tile  = kernels->tiles(FLASH_ATTN_FORWARD, d > dv ? d : dv);
+    fa_tile_shape tile  = fa_tiles(p->cpu, kernels, p->call);
     size_t        fused = 0, q = kernels->packed_bytes(FA_ROLE_Q, tile.q, d);
     size_t        k = kernels->packed_bytes(FA_ROLE_K, tile.k, d), v = kernels->packed_bytes(FA_ROLE_V, tile.k, dv);
     if (kernels->forward_scratch_bytes)
@@ -88,14 +83,15 @@ static void add_table_sizes(plan *p, const fa_kernels *kernels)
     p->tile_k      = fa_max_int(p->tile_k, tile.k);
 }
 
-/* As many tiles as fill half of the second-level cache with Q and O, but no fewer than four tasks for each of the
+/* As many tiles as fill half of the second-level cache (or what was measured) with Q and O, but no fewer than four tasks for each of the
  * context's threads. */
 static int choose_tiles_per_block(const plan *p)
 {
     const fa_call *call     = p->call;
     int64_t        l2       = p->cpu->isa.l2_bytes > 0 ? p->cpu->isa.l2_bytes : 512 << 10;
     int64_t        bytes    = (int64_t)p->q_bytes + (int64_t)p->tile_q * p->ldo * 4;
-    int64_t        fit      = l2 / 2 / bytes;
+    int64_t        share    = p->cpu->tuning.block_l2_percent ? p->cpu->tuning.block_l2_percent : 50;
+    int64_t        fit      = l2 * share / 100 / bytes;
     int64_t        rows     = call->q.shape[0] * call->q.shape[1] * call->heads_q;
     int64_t        balanced = rows / p->tile_q / (p->cpu->num_threads > 1 ? 4 * p->cpu->num_threads : 1);
     int64_t        longest  = (call->max_seqlen_q / p->tile_q + 1) * call->group; /* no block has more */
@@ -117,7 +113,7 @@ static plan plan_make(const fa_cpu *cpu, const fa_call *call, int threads)
     add_table_sizes(&p, cpu->kernels[call->q.dtype]);
     add_table_sizes(&p, cpu->vector);
     p.tiles_per_block = choose_tiles_per_block(&p);
-    p.max_splits      = fa_max_splits(call->num_splits, 16, call->max_seqlen_k);
+    p.max_splits      = fa_max_splits(call->num_splits, cpu->tuning.split_keys, 16, call->max_seqlen_k);
     if (p.max_splits > 1) {
         /* Parts as tasks: threads have something to do, and tasks of the same keys follow one another, which saves page
          * walks where heads lie side by side. With many heads neither is worth the memory. */
@@ -563,8 +559,9 @@ void fa_forward_explain(const fa_cpu *cpu, const fa_call *call, int threads, fla
     explanation->scratch_bytes = (int64_t)r.scratch_bytes;
     snprintf(explanation->kernel, sizeof explanation->kernel, "%s_%s", shape.few ? "decode" : "forward",
              shape.kernels->name);
-    snprintf(explanation->reason, sizeof explanation->reason, "%s; %d tiles of queries share a packed tile of keys",
-             shape.few ? "few rows: K and V are read in place" : "K and V are packed by tiles", r.plan.tiles_per_block);
+    snprintf(explanation->reason, sizeof explanation->reason, "%s; %d tiles of queries share a packed tile of keys%s",
+             shape.few ? "few rows: K and V are read in place" : "K and V are packed by tiles", r.plan.tiles_per_block,
+             fa_tiles_origin(cpu, shape.kernels, call));
 }
 
 flash_attn_status fa_cpu_forward(fa_cpu *cpu, const fa_call *call, const fa_exec *exec)

@@ -42,10 +42,11 @@ const float *fa_score_gradient(const fa_tile_gradient *t);
 /* From there through the softcap to scale * q.k: ds *= slope. */
 void fa_softcap_gradient(const fa_tile_gradient *t);
 
-/* Gradients of what is added to the scores (dbias.c). */
-size_t  fa_dbias_scratch_bytes(const fa_kernels *kernels, const fa_call *call);
-int64_t fa_dbias_tasks(const fa_kernels *kernels, const fa_call *call);
-void    fa_dbias_task(const fa_kernels *kernels, const fa_call *call, float *delta, int64_t task, char *scratch);
+/* Gradients of what is added to the scores (dbias.c). tile: the backward's. */
+size_t  fa_dbias_scratch_bytes(const fa_kernels *kernels, fa_tile_shape tile, const fa_call *call);
+int64_t fa_dbias_tasks(fa_tile_shape tile, const fa_call *call);
+void    fa_dbias_task(const fa_kernels *kernels, fa_tile_shape tile, const fa_call *call, float *delta, int64_t task,
+                      char *scratch);
 void    fa_dsinks_task(const fa_call *call, float *delta, int64_t head);
 
 #endif
