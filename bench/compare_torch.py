@@ -123,7 +123,7 @@ class Cell:
 class Ours:
     def __init__(self, cell, threads, tier):
         self.cell, self.context = cell, ctypes.c_void_p()
-        options = _native.Options(num_threads=threads, max_isa=TIERS[tier])
+        options = _native.Options(num_threads=threads, max_isa=TIERS[tier], use_openmp=True)
         _native.check(_native.lib.flash_attn_create(ctypes.byref(self.context), ctypes.byref(options)))
         q, k, v, self.dout = (t.transpose(1, 2) for t in (cell.q, cell.k, cell.v, cell.dout))
         self.call = Call(q, k, v, causal=cell.causal)
