@@ -192,8 +192,7 @@ static flash_attn_status time_both(bench_arrays *arrays, const bench_settings *s
 
 /* ---- one pass ---- */
 
-/* The paper's count: 4 s^2 d h b, half of it when causal; the backward's five products against two. */
-static double count_flops(const bench_shape *shape, flash_attn_pass pass)
+double bench_flops(const bench_shape *shape, flash_attn_pass pass)
 {
     double sq = (double)shape->seqlen_q, sk = (double)shape->seqlen_k, pairs = sq * sk;
     if (shape->causal)
@@ -225,7 +224,7 @@ int bench_measure(bench_arrays *arrays, const bench_settings *settings, flash_at
     standard_shape         peer        = standard_shape_of(&arrays->shape);
     flash_attn_explanation explanation = {0};
     flash_attn_exec        exec        = {0};
-    *row                = (bench_row){.shape = arrays->shape, .pass = pass, .flops = count_flops(&arrays->shape, pass)};
+    *row                = (bench_row){.shape = arrays->shape, .pass = pass, .flops = bench_flops(&arrays->shape, pass)};
     row->standard_bytes = standard_bytes(&peer, pass == FLASH_ATTN_BACKWARD);
     row->over_limit     = settings->with_standard && !arrays->standard.prob;
 

@@ -60,6 +60,9 @@ void bench_close(bench_arrays *arrays);
 /* Check, then time, one pass. The backward needs the forward's results: measure that first. */
 int bench_measure(bench_arrays *arrays, const bench_settings *settings, flash_attn_pass pass, bench_row *row);
 
+/* The papers' count: 4 s^2 d h b, half of it when causal; the backward's five products against two. */
+double bench_flops(const bench_shape *shape, flash_attn_pass pass);
+
 /* bench_check.c: the worst relative L2 error of some rows of the results against the formula in double. `standard`:
  * judge standard attention's results instead of the library's. *right: within the tolerance, LSE too. */
 double bench_error(const bench_arrays *arrays, flash_attn_pass pass, bool standard, uint64_t seed, double tolerance,

@@ -1,4 +1,5 @@
 /* flashattn bench: standard attention against the library, checked, then timed in turns. */
+#include "bench_ladder.h"
 #include "bench_report.h"
 #include "bench_shape.h"
 #include "cli.h"
@@ -19,7 +20,7 @@ typedef struct bench_flags {
     int64_t        memory_limit_bytes;
     cli_number     seconds;
     uint64_t       seed;
-    const char    *json, *csv;
+    const char    *json, *csv, *kernel;
 } bench_flags;
 
 /* One or both of two words, as bits. */
@@ -46,14 +47,17 @@ static const cli_option bench_options[] = {
     {"seqlen", "LIST", cli_parse_counts, FIELD(seqlen), "lengths; default 512,1024,2048,4096"},
     {"seqlen-q", "N", cli_parse_count, FIELD(seqlen_q), "queries, if not as many as keys: 1 is decoding"},
     {"head-dim", "LIST", cli_parse_counts, FIELD(head_dim), "default 64,128"},
-    {"heads", "N", cli_parse_count, FIELD(heads), "query heads; default 4"},
+    {"heads", "N", cli_parse_count, FIELD(heads), "query heads; default 4, with --kernel 2048 / head_dim"},
     {"heads-k", "N", cli_parse_count, FIELD(heads_k), "key heads; default: as --heads"},
-    {"batch", "N", cli_parse_count, FIELD(batch), "default 1"},
+    {"batch", "N", cli_parse_count, FIELD(batch), "default 1, with --kernel 16384 / seqlen"},
     {"dtype", "LIST", cli_parse_dtypes, FIELD(dtype), "some of f32,f16,bf16; default f32,bf16"},
     {"mask", "WHICH", parse_masks, FIELD(masks), "full, causal or both; default both"},
     {"pass", "WHICH", parse_passes, FIELD(passes), "forward, backward or both; default both"},
     {"threads", "LIST", cli_parse_counts, FIELD(threads), "default: all cores that this process may use"},
-    {"device", "NAME", cli_parse_device, FIELD(device), "cpu or reference"},
+    {"device", "NAME", cli_parse_device, FIELD(device), "cpu or reference; with --kernel cuda or cuda:N"},
+    {"kernel", "LIST", cli_parse_text, FIELD(kernel),
+     "GPU kernels by name instead: the ladder's rungs k1,fa1,k2,k3.1,\nk3.2,k3.3,k4.1,k4.2,k5,k6, or all of them, or "
+     "forward_sm80"},
     {"isa", "TIER", cli_parse_isa, FIELD(isa), "highest tier: auto, scalar, neon, avx2, avx512, amx"},
     {"no-amx-split", NULL, cli_parse_switch, FIELD(no_amx_split), "never run f32 and f16 as bfloat16 pieces on AMX"},
     {"no-standard", NULL, cli_parse_switch, FIELD(no_standard), "leave out standard attention"},
@@ -78,7 +82,9 @@ static const cli_help bench_help = {
     .examples = "  flashattn bench --quick\n"
                 "  flashattn bench --seqlen 1024,4096,16384 --head-dim 128 --dtype bf16 --json bench.json\n"
                 "  flashattn bench --seqlen-q 1 --seqlen 32768 --heads 32 --heads-k 8 --pass forward\n"
-                "  flashattn bench --threads 1,2,4 --isa avx2 --mask causal --csv bench.csv",
+                "  flashattn bench --threads 1,2,4 --isa avx2 --mask causal --csv bench.csv\n"
+                "  flashattn bench --kernel all\n"
+                "  flashattn bench --kernel k4.2,k6,forward_sm80 --head-dim 128 --seqlen 1024,8192 --json ladder.json",
 };
 
 static void set_default(cli_list *list, int count, const int64_t *values)
@@ -89,6 +95,44 @@ static void set_default(cli_list *list, int count, const int64_t *values)
     }
 }
 
+/* --kernel: the GPU's kernels, with defaults of their own; the options that mean nothing there are refused. */
+static int run_kernels(bench_flags *flags)
+{
+    static const int64_t lengths[] = {8192}, dims[] = {64, 128}, dtypes[] = {FLASH_ATTN_BF16};
+    const char *foreign = flags->threads.count           ? "--threads"
+                          : flags->isa != 0              ? "--isa"
+                          : flags->no_amx_split          ? "--no-amx-split"
+                          : flags->no_standard           ? "--no-standard"
+                          : flags->memory_limit_bytes >= 0 ? "--memory-limit"
+                          : flags->quick                 ? "--quick"
+                          : flags->csv                   ? "--csv"
+                          : flags->passes & 2            ? "--pass backward"
+                                                         : NULL;
+    if (foreign)
+        return cli_fail_usage(&bench_help, "%s does not go with --kernel", foreign);
+    if (flags->device.given && flags->device.device.type != FLASH_ATTN_CUDA)
+        return cli_fail_usage(&bench_help, "--kernel runs on the GPU; expected --device cuda or cuda:N");
+    if (flags->batch == 0 || flags->heads == 0 || (flags->seconds.given && flags->seconds.value < 0))
+        return cli_fail_usage(&bench_help, "--batch and --heads: expected numbers from 1; --seconds: a time from 0");
+    set_default(&flags->seqlen, 1, lengths);
+    set_default(&flags->head_dim, 2, dims);
+    set_default(&flags->dtype, 1, dtypes);
+    const ladder_request request = {.kernels  = flags->kernel,
+                                    .seqlen   = flags->seqlen,
+                                    .head_dim = flags->head_dim,
+                                    .dtype    = flags->dtype,
+                                    .seqlen_q = flags->seqlen_q,
+                                    .batch    = flags->batch > 0 ? flags->batch : 0,
+                                    .heads    = flags->heads > 0 ? flags->heads : 0,
+                                    .heads_k  = flags->heads_k,
+                                    .masks    = flags->masks ? flags->masks : 3,
+                                    .device   = flags->device.device.index,
+                                    .seconds  = flags->seconds.given ? flags->seconds.value : 0.5,
+                                    .seed     = flags->seed,
+                                    .json     = flags->json};
+    return bench_ladder(&request);
+}
+
 static int complete(bench_flags *flags)
 {
     static const int64_t lengths[] = {512, 1024, 2048, 4096}, quick_lengths[] = {1024, 2048}, dims[] = {64, 128},
@@ -97,6 +141,8 @@ static int complete(bench_flags *flags)
     set_default(&flags->head_dim, 2, dims);
     set_default(&flags->dtype, 2, dtypes);
     set_default(&flags->threads, 1, all_threads);
+    flags->batch   = flags->batch < 0 ? 1 : flags->batch;
+    flags->heads   = flags->heads < 0 ? 4 : flags->heads;
     flags->masks   = flags->masks ? flags->masks : flags->quick ? 2 : 3;
     flags->passes  = flags->passes ? flags->passes : 3;
     flags->heads_k = flags->heads_k ? flags->heads_k : flags->heads;
@@ -114,8 +160,8 @@ static int complete(bench_flags *flags)
             return cli_fail_usage(&bench_help, "--head-dim %lld: expected 1 to 576",
                                   (long long)flags->head_dim.value[i]);
     if (flags->device.device.type == FLASH_ATTN_CUDA)
-        return cli_fail_usage(&bench_help,
-                              "--device cuda: standard attention here is the CPU's; expected cpu or reference");
+        return cli_fail_usage(&bench_help, "--device cuda: standard attention here is the CPU's; expected cpu or "
+                                           "reference, or --kernel for the GPU's kernels");
     if (flags->json && flags->csv && strcmp(flags->json, "-") == 0 && strcmp(flags->csv, "-") == 0)
         return cli_fail_usage(&bench_help, "--json - and --csv - would mix on stdout");
     return CLI_GO_ON;
@@ -249,10 +295,12 @@ static int open_file(const char *path, FILE **file)
 
 int cli_bench(int argc, char **argv)
 {
-    bench_flags     flags = {.batch = 1, .heads = 4, .memory_limit_bytes = -1, .seed = 1};
+    bench_flags     flags = {.batch = -1, .heads = -1, .memory_limit_bytes = -1, .seed = 1};
     const cli_group group = {"options", bench_options, &flags};
     bench_run       run   = {.flags = &flags};
     int             go_on = cli_parse(&bench_help, &group, 1, argc, argv);
+    if (go_on == CLI_GO_ON && flags.kernel)
+        return run_kernels(&flags);
     if (go_on == CLI_GO_ON)
         go_on = complete(&flags);
     if (go_on == CLI_GO_ON)

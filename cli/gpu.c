@@ -20,6 +20,12 @@ struct cli_gpu {
     int (*release)(unsigned long long at);
     int (*to_device)(unsigned long long at, const void *host, size_t bytes);
     int (*to_host)(void *host, unsigned long long at, size_t bytes);
+    int (*fill)(unsigned long long at, unsigned char byte, size_t bytes);
+    int (*event_create)(void **event, unsigned flags);
+    int (*event_destroy)(void *event);
+    int (*event_record)(void *event, void *stream);
+    int (*event_wait)(void *event);
+    int (*event_elapsed)(float *milliseconds, void *begin, void *end);
     int (*error_name)(int result, const char **name);
 };
 
@@ -38,6 +44,12 @@ static bool load(cli_gpu *gpu)
         {"cuMemFree_v2", &gpu->release},
         {"cuMemcpyHtoD_v2", &gpu->to_device},
         {"cuMemcpyDtoH_v2", &gpu->to_host},
+        {"cuMemsetD8_v2", &gpu->fill},
+        {"cuEventCreate", &gpu->event_create},
+        {"cuEventDestroy_v2", &gpu->event_destroy},
+        {"cuEventRecord", &gpu->event_record},
+        {"cuEventSynchronize", &gpu->event_wait},
+        {"cuEventElapsedTime", &gpu->event_elapsed},
         {"cuGetErrorName", &gpu->error_name},
     };
     for (size_t i = 0; i < sizeof symbols / sizeof symbols[0]; i++) {
@@ -95,6 +107,51 @@ void cli_gpu_close(cli_gpu *gpu)
     if (gpu->library)
         dlclose(gpu->library);
     free(gpu);
+}
+
+void *cli_gpu_allocate(cli_gpu *gpu, size_t bytes)
+{
+    unsigned long long at     = 0;
+    int                result = gpu->allocate(&at, bytes ? bytes : 1);
+    if (result != 0)
+        fail(gpu, "allocating memory", result);
+    return (void *)(size_t)at;
+}
+
+bool cli_gpu_fill(cli_gpu *gpu, void *device, unsigned char byte, size_t bytes)
+{
+    int result = bytes ? gpu->fill((size_t)device, byte, bytes) : 0;
+    if (result != 0)
+        fail(gpu, "filling memory", result);
+    return result == 0;
+}
+
+bool cli_gpu_time(cli_gpu *gpu, bool (*run)(void *arg), void *arg, int launches, double *milliseconds)
+{
+    void *begin = NULL, *end = NULL;
+    float elapsed  = 0;
+    bool  launched = true;
+    int   result   = gpu->event_create(&begin, 0);
+    if (result == 0)
+        result = gpu->event_create(&end, 0);
+    if (result == 0)
+        result = gpu->event_record(begin, NULL);
+    for (int i = 0; i < launches && result == 0 && launched; i++)
+        launched = run(arg);
+    if (result == 0)
+        result = gpu->event_record(end, NULL);
+    if (result == 0)
+        result = gpu->event_wait(end);
+    if (result == 0)
+        result = gpu->event_elapsed(&elapsed, begin, end);
+    if (begin)
+        gpu->event_destroy(begin);
+    if (end)
+        gpu->event_destroy(end);
+    if (result != 0)
+        fail(gpu, "timing", result);
+    *milliseconds = (double)elapsed / launches;
+    return launched && result == 0;
 }
 
 void *cli_gpu_upload(void *user, const void *host, size_t bytes)

@@ -1,5 +1,6 @@
 /* What api.c calls for a CUDA problem. */
 #include "cuda/cuda.h"
+#include "cuda/ladder.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,6 +18,9 @@ static flash_attn_status launch_all(const fa_place *place, const fa_call *call, 
 {
     /* All kernels first: if one cannot be built, nothing has been written. */
     fa_kernel *kernels[FA_MAX_LAUNCHES];
+    fa_maps    maps;
+    if (plan->rung && plan->rung->has_maps)
+        FA_TRY(fa_maps_make(place->driver, call, plan->row, &maps));
     for (int i = 0; i < plan->num_launches; i++)
         FA_TRY(fa_kernel_get(place, &plan->launch[i].key, &kernels[i]));
     if (plan->zero_bytes > 0)
@@ -28,7 +32,7 @@ static flash_attn_status launch_all(const fa_place *place, const fa_call *call, 
         if (plan->launch[i].key.kernel == FA_KERNEL_UPLOAD)
             FA_TRY(upload_lists(place, call, plan, kernels[i]));
         else
-            FA_TRY(fa_kernel_launch(place, kernels[i], plan->launch[i].blocks, &plan->args));
+            FA_TRY(fa_kernel_launch(place, kernels[i], plan->launch[i].blocks, &plan->args, &maps));
     return FLASH_ATTN_OK;
 }
 
@@ -130,7 +134,8 @@ static flash_attn_status explain_at(const fa_place *place, const fa_call *call, 
     FA_TRY(make_plan(place, call, &plan));
     const fa_launch *main = &plan.launch[plan.main];
     FA_TRY(fa_kernel_get(place, &main->key, &kernel));
-    snprintf(explanation->kernel, sizeof explanation->kernel, "%s", fa_kernels[main->key.kernel].name);
+    snprintf(explanation->kernel, sizeof explanation->kernel, "%s",
+             plan.rung ? plan.rung->name : fa_kernels[main->key.kernel].name);
     snprintf(explanation->reason, sizeof explanation->reason, "%s; %d registers a thread, built for sm_%d",
              plan.row->why, kernel->resources.registers, main->key.arch);
     explanation->tile_q        = plan.row->tile_q;
@@ -231,7 +236,7 @@ static flash_attn_status launch_rows_at(const fa_place *place, enum fa_kernel_id
         return fa_fail(FLASH_ATTN_UNSUPPORTED, "%s would need %lld blocks; CUDA allows %d in a launch", fa_kernels[id].name,
                        (long long)blocks, INT32_MAX);
     FA_TRY(fa_kernel_get(place, &key, &kernel));
-    return fa_kernel_launch(place, kernel, blocks, args);
+    return fa_kernel_launch(place, kernel, blocks, args, NULL);
 }
 
 /* A kernel with one warp for each row, that needs nothing but its arguments. */

@@ -18,8 +18,11 @@ typedef struct fa_launch {
     int64_t blocks; /* 0: nothing to do. For upload: 1 */
 } fa_launch;
 
+struct fa_rung; /* ladder.h */
+
 typedef struct fa_plan {
-    const fa_tune_row *row;
+    const fa_tune_row    *row;
+    const struct fa_rung *rung; /* NULL: not of the ladder */
     fa_launch          launch[FA_MAX_LAUNCHES]; /* in order */
     int                num_launches, main; /* main: the one that explain names */
     fa_args            args;
@@ -103,8 +106,15 @@ void              fa_place_leave(fa_place *place);
 /* A kernel ready to launch at a place: found, or built and loaded. */
 flash_attn_status fa_kernel_get(const fa_place *place, const fa_key *key, fa_kernel **kernel);
 
-/* Launch blocks of a kernel; arguments is the address of the one struct that it takes. blocks 0: nothing. */
-flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kernel, int64_t blocks, void *arguments);
+/* Launch blocks of a kernel; arguments is the address of the struct that it takes; maps: of the second one, for kernels that use
+ * the tensor memory accelerator, else NULL. blocks 0: nothing. */
+flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kernel, int64_t blocks, void *arguments,
+                                   fa_maps *maps);
+
+/* Descriptions of Q, K and V for the tensor memory accelerator: boxes of 64 columns and of tile_q or tile_k rows, 128-byte
+ * swizzle. 16-bit elements, head dims a multiple of 64; fa_maps_fit says whether the strides can be described. */
+bool              fa_maps_fit(const fa_call *call);
+flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, const fa_tune_row *row, fa_maps *maps);
 
 /* Copy host words to the device through launches of the kernel `upload`, so that a captured graph keeps its own copy. */
 flash_attn_status fa_upload(const fa_place *place, const fa_kernel *upload, void *to, const void *from, size_t bytes);

@@ -253,7 +253,8 @@ flash_attn_status fa_kernel_get(const fa_place *place, const fa_key *key, fa_ker
     return FLASH_ATTN_OK;
 }
 
-flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kernel, int64_t blocks, void *arguments)
+flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kernel, int64_t blocks, void *arguments,
+                                   fa_maps *maps)
 {
     if (blocks == 0)
         return FLASH_ATTN_OK;
@@ -261,11 +262,52 @@ flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kerne
                              .block        = {(unsigned)kernel->threads, 1, 1},
                              .shared_bytes = (unsigned)kernel->resources.shared_bytes,
                              .stream       = place->stream};
-    void    *parameters[] = {arguments};
+    void    *parameters[] = {arguments, maps}; /* the driver takes as many as the kernel has */
     CUresult result = place->driver->cuLaunchKernelEx(&config, (CUfunction)kernel->kernel, parameters, NULL);
     if (result == CUDA_SUCCESS)
         return FLASH_ATTN_OK;
     return fa_driver_check(place->driver, result, fa_kernels[kernel->key.kernel].name);
+}
+
+/* ---- tensor maps ---- */
+
+static bool map_fits(const flash_attn_tensor *t)
+{
+    for (int i = 0; i < 3; i++)
+        if (t->shape[i] > 1 && (t->stride[i] <= 0 || t->stride[i] % 8 != 0 || t->stride[i] >= INT64_C(1) << 39))
+            return false;
+    return t->stride[3] == 1 && (uintptr_t)t->data % 16 == 0;
+}
+
+bool fa_maps_fit(const fa_call *call) { return map_fits(&call->q) && map_fits(&call->k) && map_fits(&call->v); }
+
+/* Dimensions from the fastest: column, row, head, batch entry. What lies past the end of a dimension is read as zeros. */
+static flash_attn_status make_map(const fa_driver *driver, const flash_attn_tensor *t, int rows, fa_map *map)
+{
+    enum { FLOAT16 = 6, BFLOAT16 = 9, NOT_INTERLEAVED = 0, SWIZZLE_128B = 3, L2_PROMOTION_256B = 3, FILL_ZEROS = 0 };
+    const int      order[]  = {3, 1, 2, 0};
+    const unsigned box[]    = {64, (unsigned)rows, 1, 1}, element[] = {1, 1, 1, 1};
+    uint64_t       dims[4], strides[3];
+    for (int i = 0; i < 4; i++) {
+        dims[i] = (uint64_t)t->shape[order[i]];
+        if (dims[i] == 0)
+            return FLASH_ATTN_OK; /* nothing is ever read through it */
+        if (i > 0) /* in bytes; of a dimension of 1 any will do */
+            strides[i - 1] = dims[i] > 1 ? 2 * (uint64_t)t->stride[order[i]] : 16;
+    }
+    return fa_driver_check(driver,
+                           driver->cuTensorMapEncodeTiled(map, t->dtype == FLASH_ATTN_F16 ? FLOAT16 : BFLOAT16, 4, t->data,
+                                                          dims, strides, box, element, NOT_INTERLEAVED, SWIZZLE_128B,
+                                                          L2_PROMOTION_256B, FILL_ZEROS),
+                           "describing a tensor (cuTensorMapEncodeTiled)");
+}
+
+flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, const fa_tune_row *row, fa_maps *maps)
+{
+    memset(maps, 0, sizeof *maps);
+    FA_TRY(make_map(driver, &call->q, row->tile_q, &maps->q));
+    FA_TRY(make_map(driver, &call->k, row->tile_k, &maps->k));
+    return make_map(driver, &call->v, row->tile_k, &maps->v);
 }
 
 flash_attn_status fa_upload(const fa_place *place, const fa_kernel *upload, void *to, const void *from, size_t bytes)
@@ -276,7 +318,7 @@ flash_attn_status fa_upload(const fa_place *place, const fa_kernel *upload, void
         args.to     = (unsigned *)((char *)to + done);
         args.count  = (int)(part / sizeof args.word[0]);
         memcpy(args.word, (const char *)from + done, part);
-        FA_TRY(fa_kernel_launch(place, upload, 1, &args));
+        FA_TRY(fa_kernel_launch(place, upload, 1, &args, NULL));
     }
     return FLASH_ATTN_OK;
 }

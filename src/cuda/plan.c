@@ -1,5 +1,6 @@
 /* From a call to launches: kernels, constants, arguments, workspace. Touches no device. */
 #include "cuda/cuda.h"
+#include "cuda/ladder.h"
 
 #include <limits.h>
 
@@ -260,6 +261,29 @@ static flash_attn_status plan_backward(const fa_call *call, fa_plan *plan, fa_ke
     return FLASH_ATTN_OK;
 }
 
+/* The rungs of the ladder: one launch for each tile of queries, but for the two that keep something in memory. */
+static flash_attn_status plan_ladder(const fa_call *call, fa_plan *plan, fa_key *key)
+{
+    enum { FA1_BLOCKS = 512 }; /* enough for a large GPU: a head's queries are dealt to several */
+    fa_args *args     = &plan->args;
+    int64_t  sequences = call->heads_q * call->batch, tiles = args->tiles_q * sequences;
+    fa_key   softmax = *key, values = *key;
+    switch (key->kernel) {
+    case FA_KERNEL_K1_SCORES:
+        softmax.kernel = FA_KERNEL_K1_SOFTMAX;
+        values.kernel  = FA_KERNEL_K1_VALUES;
+        FA_TRY(add_launch(plan, key, args->tiles_k * tiles));
+        FA_TRY(add_launch(plan, &softmax, ceil_div(call->max_seqlen_q * sequences, key->warps)));
+        return add_launch(plan, &values, call->head_dim / key->tile_k * tiles);
+    case FA_KERNEL_FA1:
+        while (args->num_splits < args->tiles_q && args->num_splits * sequences < FA1_BLOCKS)
+            args->num_splits++;
+        return add_launch(plan, key, tiles > 0 ? args->num_splits * sequences : 0);
+    default:
+        return add_launch(plan, key, tiles);
+    }
+}
+
 /* ---- workspace ---- */
 
 typedef struct arena {
@@ -287,6 +311,12 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
     if (key->has_split) {
         args->o_partial   = take(&a, args->num_splits * call->heads_q * tokens * key->head_dim_v, sizeof(float));
         args->lse_partial = take(&a, args->num_splits * call->heads_q * tokens, sizeof(float));
+    }
+    if (key->kernel == FA_KERNEL_K1_SCORES)
+        args->o_partial = take(&a, call->heads_q * tokens * call->max_seqlen_k, sizeof(float));
+    if (key->kernel == FA_KERNEL_FA1) {
+        args->o_partial   = take(&a, call->heads_q * tokens * key->head_dim_v, sizeof(float));
+        args->lse_partial = take(&a, 2 * call->heads_q * tokens, sizeof(float));
     }
     if (call->pass == FLASH_ATTN_BACKWARD) {
         args->delta    = take(&a, call->heads_q * tokens, sizeof(float));
@@ -319,7 +349,8 @@ flash_attn_status fa_plan_make(const fa_call *call, int arch, const char *name, 
 {
     memset(plan, 0, sizeof *plan);
     fa_key key = wanted_key(call, arch);
-    FA_TRY(fa_tune_choose(call, &key, name, &plan->row));
+    plan->rung = name ? fa_ladder_find(name) : NULL;
+    FA_TRY(plan->rung ? fa_ladder_choose(call, &key, plan->rung, &plan->row) : fa_tune_choose(call, &key, name, &plan->row));
     use_row(&key, plan->row);
     fill_tensors(call, &plan->args);
     fill_sizes(call, plan->row, &plan->args);
@@ -332,6 +363,8 @@ flash_attn_status fa_plan_make(const fa_call *call, int arch, const char *name, 
     }
     if (call->pass == FLASH_ATTN_BACKWARD)
         FA_TRY(plan_backward(call, plan, &key));
+    else if (plan->rung)
+        FA_TRY(plan_ladder(call, plan, &key));
     else
         FA_TRY(plan_forward(call, plan, &key));
     fa_plan_place(call, plan, NULL);

@@ -14,7 +14,17 @@
     X(BACKWARD_DSINKS, "backward_dsinks", "backward_dsinks.cu")     \
     X(MERGE, "merge", "merge.cu")                                   \
     X(APPEND, "append", "append.cu")                                \
-    X(UPLOAD, "upload", "upload.cu")
+    X(UPLOAD, "upload", "upload.cu")                                \
+    X(K1_SCORES, "k1_scores", "k1_standard.cu")                     \
+    X(K1_SOFTMAX, "k1_softmax", "k1_standard.cu")                   \
+    X(K1_VALUES, "k1_values", "k1_standard.cu")                     \
+    X(FA1, "fa1_loops", "fa1_loops.cu")                             \
+    X(K2, "k2_tiled", "k2_tiled.cu")                                \
+    X(K3, "k3_tma", "k3_tma.cu")                                    \
+    X(K4_1, "k4_1_wgmma_scores", "k4_1_wgmma_scores.cu")            \
+    X(K4_2, "k4_2_wgmma", "k4_2_wgmma.cu")                          \
+    X(K5, "k5_specialised", "k5_specialised.cu")                    \
+    X(K6, "k6_pingpong", "k6_pingpong.cu")
 
 enum fa_kernel_id {
 #define X(enumerator, name, file) FA_KERNEL_##enumerator,

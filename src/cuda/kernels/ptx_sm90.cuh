@@ -1,0 +1,184 @@
+/*
+ * The PTX of Hopper, one function an instruction: barriers in shared memory that count bytes (mbarrier), the tensor memory
+ * accelerator (TMA), products of a whole warpgroup (WGMMA), registers that move between warpgroups.
+ * https://docs.nvidia.com/cuda/parallel-thread-execution/
+ *
+ * A tile in shared memory is made of panels: 64 columns of 16 bits, 128 bytes a row, rows one behind the other, each panel
+ * 1024-byte aligned. Inside a row the 16-byte chunk c lies at chunk c ^ (row % 8): TMA's 128-byte swizzle, which WGMMA reads.
+ */
+#ifndef FA_PTX_SM90_CUH
+#define FA_PTX_SM90_CUH
+
+#include "ptx_sm80.cuh"
+
+/* ---- mbarriers: `barrier` is the shared address of eight bytes ---- */
+
+FA_DEVICE void barrier_init(unsigned barrier, unsigned arrivals)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+/* Barriers set up by this thread are seen by TMA and, after a __syncthreads, by all. */
+FA_DEVICE void barrier_init_done()
+{
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/* One arrival that also announces so many bytes of TMA. */
+FA_DEVICE void barrier_expect(unsigned barrier, unsigned bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+FA_DEVICE void barrier_arrive(unsigned barrier)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+FA_DEVICE bool barrier_passed(unsigned barrier, unsigned parity)
+{
+    unsigned passed;
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(passed)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return passed != 0;
+}
+
+FA_DEVICE unsigned clock_now()
+{
+    unsigned now;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(now)::"memory");
+    return now;
+}
+
+/* Wait until the barrier's phase of this parity is over: phases alternate 0, 1, 0, ... A wait of more than a second (2^31
+ * cycles) is a mistake in a kernel; a store to address 0 then ends it with an error instead of holding the GPU. (`trap` would
+ * do, but costs registers: ptxas 13.0 spills beside it.) */
+FA_DEVICE void barrier_wait(unsigned barrier, unsigned parity)
+{
+    if (barrier_passed(barrier, parity))
+        return;
+    unsigned begin = clock_now();
+    while (!barrier_passed(barrier, parity))
+        if (clock_now() - begin > 0x80000000u)
+            asm volatile("st.global.u32 [%0], %1;" ::"l"(0ull), "r"(barrier) : "memory");
+}
+
+/* Named barriers, 1 to 15, of `threads` threads: wait for all, or only be counted. */
+FA_DEVICE void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+FA_DEVICE void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+/* ---- TMA ---- */
+
+/* One panel: columns from `column`, rows from `row`, of one head of one batch entry. Rows past the end arrive as zeros, and
+ * all bytes of the box are counted. */
+FA_DEVICE void tma_load(unsigned to, const fa_map &map, unsigned barrier, int column, int row, int head, int entry)
+{
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+                 "[%2];" ::"r"(to),
+                 "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(entry)
+                 : "memory");
+}
+
+/* ---- WGMMA (sm_90a) ---- */
+#if FA_ARCH == 90
+
+/* A matrix of panels for WGMMA. Start address, "leading" and "stride" offset in units of 16 bytes in bits 0, 16, 32; swizzle
+ * of 128 bytes in bits 62-63.
+ *   Rows are the product's M or N, columns its K (Q, and K of Q K^T): the stride offset is from 8 rows to the next 8; the
+ *   leading one is not used, for 16 columns lie in one panel. 16 columns on: + 32 bytes; after four of them the next panel.
+ *   Rows are the product's K, columns its N (V of P V, "transposed"): the stride offset likewise, 8 keys to the next; the
+ *   leading one is from a panel to the next. 16 keys on: + 2048 bytes. */
+FA_DEVICE unsigned long long matrix_of(unsigned address, unsigned panel_bytes)
+{
+    return (unsigned long long)((address & 0x3FFFF) >> 4) | (unsigned long long)(panel_bytes >> 4) << 16 |
+           (unsigned long long)(1024 >> 4) << 32 | 1ull << 62;
+}
+
+FA_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+FA_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+/* Wait until at most PENDING of the newest groups are in flight. */
+template <int PENDING> FA_DEVICE void wgmma_wait()
+{
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+/* The compiler does not know that a product in flight writes these: no use of them may move over this line. */
+template <int COUNT> FA_DEVICE void hold(float (&r)[COUNT])
+{
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        asm volatile("" : "+f"(r[i])::"memory");
+}
+
+template <int A, int B> FA_DEVICE void hold(unsigned (&r)[A][B])
+{
+#pragma unroll
+    for (int a = 0; a < A; a++)
+#pragma unroll
+        for (int b = 0; b < B; b++)
+            asm volatile("" : "+r"(r[a][b])::"memory");
+}
+
+#if FA_DTYPE == FA_F16
+#define FA_WGMMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.f16.f16 "
+#else
+#define FA_WGMMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 "
+#endif
+
+/* Operand lists: 32, 64, 88 accumulators. */
+#define FA_O8(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+#define FA_O32(c, i) FA_O8(c, i), FA_O8(c, i + 8), FA_O8(c, i + 16), FA_O8(c, i + 24)
+#define FA_N32                                                                                                      \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+    "%24, %25, %26, %27, %28, %29, %30, %31"
+#define FA_N64                                                                                                      \
+    FA_N32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, "  \
+           "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FA_N88                                                                                                      \
+    FA_N64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, "  \
+           "%84, %85, %86, %87"
+
+/* c (64 x 2 COUNT) = or += a b^T; a and b by rows in shared memory, K along the columns. Thread 32 w + 4 g + t of the
+ * warpgroup holds rows 16 w + g (c[4 j], c[4 j + 1]) and 16 w + g + 8 (c[4 j + 2], c[4 j + 3]), columns 8 j + 2 t, + 1. */
+template <int COUNT> FA_DEVICE void wgmma_shared(float (&c)[COUNT], unsigned long long a, unsigned long long b, int add)
+{
+    static_assert(COUNT == 32 || COUNT == 64 || COUNT == 88, "no such WGMMA here");
+    if constexpr (COUNT == 32)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; " FA_WGMMA(64) "{" FA_N32 "}, %32, %33, p, 1, 1, 0, 0; }"
+                     : FA_O32(c, 0)
+                     : "l"(a), "l"(b), "r"(add));
+    else if constexpr (COUNT == 64)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; " FA_WGMMA(128) "{" FA_N64 "}, %64, %65, p, 1, 1, 0, 0; }"
+                     : FA_O32(c, 0), FA_O32(c, 32)
+                     : "l"(a), "l"(b), "r"(add));
+    else
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %90, 0; " FA_WGMMA(176) "{" FA_N88 "}, %88, %89, p, 1, 1, 0, 0; }"
+                     : FA_O32(c, 0), FA_O32(c, 32), FA_O8(c, 64), FA_O8(c, 72), FA_O8(c, 80)
+                     : "l"(a), "l"(b), "r"(add));
+}
+
+/* c (64 x 2 COUNT) += a b; a 64 x 16 in registers: rows and columns as those of an accumulator, two neighbours a register;
+ * b by rows in shared memory, K along the rows. */
+template <int COUNT> FA_DEVICE void wgmma_registers(float (&c)[COUNT], const unsigned (&a)[4], unsigned long long b)
+{
+    static_assert(COUNT == 32 || COUNT == 64, "no such WGMMA here");
+    if constexpr (COUNT == 32)
+        asm volatile(FA_WGMMA(64) "{" FA_N32 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+                     : FA_O32(c, 0)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    else
+        asm volatile(FA_WGMMA(128) "{" FA_N64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+                     : FA_O32(c, 0), FA_O32(c, 32)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+/* Give registers back, or take them: a whole warpgroup, COUNT a thread from now on. */
+template <int COUNT> FA_DEVICE void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT> FA_DEVICE void registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+
+#endif
+#endif

@@ -1,0 +1,190 @@
+/*
+ * Both products by WGMMA, for K4.2, K5 and K6: a warpgroup owns 64 rows of the tile of queries, and everything of a row lies in
+ * the four neighbouring lanes of one warp. Thread 32 w + 4 g + t holds of S, P and O the rows 16 w + g + 8 h (h = 0, 1) and the
+ * columns 8 j + 2 t + e (e = 0, 1), in element 4 j + 2 h + e. As this is also the layout in which WGMMA takes its left operand
+ * from registers, P never leaves them: two neighbours of S become one register of P.
+ *
+ * Shared memory: Q, FA_STAGES tiles of K, as many of V, barriers.
+ */
+#ifndef FA_LADDER_WARPGROUP_CUH
+#define FA_LADDER_WARPGROUP_CUH
+
+#include "ladder.cuh"
+
+constexpr int S_COUNT = FA_TILE_K / 2, O_COUNT = D / 2, P_STEPS = FA_TILE_K / 16; /* of a thread; 16 keys a step */
+constexpr int Q_BYTES = FA_TILE_Q * D * 2, KV_BYTES = FA_TILE_K * D * 2;
+constexpr int K_AT = Q_BYTES, V_AT = K_AT + FA_STAGES * KV_BYTES, BARRIERS_AT = V_AT + FA_STAGES * KV_BYTES;
+
+/* Barriers: Q, then FA_STAGES each of K full, V full, K empty, V empty. */
+FA_DEVICE unsigned q_full(unsigned at) { return at + BARRIERS_AT; }
+FA_DEVICE unsigned k_full(unsigned at, int stage) { return at + BARRIERS_AT + 8 * (1 + stage); }
+FA_DEVICE unsigned v_full(unsigned at, int stage) { return at + BARRIERS_AT + 8 * (1 + FA_STAGES + stage); }
+FA_DEVICE unsigned k_empty(unsigned at, int stage) { return at + BARRIERS_AT + 8 * (1 + 2 * FA_STAGES + stage); }
+FA_DEVICE unsigned v_empty(unsigned at, int stage) { return at + BARRIERS_AT + 8 * (1 + 3 * FA_STAGES + stage); }
+constexpr int BARRIERS = 1 + 4 * FA_STAGES, SHARED_BYTES = BARRIERS_AT + 8 * BARRIERS;
+
+/* Two barriers' users: how many arrivals free a stage. One thread; a __syncthreads must follow. */
+FA_DEVICE void start_barriers(unsigned at, int readers)
+{
+    for (int n = 0; n < BARRIERS; n++)
+        barrier_init(at + BARRIERS_AT + 8 * n, n < 1 + 2 * FA_STAGES ? 1 : readers);
+    barrier_init_done();
+}
+
+FA_DEVICE void fetch_q(const fa_maps &maps, const block_work &w, unsigned at)
+{
+    barrier_expect(q_full(at), Q_BYTES);
+    fetch_tile<FA_TILE_Q>(at, maps.q, q_full(at), w.entry, w.head, w.first_q);
+}
+
+/* Tile number n of the walk, from the right. */
+FA_DEVICE void fetch_k(const fa_maps &maps, const block_work &w, unsigned at, int n)
+{
+    int stage = n % FA_STAGES;
+    barrier_expect(k_full(at, stage), KV_BYTES);
+    fetch_tile<FA_TILE_K>(at + K_AT + stage * KV_BYTES, maps.k, k_full(at, stage), w.entry, w.kv_head,
+                          (w.tiles - 1 - n) * FA_TILE_K);
+}
+
+FA_DEVICE void fetch_v(const fa_maps &maps, const block_work &w, unsigned at, int n)
+{
+    int stage = n % FA_STAGES;
+    barrier_expect(v_full(at, stage), KV_BYTES);
+    fetch_tile<FA_TILE_K>(at + V_AT + stage * KV_BYTES, maps.v, v_full(at, stage), w.entry, w.kv_head,
+                          (w.tiles - 1 - n) * FA_TILE_K);
+}
+
+FA_DEVICE void wait_for_k(unsigned at, int n) { barrier_wait(k_full(at, n % FA_STAGES), n / FA_STAGES & 1); }
+FA_DEVICE void wait_for_v(unsigned at, int n) { barrier_wait(v_full(at, n % FA_STAGES), n / FA_STAGES & 1); }
+
+/* ---- the two products: started here, finished by wgmma_wait ---- */
+
+/* s = Q K^T of step n. q: this warpgroup's rows. */
+FA_DEVICE void start_scores(float (&s)[S_COUNT], unsigned q, unsigned at, int n)
+{
+    unsigned k = at + K_AT + n % FA_STAGES * KV_BYTES;
+    hold(s);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < D / 16; step++)
+        wgmma_shared(s, matrix_of(q + step / 4 * (FA_TILE_Q * 128) + step % 4 * 32, 0),
+                     matrix_of(k + step / 4 * (FA_TILE_K * 128) + step % 4 * 32, 0), step > 0);
+    wgmma_commit();
+}
+
+/* o += P V of step n. */
+FA_DEVICE void start_output(float (&o)[O_COUNT], unsigned (&p)[P_STEPS][4], unsigned at, int n)
+{
+    unsigned v = at + V_AT + n % FA_STAGES * KV_BYTES;
+    hold(o);
+    hold(p);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < P_STEPS; step++)
+        wgmma_registers(o, p[step], matrix_of(v + step * 2048, FA_TILE_K * 128));
+    wgmma_commit();
+}
+
+/* ---- softmax ---- */
+
+struct row_state {
+    float max[2], sum[2]; /* of dot products; this thread's part of the sum of exponentials. Of rows h = 0, 1 */
+};
+
+FA_DEVICE int fragment_row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
+
+/* S of keys that a row does not see becomes -inf. first_q: this warpgroup's. */
+FA_DEVICE void mask_scores(const fa_args &args, float (&s)[S_COUNT], int first_q, int first_key)
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        int limit = key_limit(args, first_q + fragment_row() + 8 * h) - first_key - threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < FA_TILE_K / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                if (8 * j + e >= limit)
+                    s[4 * j + 2 * h + e] = -infinity();
+    }
+}
+
+/* S becomes exp(S - max) and the row's maximum and sum take it in; alpha is what O has to be multiplied with. MASKED: a row may
+ * see nothing. */
+template <bool MASKED>
+FA_DEVICE void softmax_step(float (&s)[S_COUNT], row_state &state, float (&alpha)[2], float scale_log2)
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float max = state.max[h];
+#pragma unroll
+        for (int j = 0; j < FA_TILE_K / 8; j++)
+            max = fmaxf(max, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+        max         = quad_max(max);
+        float shift = MASKED && max == -infinity() ? 0.0f : max * scale_log2; /* exp2(-inf + inf) is NaN */
+        alpha[h]    = exp2_fast(state.max[h] * scale_log2 - shift);
+        float sum   = 0.0f;
+#pragma unroll
+        for (int j = 0; j < FA_TILE_K / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float &x = s[4 * j + 2 * h + e];
+                x        = exp2_fast(x * scale_log2 - shift);
+                sum += x;
+            }
+        state.max[h] = max;
+        state.sum[h] = state.sum[h] * alpha[h] + sum;
+    }
+}
+
+FA_DEVICE void pack_p(unsigned (&p)[P_STEPS][4], const float (&s)[S_COUNT])
+{
+#pragma unroll
+    for (int n = 0; n < S_COUNT / 2; n++)
+        p[n / 4][n % 4] = pack<FA_DTYPE>(s[2 * n], s[2 * n + 1]);
+}
+
+FA_DEVICE void scale_output(float (&o)[O_COUNT], const float (&alpha)[2])
+{
+#pragma unroll
+    for (int n = 0; n < O_COUNT; n++)
+        o[n] *= alpha[n / 2 % 2];
+}
+
+FA_DEVICE void clear(row_state &state, float (&o)[O_COUNT])
+{
+#pragma unroll
+    for (int n = 0; n < O_COUNT; n++)
+        o[n] = 0.0f;
+    state = {{-infinity(), -infinity()}, {0.0f, 0.0f}};
+}
+
+/* ---- the way out ---- */
+
+/* O / l through this warp's 16 rows of Q's place, so that whole rows go to memory; LSE. q: this warpgroup's rows. */
+FA_DEVICE void store_rows(const fa_args &args, const block_work &w, float (&o)[O_COUNT], const row_state &state, char *q,
+                          int first_q)
+{
+    int row = fragment_row(), lane = threadIdx.x % 32;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float sum = quad_sum(state.sum[h]), inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+        int   i   = first_q + row + 8 * h;
+#pragma unroll
+        for (int j = 0; j < D / 8; j++)
+            *(unsigned *)(q + chunk_at<FA_TILE_Q>(row + 8 * h, j) + lane % 4 * 4) =
+                pack<FA_DTYPE>(o[4 * j + 2 * h] * inverse, o[4 * j + 2 * h + 1] * inverse);
+        if (lane % 4 == 0 && i < args.max_seqlen_q)
+            store_lse(args, w, i, state.max[h], sum);
+    }
+    __syncwarp();
+    constexpr int CHUNKS = D / 8;
+    int           first_row = row - lane / 4;
+#pragma unroll
+    for (int n = lane; n < 16 * CHUNKS; n += 32) {
+        int r = first_row + n / CHUNKS, chunk = n % CHUNKS, i = first_q + r;
+        if (i < args.max_seqlen_q)
+            *(uint4 *)(row_of(args.o, w.entry, i, w.head) + 8 * chunk) = *(const uint4 *)(q + chunk_at<FA_TILE_Q>(r, chunk));
+    }
+}
+
+#endif
