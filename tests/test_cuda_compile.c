@@ -14,6 +14,7 @@
 
 #include "check.h"
 #include "cuda/cuda.h"
+#include "cuda/ladder.h"
 
 #include <limits.h>
 #include <stdatomic.h>
@@ -403,6 +404,63 @@ static void every_option_builds_cleanly(void **state)
     free(list.key);
 }
 
+/* The forced kernel by its name, as flash_attn_options.kernel does it. */
+static void every_rung_of_the_ladder_builds_cleanly(void **state)
+{
+    (void)state;
+    need_nvrtc();
+    key_list list = {0};
+    for (int g = 0; g < fa_num_rungs; g++)
+        for (int r = 0; r < fa_rungs[g].num_rows; r++)
+            for (int a = 0; a < NUM_ARCHS; a++)
+                for (int f16 = 0; f16 < 2; f16++)
+                    for (int causal = 0; causal < 2; causal++) {
+                        const fa_tune_row *row = &fa_rungs[g].row[r];
+                        const option mask = {"", true, false, causal ? set_nothing : set_full};
+                        fa_tune_row  like = *row; /* call_for's default is causal */
+                        fa_call      call;
+                        fa_plan      plan;
+                        if (archs[a] < row->arch_min || archs[a] > row->arch_max || !(row->masks >> causal & 1) ||
+                            (!all && archs[a] != 90) || (f16 && archs[a] != 90) || (f16 && !all))
+                            continue;
+                        like.kernel = FA_KERNEL_FORWARD_SM80;
+                        assert_int_equal(call_for(&like, f16 ? FLASH_ATTN_F16 : FLASH_ATTN_BF16, &mask, &call), FLASH_ATTN_OK);
+                        if (fa_plan_make(&call, archs[a], fa_rungs[g].name, &plan) != FLASH_ATTN_OK)
+                            fail_msg("%s on sm_%d: %s", fa_rungs[g].name, archs[a], flash_attn_last_error());
+                        assert_ptr_equal(plan.row, row);
+                        add_plan(&list, &plan);
+                    }
+    assert_int_equal(count_failures(&list), 0);
+    free(list.key);
+}
+
+/* What a rung does not do is refused, never run as something else. */
+static void a_rung_says_what_it_lacks(void **state)
+{
+    (void)state;
+    static const struct {
+        const option with;
+        const char  *name, *says;
+        int          arch;
+    } refused[] = {
+        {{"", true, false, set_window}, "k2", "windows", 90},   {{"", true, false, set_softcap}, "k4.2", "softcap", 90},
+        {{"", true, false, set_varlen}, "k1", "lengths", 90},   {{"", true, false, set_uneven}, "k2", "head dims", 90},
+        {{"", true, false, set_o_f32}, "k6", "dtype", 90},      {{"", true, false, set_sinks}, "fa1", "sinks", 90},
+        {{"", true, false, set_nothing}, "k4.2", "compute capability 8.0", 80},
+        {{"", true, false, set_nothing}, "k3.1", "compute capability 12.0", 120},
+        {{"", true, false, set_nothing}, "k9", "no CUDA forward kernel named k9", 90}};
+    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
+        fa_tune_row like = fa_rungs[0].row[1];
+        fa_call     call;
+        fa_plan     plan;
+        like.kernel = FA_KERNEL_FORWARD_SM80;
+        assert_int_equal(call_for(&like, FLASH_ATTN_BF16, &refused[i].with, &call), FLASH_ATTN_OK);
+        assert_int_equal(fa_plan_make(&call, refused[i].arch, refused[i].name, &plan), FLASH_ATTN_UNSUPPORTED);
+        if (!strstr(flash_attn_last_error(), refused[i].says))
+            fail_msg("%s: %s", refused[i].name, flash_attn_last_error());
+    }
+}
+
 int main(int argc, char **argv)
 {
     char here[PATH_MAX - 64], cache[PATH_MAX];
@@ -423,6 +481,8 @@ int main(int argc, char **argv)
         cmocka_unit_test(every_row_is_taken_on_every_architecture_that_it_names),
         cmocka_unit_test(every_row_builds_cleanly_for_every_architecture),
         cmocka_unit_test(every_option_builds_cleanly),
+        cmocka_unit_test(every_rung_of_the_ladder_builds_cleanly),
+        cmocka_unit_test(a_rung_says_what_it_lacks),
     };
     return cmocka_run_group_tests_name("cuda_compile", tests, NULL, NULL);
 }
