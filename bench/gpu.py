@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Time flashattn and its peers on one GPU over the FlashAttention papers' grid, in one run, and check every answer.
 
-    make && python3 bench/gpu.py [--json FILE] [--head-dims 64,128,256] [--seqlens 512,...,16384] [--quick] [--math]
+    make && python3 bench/gpu.py [--json FILE] [--head-dims 64,128,256] [--seqlens 512,...,16384] [--quick] [--math] [--flex]
 
 bfloat16, hidden dimension 2048, 16384 tokens, no mask and causal, forward and backward. Peers: PyTorch's SDPA backends (math:
-standard attention; efficient; flash, which is FlashAttention-2; cuDNN). TFLOP/s count 4 s^2 d h b, half when causal, 2.5
+standard attention; efficient; flash, which is FlashAttention-2; cuDNN) and with --flex FlexAttention, which torch.compile makes
+through Triton, anew for each shape. TFLOP/s count 4 s^2 d h b, half when causal, 2.5
 times for the backward. Each answer is compared with float64 on one head first; a wrong one is shown as WRONG and makes the exit
 status 1. Every time is the median of several groups of launches between two events; ours and the peers take turns.
 """
@@ -25,7 +26,7 @@ import torch  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 
-from flashattn import FlashAttnError, _call  # noqa: E402
+from flashattn import _call  # noqa: E402
 
 TOKENS, HIDDEN = 16384, 2048
 PEERS = {"math": SDPBackend.MATH, "efficient": SDPBackend.EFFICIENT_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
@@ -96,6 +97,32 @@ def peer(cell, backend):
     return forward, backward
 
 
+def flex(cell):
+    """FlexAttention, with a block mask when causal. Compiled for exactly this shape."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.compiler.reset()  # one shape's code at a time, or the compiler gives up after a few
+    compiled = torch.compile(flex_attention, dynamic=False)
+    mask = None
+    if cell.causal:
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, cell.seqlen, cell.seqlen, device="cuda")
+    leaves = [t.detach().requires_grad_() for t in (cell.q, cell.k, cell.v)]
+    q, k, v = (t.transpose(1, 2) for t in leaves)
+    dout = cell.dout.transpose(1, 2)
+    kept = []
+
+    def forward():
+        with torch.no_grad():
+            return [compiled(q, k, v, block_mask=mask).transpose(1, 2)]
+
+    def backward():
+        if not kept:
+            kept.append(compiled(q, k, v, block_mask=mask))
+        return torch.autograd.grad(kept[0], leaves, dout, retain_graph=True)
+
+    return forward, backward
+
+
 def milliseconds(run, launches):
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
@@ -121,15 +148,16 @@ def bench_cell(cell, backward, names, groups):
     runs, row = {}, {}
     for name in names:
         try:
-            run = (ours(cell) if name == "ours" else peer(cell, PEERS[name]))[backward]
+            make = {"ours": ours, "flex": flex}.get(name) or (lambda cell: peer(cell, PEERS[name]))
+            run = make(cell)[backward]
             error = cell.wrong(run(), 1 if backward else 0)
             row[name] = None if error is None else f"WRONG {error:.1e}"
             if error is None:
                 runs[name] = run
-        except (RuntimeError, FlashAttnError) as problem:
+        except Exception as problem:  # no kernel, no memory, or a compiler that gave up
             row[name] = None
-            if name == "ours":
-                print(f"  ours: {problem}")
+            if name in ("ours", "flex"):
+                print(f"  {name}: {str(problem).splitlines()[0] if str(problem) else type(problem).__name__}")
     for name, ms in time_by_turns(runs, groups).items():
         row[name] = cell.flops(backward) / ms / 1e9
     return row
@@ -150,6 +178,7 @@ def main():
     parser.add_argument("--seqlens", default="512,1024,2048,4096,8192,16384")
     parser.add_argument("--groups", type=int, default=7, help="timed groups of launches")
     parser.add_argument("--math", action="store_true", help="standard attention too, up to 2048 keys")
+    parser.add_argument("--flex", action="store_true", help="FlexAttention too; needs Triton, and seconds a shape to compile")
     parser.add_argument("--quick", action="store_true", help="three lengths, three groups")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
@@ -160,7 +189,7 @@ def main():
     groups = 3 if options.quick else options.groups
     torch.manual_seed(0)
     print(f"before: {state_of_card()}; PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
-    names = ["ours", *(["math"] if options.math else []), "efficient", "flash", "cudnn"]
+    names = ["ours", *(["math"] if options.math else []), "efficient", *(["flex"] if options.flex else []), "flash", "cudnn"]
     header = f"{'pass':8} {'d':>3} {'causal':6} {'s':>5} | " + " ".join(f"{n:>9}" for n in names) + " | /flash  /best"
     print(header, "-" * len(header), sep="\n")
     rows, ratios, wrong = [], [], 0

@@ -78,6 +78,19 @@ class Typos(Case):
     def test_a_group_gets_the_nearest_word(self):
         self.refused("check", "--group", "cuasal", says="did you mean 'causal'?")
 
+    def test_kernels_by_name_refuse_what_is_not_theirs(self):
+        self.refused("bench", "--kernel", "k4.3", says="did you mean k")
+        self.refused("bench", "--kernel", "k2,nothing", says="expected all, or some of k1")
+        self.refused("bench", "--kernel", "k2", "--device", "cpu", says="--kernel runs on the GPU")
+        for words in (["--quick"], ["--threads", "1"], ["--pass", "both"], ["--csv", "x"], ["--no-standard"]):
+            self.refused("bench", "--kernel", "all", *words, says="does not go with --kernel")
+
+    def test_without_a_gpu_the_ladder_says_so_in_one_sentence(self):
+        if json.loads(run("info", "--json"))["cuda_error"] is None:
+            self.skipTest("there is a GPU")
+        sentence = run("bench", "--kernel", "all", expect=2)
+        self.assertRegex(sentence, r"^flashattn: .*GPU.*\n$")
+
     def test_values_that_mean_nothing_are_refused(self):
         for words in [
             ("explain", "--seqlen", "12x"),
