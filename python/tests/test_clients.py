@@ -48,6 +48,113 @@ def test_wherever_the_padding_is(padding):
         assert (clients.embed(theirs, ids, mask) - clients.embed(ours, ids, mask)).abs().max() < 2e-6
 
 
+def encoders():
+    """Small encoders with random weights: (label, model) with PyTorch's attention and with ours."""
+    t = clients.transformers
+    tiny = dict(vocab_size=101, hidden_size=48, num_hidden_layers=2, num_attention_heads=3, intermediate_size=64)
+    distil = dict(vocab_size=101, dim=48, n_layers=2, n_heads=3, hidden_dim=64)
+    for config, change in ((t.BertConfig, tiny), (t.RobertaConfig, {**tiny, "max_position_embeddings": 66}),
+                           (t.ElectraConfig, {**tiny, "embedding_size": 48}), (t.DistilBertConfig, distil)):
+        pair = []
+        for implementation in ("sdpa", "fattn"):
+            torch.manual_seed(3)
+            pair.append(t.AutoModel.from_config(config(**change), attn_implementation=implementation).eval())
+        yield config.__name__, pair
+
+
+@needs_transformers
+@pytest.mark.parametrize("padding", ["right", "left", "holes", "none", "one is empty"])
+def test_an_encoder_without_its_padding_gives_the_same(padding):
+    ids = torch.randint(5, 101, (4, 30), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    if padding == "right":
+        mask = (torch.arange(30) < torch.tensor([[30], [7], [1], [19]])).long()
+    elif padding == "left":
+        mask[0, :9], mask[1, :1] = 0, 0
+    elif padding == "holes":
+        mask[0, 4:7], mask[1, 0], mask[2, 15:] = 0, 0, 0
+    elif padding == "one is empty":
+        mask[2], mask[0, 20:] = 0, 0
+    rows_seen = []
+    for label, (theirs, ours) in encoders():
+        handles = flashattn.transformers.unpad(ours)
+        linear = next(m for m in (ours.encoder if hasattr(ours, "encoder") else ours.transformer).modules()
+                      if isinstance(m, torch.nn.Linear))
+        spy = linear.register_forward_hook(lambda module, args, output: rows_seen.append(args[0].shape[:2].numel()))
+        a, b = (m(ids, attention_mask=mask).last_hidden_state for m in (theirs, ours))
+        assert rows_seen[-1] == mask.sum(), label  # the padding was not computed
+        assert (a - b)[mask.bool()].abs().max() < 5e-6, label
+        assert (b[mask == 0] == 0).all(), label
+        # Gradients go through.
+        for m in (theirs, ours):
+            m(ids, attention_mask=mask).last_hidden_state[mask.bool()].square().mean().backward()
+        for (name, x), y in zip(theirs.named_parameters(), ours.parameters()):
+            assert x.grad is None and y.grad is None or torch.allclose(x.grad, y.grad, atol=1e-6), (label, name)
+        # What it cannot do unpadded it does as before.
+        states = ours(ids, attention_mask=mask, output_hidden_states=True)
+        assert rows_seen[-1] == ids.numel()
+        assert all(h.shape == (4, 30, 48) for h in states.hidden_states)
+        assert ours(ids, attention_mask=mask, return_dict=False)[0].equal(b)
+        [handle.remove() for handle in handles]
+        ours(ids, attention_mask=mask)
+        assert rows_seen[-1] == ids.numel()
+        spy.remove()
+
+
+@needs_transformers
+def test_minilm_without_its_padding():
+    import copy
+
+    tokenizer, theirs = clients.minilm("sdpa")
+    _, ours = clients.minilm("fattn")
+    flashattn.transformers.unpad(ours)
+    batch = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+    for m in (ours, copy.deepcopy(ours)):
+        a, b = (clients.embed(one, batch["input_ids"], batch["attention_mask"]) for one in (theirs, m))
+        assert (a - b).abs().max() < 2e-6
+    with torch.no_grad():
+        a, b = (m(**batch).pooler_output for m in (theirs, ours))
+    assert (a - b).abs().max() < 1e-5
+
+
+@needs_transformers
+def test_who_cannot_run_without_padding_says_so():
+    with pytest.raises(flashattn.UnsupportedError, match="learned positions"):
+        flashattn.transformers.unpad(clients.llama("fattn"))
+    with pytest.raises(flashattn.UnsupportedError, match="register"):
+        flashattn.transformers.unpad(clients.minilm("sdpa")[1])
+    _, model = clients.minilm("fattn")
+    flashattn.transformers.unpad(model)
+    forward = model.encoder.forward
+    model.encoder.forward = lambda hidden, attention_mask=None, **kwargs: forward(hidden, attention_mask)  # drops the lengths
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    with pytest.raises(flashattn.UnsupportedError, match="hand cu_seq_lens_q on"):
+        model(torch.ones_like(mask), attention_mask=mask)
+
+
+@needs_transformers
+def test_lengths_that_a_collator_gives():
+    """transformers' own way to train without padding: sequences one after another and their cu_seq_lens."""
+    theirs, ours = clients.llama("eager"), clients.llama("fattn")
+    ids = torch.randint(2, 211, (1, 23), generator=torch.Generator().manual_seed(1))
+    cu, positions = torch.tensor([0, 9, 10, 23], dtype=torch.int32), torch.cat([torch.arange(n) for n in (9, 1, 13)])
+    kwargs = dict(cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=13, max_length_k=13)
+    alone = torch.cat([theirs(part).logits for part in ids.split([9, 1, 13], 1)], 1)
+    for extra in (dict(), dict(attention_mask=None)):
+        packed = ours(ids, position_ids=positions.unsqueeze(0), use_cache=False, **kwargs, **extra).logits
+        assert (packed - alone).abs().max() < 1e-3 * alone.abs().max()
+    q, k, v = (torch.randn(1, 2, 23, 8) for _ in range(3))
+    run = flashattn.transformers.attention_forward
+    out, _ = run(torch.nn.Identity(), q, k, v, None, is_causal=True, **kwargs)
+    expected = [run(torch.nn.Identity(), *(t[:, :, a:b] for t in (q, k, v)), None, is_causal=True)[0]
+                for a, b in ((0, 9), (9, 10), (10, 23))]
+    assert torch.equal(out, torch.cat(expected, 1))
+    with pytest.raises(flashattn.InvalidError, match="see each other"):
+        run(torch.nn.Identity(), q, k, v, torch.zeros(1, 1, 23, 23), **kwargs)
+    with pytest.raises(flashattn.UnsupportedError, match="batch of 1"):
+        run(torch.nn.Identity(), q.expand(2, -1, -1, -1), k, v, None, **kwargs)
+
+
 @needs_transformers
 def test_a_compiled_model_is_the_model():
     torch._dynamo.reset()
