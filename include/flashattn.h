@@ -130,7 +130,8 @@ typedef void (*flash_attn_parallel_for)(void *pool, int64_t count, flash_attn_ta
 
 typedef struct flash_attn_options {
     int32_t                 num_threads;  /* 0: FLASH_ATTN_NUM_THREADS, else the cores this process may use */
-    flash_attn_isa          max_isa;      /* cap on the tier; AUTO: FLASH_ATTN_MAX_ISA, else none */
+    flash_attn_isa          max_isa;      /* cap on the tier; AUTO: FLASH_ATTN_MAX_ISA, else none. AMX by name: also for
+                                             short sequences, where AUTO may take AVX-512 because it is faster */
     flash_attn_parallel_for parallel_for; /* NULL: the library's own threads */
     void                   *pool;         /* first argument of parallel_for */
     bool                    no_amx_split; /* do not run float32 and float16 as exact bfloat16 pieces on AMX */

@@ -3,6 +3,7 @@
 #include "cpu/passes.h"
 #include "cpu/tile.h"
 
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -43,6 +44,29 @@ static void choose_tables(fa_cpu *cpu, flash_attn_isa cap, bool no_amx_split)
     }
 }
 
+/* float32 and float16 run on AMX as pieces of bfloat16, which are more work to pack: that pays where a packed row meets
+ * enough others. `same`: queries, on as many keys, for which both tables take the same time (decision 0051). */
+static const struct {
+    flash_attn_dtype dtype;
+    int              head_dim, same;
+} pieces[] = {{FLASH_ATTN_F32, 32, 288},
+              {FLASH_ATTN_F32, INT_MAX, 192},
+              {FLASH_ATTN_F16, 32, 288},
+              {FLASH_ATTN_F16, INT_MAX, 96}};
+
+const fa_kernels *fa_forward_kernels(const fa_cpu *cpu, const fa_call *call, int64_t rows, int64_t keys)
+{
+    int64_t head_dim = call->head_dim > call->head_dim_v ? call->head_dim : call->head_dim_v;
+    if (!cpu->by_shape)
+        return cpu->kernels[call->q.dtype];
+    size_t n = 0, count = sizeof pieces / sizeof *pieces;
+    while (n < count && (pieces[n].dtype != call->q.dtype || head_dim > pieces[n].head_dim))
+        n++;
+    /* Packing costs in proportion to the queries and twice the keys, products to queries times keys. */
+    bool pays = n == count || 3 * rows * keys >= pieces[n].same * (rows + 2 * keys);
+    return pays ? cpu->kernels[call->q.dtype] : cpu->vector;
+}
+
 flash_attn_status fa_cpu_create(fa_cpu **cpu, const flash_attn_options *options)
 {
     int            num_threads = options->num_threads > 0 ? options->num_threads : fa_num_cores();
@@ -55,6 +79,7 @@ flash_attn_status fa_cpu_create(fa_cpu **cpu, const flash_attn_options *options)
         return fa_fail(FLASH_ATTN_NO_MEMORY, "no memory for a context of %d threads", num_threads);
     }
     made->num_threads = num_threads;
+    made->by_shape    = options->max_isa == FLASH_ATTN_ISA_AUTO;
     fa_isa_detect(&made->isa);
     choose_tables(made, cap, options->no_amx_split);
     made->tuned = fa_tuning_load(&made->isa, options->tune_file, &made->tuning);

@@ -240,6 +240,7 @@ struct fa_cpu {
     flash_attn_isa    tier;       /* after the caller's cap */
     const fa_kernels *vector;     /* the tier's float32 table, which takes every input type */
     const fa_kernels *kernels[4]; /* by flash_attn_dtype: AMX where there, else `vector` */
+    bool              by_shape;   /* `vector` also where AMX is there but slower */
     fa_threads       *threads;
     int               num_threads;
     fa_tuning         tuning;

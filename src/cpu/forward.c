@@ -53,7 +53,7 @@ static shape shape_of(const plan *p, int seqlen_q, int seqlen_k)
     int64_t           rows   = call->group * seqlen_q;
     shape             s      = {0};
     s.few                    = rows <= vector->few_rows && readable_in_place(&call->k) && readable_in_place(&call->v);
-    s.kernels                = s.few ? vector : p->cpu->kernels[call->q.dtype];
+    s.kernels                = s.few ? vector : fa_forward_kernels(p->cpu, call, rows, seqlen_k);
     s.tile                   = fa_tiles(p->cpu, s.kernels, call);
     s.heads_per_tile  = seqlen_q < s.tile.q ? fa_min_int((int)call->group, s.tile.q / fa_max_int(seqlen_q, 1)) : 1;
     s.head_tiles      = ((int)call->group + s.heads_per_tile - 1) / s.heads_per_tile;
