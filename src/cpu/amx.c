@@ -14,7 +14,8 @@ FA_AMX_INLINE bool is_left(fa_role role) { return role == FA_ROLE_Q || role == F
 FA_AMX_INLINE bool is_keys(fa_role role) { return role == FA_ROLE_K || role == FA_ROLE_V_T; }
 
 /* The fused backward works on S^T = K Q^T, so with one piece its operands are also kept the other way round: K and V as
- * left operands after K_RIGHT and V_T, Q and dO as keys after Q_RIGHT and DO_RIGHT. */
+ * left operands after K_RIGHT and V_T, Q and dO as keys after Q_RIGHT and DO_RIGHT. Behind K's comes K^T as left
+ * operand of dQ^T, an even number of tiles of columns. */
 FA_AMX_INLINE bool has_turned_form(fa_role role, int pieces)
 {
     return pieces == 1 &&
@@ -23,9 +24,12 @@ FA_AMX_INLINE bool has_turned_form(fa_role role, int pieces)
 
 FA_AMX_INLINE size_t bytes_of(fa_role role, int rows, int cols, int pieces)
 {
-    size_t turned = has_turned_form(role, pieces) ? (size_t)(tiles_of(rows, 16) * tiles_of(cols, 32)) * FA_AMX_TILE : 0;
-    int    tiles  = is_left(role) || is_keys(role) ? tiles_of(rows, 16) * tiles_of(cols, 32)
-                                                   : tiles_of(rows, 32) * tiles_of(cols, 16);
+    size_t turned =
+        has_turned_form(role, pieces) ? (size_t)(tiles_of(rows, 32) * 2 * tiles_of(cols, 32)) * FA_AMX_TILE : 0;
+    int tiles = is_left(role) || is_keys(role) ? tiles_of(rows, 16) * tiles_of(cols, 32)
+                                               : tiles_of(rows, 32) * tiles_of(cols, 16);
+    if (role == FA_ROLE_K_RIGHT)
+        turned *= 2; /* K and K^T: as many tiles */
     return turned + (size_t)tiles * (size_t)pieces * FA_AMX_TILE;
 }
 
@@ -150,6 +154,24 @@ FA_AMX_INLINE int pack_along_rows(char *out, const fa_rows *src, int pieces, int
     return num_bad;
 }
 
+/* K^T as left operand [cols / 16][rows / 32] from K as right operand [rows / 32][cols / 16]: the same dwords, turned.
+ */
+static void pack_k_t(char *out, const char *values, int rows, int cols)
+{
+    int strips = tiles_of(rows, 32), columns = tiles_of(cols, 16);
+    for (int col = 0; col < tiles_of(cols, 32) * 2; col++) {
+        for (int strip = 0; strip < strips; strip++, out += FA_AMX_TILE) {
+            __m512i     tile[16];
+            const char *from = values + ((int64_t)strip * columns + col) * FA_AMX_TILE;
+            for (int r = 0; r < 16; r++)
+                tile[r] = col < columns ? _mm512_load_si512(from + 64 * r) : _mm512_setzero_si512();
+            fa_amx_transpose(tile);
+            for (int r = 0; r < 16; r++)
+                _mm512_store_si512(out + 64 * r, tile[r]);
+        }
+    }
+}
+
 FA_AMX_INLINE int pack_any(fa_role role, void *packed, const fa_rows *src, int *bad, int pieces)
 {
     if (has_turned_form(role, pieces)) {
@@ -162,8 +184,15 @@ FA_AMX_INLINE int pack_any(fa_role role, void *packed, const fa_rows *src, int *
         pack_along_columns(packed, src, pieces, false);
     else if (is_keys(role))
         pack_along_columns(packed, src, pieces, true);
-    else
-        return pack_along_rows(packed, src, pieces, bad);
+    else {
+        int num_bad = pack_along_rows(packed, src, pieces, bad);
+        if (role == FA_ROLE_K_RIGHT && pieces == 1) {
+            int64_t strips = tiles_of(src->count, 32),
+                    tiles  = strips * tiles_of(src->cols, 16) + strips * 2 * tiles_of(src->cols, 32);
+            pack_k_t((char *)packed + tiles * FA_AMX_TILE, packed, src->count, src->cols);
+        }
+        return num_bad;
+    }
     return 0;
 }
 
@@ -347,7 +376,8 @@ DEFINE_PIECES(3)
 
 static size_t backward_scratch_1(int rows, int keys, int head_dim, int head_dim_v)
 {
-    size_t composed = p_bytes(rows, keys, 1), fused = fa_amx_backward_scratch(rows, keys, head_dim, head_dim_v);
+    (void)head_dim, (void)head_dim_v;
+    size_t composed = p_bytes(rows, keys, 1), fused = fa_amx_backward_scratch();
     return composed > fused ? composed : fused;
 }
 
@@ -403,6 +433,7 @@ static void fill_tables(void)
     tables[1].forward_block          = fa_amx_forward_block;
     tables[1].forward_scratch_bytes  = forward_scratch_1;
     tables[1].backward_block         = fa_amx_backward_block;
+    tables[1].backward_dq            = fa_amx_backward_dq;
     tables[1].backward_scratch_bytes = backward_scratch_1;
 }
 

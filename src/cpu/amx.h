@@ -166,6 +166,7 @@ size_t fa_amx_forward_scratch(int rows, int keys, int head_dim, int head_dim_v);
 
 /* amx_backward.c: operands of one piece, with their turned forms. */
 bool   fa_amx_backward_block(const fa_backward_block *block);
-size_t fa_amx_backward_scratch(int rows, int keys, int head_dim, int head_dim_v);
+void   fa_amx_backward_dq(const fa_backward_block *block);
+size_t fa_amx_backward_scratch(void);
 
 #endif

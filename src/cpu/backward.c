@@ -26,13 +26,14 @@ typedef struct plan {
     int64_t           query_tiles;  /* of one head, at most */
     int64_t           pairs, slots; /* a pair: one key head of one sequence */
     int               ldq, ldv;     /* of accumulators with head_dim and head_dim_v columns */
+    bool              fused;        /* the kernels have a fused entry, which some tiles of the call may take */
     size_t            q_bytes, q_right_bytes, dout_bytes, dout_right_bytes;
 } plan;
 
 /* A tile of queries in a slot. */
 typedef struct query_tile {
     void  *q, *q_right, *dout, *dout_right;
-    float *dq;
+    float *dq, *dq_tiled; /* sums of composed steps and of fused ones (fa_backward_block); the latter NULL: none */
     float *lse, *lse_log2, *row_delta;
     int   *bad_q, *bad_dout; /* rows that pack left out of q_right and dout_right */
     int   *num_bad;          /* [2] */
@@ -46,8 +47,8 @@ typedef struct query_state {
 
 typedef struct scratch {
     void        *k, *k_right, *v_t;
-    float       *dk, *dv;
-    float       *p, *ds, *slope, *dropped, *dq;
+    float       *dk, *dv, *dk_tiled, *dv_tiled; /* as dq and dq_tiled */
+    float       *p, *ds, *slope, *dropped;
     float       *temp; /* 2 rows */
     const void **row, **row_k;
     fa_rows      k_rows;
@@ -69,6 +70,12 @@ typedef struct run {
 
 /* ---- memory ---- */
 
+/* True if every tile's scores have options, whatever its batch entry. */
+static bool takes_options(const fa_call *call)
+{
+    return call->softcap > 0.0f || call->bias.data || call->alibi_slopes.data;
+}
+
 static plan plan_make(const fa_cpu *cpu, const fa_call *call, int threads)
 {
     /* dP - Delta cancels; in float32 both must be the same sum, which bfloat16 pieces do not give. */
@@ -80,6 +87,7 @@ static plan plan_make(const fa_cpu *cpu, const fa_call *call, int threads)
     p.slots            = p.pairs < threads + 1 ? p.pairs : threads + 1;
     p.ldq              = fa_accumulator_ld(d);
     p.ldv              = fa_accumulator_ld(dv);
+    p.fused            = k->backward_block && !call->dropout.threshold && !takes_options(call);
     p.q_bytes          = k->packed_bytes(FA_ROLE_Q, p.tile.q, d);
     p.q_right_bytes    = k->packed_bytes(FA_ROLE_Q_RIGHT, p.tile.q, d);
     p.dout_bytes       = k->packed_bytes(FA_ROLE_DO, p.tile.q, dv);
@@ -95,6 +103,7 @@ static query_tile carve_query_tile(fa_arena *arena, const plan *p)
     t.dout       = fa_carve(arena, p->dout_bytes);
     t.dout_right = p->dout_right_bytes ? fa_carve(arena, p->dout_right_bytes) : t.dout;
     t.dq         = fa_carve_floats(arena, p->call->dq.data ? (int64_t)p->tile.q * p->ldq : 0);
+    t.dq_tiled   = fa_carve_floats(arena, p->call->dq.data && p->fused ? fa_tiled_floats(p->tile.q, p->ldq) : 0);
     t.lse        = fa_carve_floats(arena, fa_row_array(p->tile.q));
     t.lse_log2   = fa_carve_floats(arena, fa_row_array(p->tile.q));
     t.row_delta  = fa_carve_floats(arena, fa_row_array(p->tile.q));
@@ -123,11 +132,12 @@ static scratch carve_scratch(fa_arena *arena, const plan *p)
     s.v_t                    = fa_carve(arena, k->packed_bytes(FA_ROLE_V_T, p->tile.k, dv));
     s.dk                     = fa_carve_floats(arena, (int64_t)p->tile.k * p->ldq);
     s.dv                     = fa_carve_floats(arena, (int64_t)p->tile.k * p->ldv);
+    s.dk_tiled               = fa_carve_floats(arena, p->fused ? fa_tiled_floats(p->tile.k, d) : 0);
+    s.dv_tiled               = fa_carve_floats(arena, p->fused ? fa_tiled_floats(p->tile.k, dv) : 0);
     s.p                      = fa_carve_floats(arena, scores);
     s.ds                     = fa_carve_floats(arena, scores);
     s.slope                  = fa_carve_floats(arena, call->softcap > 0.0f ? scores : 0);
     s.dropped                = fa_carve_floats(arena, call->dropout.threshold ? scores : 0);
-    s.dq                     = fa_carve_floats(arena, k->backward_block ? (int64_t)p->tile.q * p->ldq : 0);
     s.temp                   = fa_carve_floats(arena, 2 * (int64_t)fa_max_int(p->ldq, p->ldv));
     s.row                    = fa_carve(arena, (size_t)fa_max_int(p->tile.q, p->tile.k) * sizeof(void *));
     s.row_k                  = fa_carve(arena, (size_t)p->tile.k * sizeof(void *));
@@ -230,14 +240,28 @@ static void need_packed(const run *r, const fa_tile *tile, const query_tile *t, 
     }
 }
 
+/* Add the fused steps' sums to the others, row major; turned: tiled holds each tile transposed. */
+static void add_tiled(float *sums, int ld, const float *tiled, int rows, int cols, bool turned)
+{
+    for (int r = 0; r < rows; r++) {
+        for (int col = 0; col < cols; col += 16) {
+            const float *tile = tiled + fa_tiled_at(cols, r, col) + (turned ? r % 16 : r % 16 * 16);
+            for (int n = 0; n < 16; n++)
+                sums[(int64_t)r * ld + col + n] += tile[turned ? 16 * n : n];
+        }
+    }
+}
+
 /* dQ = scale * the sum, once the last tile of keys has added to it. */
-static void store_dq(const plan *p, const fa_tile *tile, const float *dq, float scale)
+static void store_dq(const plan *p, const fa_tile *tile, const query_tile *t, float scale)
 {
     const fa_call *call = p->call;
+    if (p->fused)
+        add_tiled(t->dq, p->ldq, t->dq_tiled, fa_tile_queries(tile), (int)call->head_dim, true);
     for (int n = 0; n < fa_tile_queries(tile); n++) {
         int64_t row = tile->seq.q_row + tile->queries.begin + n;
         p->kernels->store(fa_at(&call->dq, tile->seq.q_entry, row, tile->head, 0), call->dq.stride[3], call->dq.dtype,
-                          dq + (int64_t)n * p->ldq, (int)call->head_dim, scale);
+                          t->dq + (int64_t)n * p->ldq, (int)call->head_dim, scale);
     }
 }
 
@@ -287,37 +311,46 @@ static void add_dq(const step *t)
     fa_add_bad_rows(k, t->query.dq, p->ldq, rows, s->ds, ld, 1, &s->k_rows, s->bad_k, s->num_bad_k, s->temp);
 }
 
-/* True if the tier's fused entry does it all; dQ is then in s->dq. */
-static bool run_fused(const step *t)
+static fa_backward_block fused_block(const step *t)
 {
     const plan    *p    = &t->run->plan;
     const fa_call *call = p->call;
-    scratch       *s    = t->s;
-    if (!p->kernels->backward_block || t->visible != FA_VISIBLE_ALL || fa_has_options(call, t->scale) ||
-        call->dropout.threshold || t->query.num_bad[0] || t->query.num_bad[1] || s->num_bad_k)
-        return false;
-    fa_backward_block block = {.q          = t->query.q,
-                               .q_right    = t->query.q_right,
-                               .dout       = t->query.dout,
+    const scratch *s    = t->s;
+    return (fa_backward_block){.q_right    = t->query.q_right,
                                .dout_right = t->query.dout_right,
-                               .k          = s->k,
                                .k_right    = s->k_right,
                                .v_t        = s->v_t,
                                .lse_log2   = t->query.lse_log2,
                                .delta      = t->query.row_delta,
-                               .dq         = s->dq,
-                               .dk         = s->dk,
-                               .dv         = s->dv,
-                               .ldq        = p->ldq,
-                               .ldk        = p->ldq,
-                               .ldv        = p->ldv,
+                               .dk         = s->dk_tiled,
+                               .dv         = s->dv_tiled,
+                               .dq         = t->query.dq_tiled,
                                .rows       = fa_tile_rows(&t->tile),
                                .keys       = fa_tile_keys(&t->tile),
                                .head_dim   = (int)call->head_dim,
                                .head_dim_v = (int)call->head_dim_v,
+                               .window     = call->window,
+                               .diagonal   = t->tile.seq.diagonal + t->tile.queries.begin - t->tile.keys.begin,
                                .multiplier = t->scale * FA_LOG2_E,
                                .scratch    = s->fused};
-    memset(s->dq, 0, sizeof(float) * (size_t)block.rows * (size_t)p->ldq);
+}
+
+/* True if the tier's fused entry has added to dK and dV and left dS for dQ. Rows of Q and K that are not finite need no
+ * more than their place among the scores: where they are seen P is NaN. */
+static bool run_fused(const step *t)
+{
+    const plan    *p    = &t->run->plan;
+    const fa_call *call = p->call;
+    if (!p->fused || fa_has_options(call, t->scale) || (call->slices.count && t->visible != FA_VISIBLE_ALL))
+        return false;
+    fa_backward_block block = fused_block(t);
+    fa_rows           dout;
+    if (t->query.num_bad[1] > 0) {
+        dout               = fa_query_rows(call, &call->dout, &t->tile, t->s->row);
+        block.dout_rows    = &dout;
+        block.bad_dout     = t->query.bad_dout;
+        block.num_bad_dout = t->query.num_bad[1];
+    }
     return p->kernels->backward_block(&block);
 }
 
@@ -350,19 +383,21 @@ static void run_composed(const step *t)
 /* The tile's turn at dQ: `first` and `last` of those that may see these queries clear and store it. */
 static void take_turn(const step *t, query_state *state, fa_range turns, int turn, bool fused)
 {
-    const plan *p    = &t->run->plan;
-    int64_t     size = (int64_t)fa_tile_rows(&t->tile) * p->ldq;
+    const plan *p = &t->run->plan;
     wait_for(&state->turn, turn);
-    if (turn == turns.begin)
-        memset(t->query.dq, 0, sizeof(float) * (size_t)size);
+    if (turn == turns.begin) {
+        memset(t->query.dq, 0, sizeof(float) * (size_t)fa_tile_rows(&t->tile) * (size_t)p->ldq);
+        if (p->fused)
+            memset(t->query.dq_tiled, 0, sizeof(float) * (size_t)fa_tiled_floats(p->tile.q, p->ldq));
+    }
     if (fused) {
-        for (int64_t n = 0; n < size; n++)
-            t->query.dq[n] += t->s->dq[n];
+        fa_backward_block block = fused_block(t);
+        p->kernels->backward_dq(&block);
     } else if (t->visible != FA_VISIBLE_NONE) {
         add_dq(t);
     }
     if (turn == turns.end - 1)
-        store_dq(p, &t->tile, t->query.dq, t->scale);
+        store_dq(p, &t->tile, &t->query, t->scale);
     atomic_store_explicit(&state->turn, turn + 1, memory_order_release);
 }
 
@@ -397,6 +432,10 @@ static void pack_keys(const plan *p, const fa_tile *tile, scratch *s)
     s->num_bad_k = p->kernels->pack(FA_ROLE_K_RIGHT, s->k_right, &s->k_rows, s->bad_k);
     memset(s->dk, 0, sizeof(float) * (size_t)p->tile.k * (size_t)p->ldq);
     memset(s->dv, 0, sizeof(float) * (size_t)p->tile.k * (size_t)p->ldv);
+    if (p->fused) {
+        memset(s->dk_tiled, 0, sizeof(float) * (size_t)fa_tiled_floats(p->tile.k, p->ldq));
+        memset(s->dv_tiled, 0, sizeof(float) * (size_t)fa_tiled_floats(p->tile.k, p->ldv));
+    }
 }
 
 /* Keys [begin, end) of grad; sums NULL: zeros. */
@@ -455,6 +494,10 @@ static void run_task(run *r, scratch *s, int64_t b, int64_t task)
                 t.tile.queries = tile_queries(p, &t.tile.seq, number);
                 run_step(&t, pair, g, number, key_tile);
             }
+        }
+        if (p->fused) {
+            add_tiled(s->dk, p->ldq, s->dk_tiled, fa_tile_keys(&t.tile), (int)call->head_dim, false);
+            add_tiled(s->dv, p->ldv, s->dv_tiled, fa_tile_keys(&t.tile), (int)call->head_dim_v, false);
         }
         store_keys(p, &call->dk, &t.tile, t.tile.keys.begin, t.tile.keys.end, s->dk, p->ldq, t.scale, s->temp);
         store_keys(p, &call->dv, &t.tile, t.tile.keys.begin, t.tile.keys.end, s->dv, p->ldv, 1.0f, s->temp);

@@ -16,8 +16,8 @@
  *
  * `scores`, `accumulate` and `accumulate_t` are all that a tier needs for the two matrix products of the forward and
  * the five of the backward; options and masks are applied to the float32 tiles between them. A tier that wants to
- * overlap the products with the softmax fills `forward_block` and `backward_block`, used for tiles without masks and
- * options.
+ * overlap the products with the softmax fills `forward_block`, used for tiles without masks and options, and
+ * `backward_block`, used for tiles without options.
  */
 #ifndef FA_CPU_H
 #define FA_CPU_H
@@ -71,16 +71,27 @@ typedef struct fa_forward_block {
     void *scratch;    /* forward_scratch_bytes, this thread's */
 } fa_forward_block;
 
+/* Sums of the fused backward lie in tiles of 16 x 16 floats, [rows / 16][cols / 16], the columns of tiles an even
+ * number: where the tile of row and col, multiples of 16, begins. */
+static inline int64_t fa_tiled_at(int cols, int row, int col)
+{
+    return (row / 16 * (fa_round_up(cols, 32) / 16) + col / 16) * 256;
+}
+static inline int64_t fa_tiled_floats(int rows, int cols) { return fa_round_up(rows, 32) * fa_round_up(cols, 32); }
+
 typedef struct fa_backward_block {
-    const void  *q, *q_right, *dout, *dout_right; /* packed queries and output gradients */
-    const void  *k, *k_right, *v_t;               /* packed keys and values */
-    const float *lse_log2, *delta;                /* [rows]: P = exp2(S * multiplier - lse_log2); dS = P (dP - delta) */
-    float       *dq, *dk, *dv;                    /* added to; dq [rows][ldq], dk [keys][ldk], dv [keys][ldv]. dq and dk
-                                                     without the factor `scale` */
-    int   ldq, ldk, ldv;
-    int   rows, keys, head_dim, head_dim_v;
-    float multiplier;
-    void *scratch; /* backward_scratch_bytes, this thread's */
+    const void    *q_right, *dout_right, *k_right, *v_t; /* packed */
+    const float   *lse_log2, *delta; /* [rows]: P = exp2(S * multiplier - lse_log2); dS = P (dP - delta) */
+    const fa_rows *dout_rows;        /* dO, of which bad_dout are the rows that pack left out of dout_right */
+    const int     *bad_dout;
+    int            num_bad_dout;
+    float         *dk, *dv; /* added to: tiled [keys][head_dim], [keys][head_dim_v]. dk without the factor `scale` */
+    float         *dq;      /* backward_dq adds to it: tiled [rows][head_dim], each tile transposed; likewise */
+    int            rows, keys, head_dim, head_dim_v;
+    fa_window      window; /* row r sees key j as fa_window_sees(window, diagonal, r, j) */
+    int            diagonal;
+    float          multiplier;
+    void          *scratch; /* backward_scratch_bytes, this thread's: keeps dS for backward_dq */
 } fa_backward_block;
 
 /* ---- the table ---- */
@@ -152,7 +163,8 @@ typedef struct fa_kernels {
     /* Fused, for tiles without masks and options; NULL: composed from the entries above. false: not for this shape, and
      * nothing was done. */
     bool (*forward_block)(const fa_forward_block *block);
-    bool (*backward_block)(const fa_backward_block *block);
+    bool (*backward_block)(const fa_backward_block *block); /* dV and dK; applies the window */
+    void (*backward_dq)(const fa_backward_block *block);    /* dQ, of the dS that backward_block left */
     size_t (*forward_scratch_bytes)(int rows, int keys, int head_dim, int head_dim_v); /* NULL: 0 */
     size_t (*backward_scratch_bytes)(int rows, int keys, int head_dim, int head_dim_v);
 
