@@ -59,6 +59,27 @@ V vf v_load_bf16(const uint16_t *p)
     __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
+/* 16 columns: the even ones, the odd ones. v_apart and v_together take columns there and back. */
+#define V_APART
+V void v_load_bf16_apart(vf two[2], const uint16_t *p)
+{
+    __m256i x = _mm256_loadu_si256((const __m256i *)p);
+    two[0]    = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+    two[1]    = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xFFFF0000)));
+}
+V vf   v_swap_middle(vf x) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xD8)); }
+V void v_apart(vf two[2])
+{
+    vf a   = two[0];
+    two[0] = v_swap_middle(_mm256_shuffle_ps(a, two[1], 0x88));
+    two[1] = v_swap_middle(_mm256_shuffle_ps(a, two[1], 0xDD));
+}
+V void v_together(vf two[2])
+{
+    vf low = _mm256_unpacklo_ps(two[0], two[1]), high = _mm256_unpackhi_ps(two[0], two[1]);
+    two[0] = _mm256_permute2f128_ps(low, high, 0x20);
+    two[1] = _mm256_permute2f128_ps(low, high, 0x31);
+}
 /* fa_bf16_of_float on 8 lanes. */
 V void v_store_bf16(uint16_t *p, vf x)
 {

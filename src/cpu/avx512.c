@@ -45,6 +45,40 @@ V vf v_load_bf16(const uint16_t *p)
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
+/* 32 columns: the even ones, the odd ones. v_apart and v_together take columns there and back. */
+#define V_APART
+V void v_load_bf16_apart(vf two[2], const uint16_t *p)
+{
+    __m512i x = _mm512_loadu_si512(p);
+    two[0]    = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+    two[1]    = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32((int)0xFFFF0000)));
+}
+V void v_apart(vf two[2])
+{
+    __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    vf      a    = two[0];
+    two[0]       = _mm512_permutex2var_ps(a, even, two[1]);
+    two[1]       = _mm512_permutex2var_ps(a, _mm512_or_si512(even, _mm512_set1_epi32(1)), two[1]);
+}
+V void v_together(vf two[2])
+{
+    __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    vf      a   = two[0];
+    two[0]      = _mm512_permutex2var_ps(a, low, two[1]);
+    two[1]      = _mm512_permutex2var_ps(a, _mm512_add_epi32(low, _mm512_set1_epi32(8)), two[1]);
+}
+#define V_SUMS4
+/* out[n] = the sum of vector n: 9 shuffles, where one by one they take 16. */
+V void v_store_sums4(float *out, vf a, vf b, vf c, vf d)
+{
+    vf ab  = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+    vf cd  = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
+    vf all = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+    all    = _mm512_add_ps(all, _mm512_permute_ps(all, 0x4E));
+    all    = _mm512_add_ps(all, _mm512_permute_ps(all, 0xB1));
+    all    = _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), all);
+    _mm_storeu_ps(out, _mm512_castps512_ps128(all));
+}
 /* fa_bf16_of_float on 16 lanes. */
 V void v_store_bf16(uint16_t *p, vf x)
 {

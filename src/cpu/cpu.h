@@ -225,8 +225,8 @@ enum { FA_TUNE_MOST_TILE = 512, FA_HEAD_CLASSES = 3 }; /* classes: head_dim up t
 /* All zero: the defaults. The same in every call of a context, so that bits depend on a sequence's shape alone. */
 typedef struct fa_tuning {
     fa_tile_shape tile[FA_TABLES][2][FA_HEAD_CLASSES]; /* by table, pass, class; {0, 0}: fa_kernels.tiles */
-    int           block_l2_percent; /* of the second-level cache, for the forward's Q and O; 0: 50 */
-    int           split_keys;       /* the least keys of a part where few queries meet long keys; 0: 1024 */
+    int           block_l2_percent;                    /* of the second-level cache, for the forward's Q and O; 0: 50 */
+    int           split_keys; /* the least keys of a part where few queries meet long keys; 0: 256 */
 } fa_tuning;
 
 fa_table      fa_table_of(const fa_kernels *kernels, flash_attn_dtype dtype);
@@ -240,8 +240,8 @@ const char *fa_tiles_origin(const fa_cpu *cpu, const fa_kernels *kernels, const 
 /* True if every number is one that a stored file may hold. */
 bool fa_tuning_is_sound(const fa_tuning *tuning);
 
-/* What `file` holds: a path; NULL: cpu-tune.txt in the private cache folder; "": nothing. What is not wholly right, or of
- * another processor or version, leaves zeros. */
+/* What `file` holds: a path; NULL: cpu-tune.txt in the private cache folder; "": nothing. What is not wholly right, or
+ * of another processor or version, leaves zeros. */
 flash_attn_tuning fa_tuning_load(const fa_isa *isa, const char *file, fa_tuning *tuning);
 flash_attn_status fa_tuning_store(const fa_isa *isa, const char *file, const fa_tuning *tuning);
 

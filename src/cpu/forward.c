@@ -14,7 +14,7 @@
 
 #include <stdio.h>
 
-#define MAX_PARTS_BYTES (16 << 20)
+#define MAX_PARTS_BYTES (32 << 20)
 
 /* ---- how a sequence is cut ---- */
 

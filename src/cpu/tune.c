@@ -247,14 +247,14 @@ static flash_attn_status measure_block(tuner *t, flash_attn_dtype dtype)
 /* Decoding: the least keys of a part. */
 static flash_attn_status measure_split(tuner *t)
 {
-    static const int keys[] = {1024, 256, 512, 2048, 4096, 8192};
+    static const int keys[] = {256, 512, 1024, 2048, 4096, 8192};
     choice           c      = {.name       = "split_keys",
                                .dtype      = FLASH_ATTN_BF16,
                                .head_dim   = 128,
                                .heads_q    = 32,
                                .heads_k    = 8,
                                .seqlen_q   = 1,
-                               .seqlen_k   = 16384,
+                               .seqlen_k   = 32768,
                                .candidates = t->candidates};
     for (int n = 0; n < 6; n++) {
         candidate *one         = add_candidate(t, &c);
