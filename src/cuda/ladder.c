@@ -36,14 +36,13 @@ const fa_rung fa_rungs[] = {
       ROW(90, 90, K4_1, 128, BOTH, 128, 64, 8, 2, 1, "Q K^T by WGMMA")}},
     {"k4.2", true, 2,
      {ROW(90, 90, K4_2, 64, BOTH, 128, 128, 8, 2, 1, "both products by WGMMA, P from registers"),
-      ROW(90, 90, K4_2, 128, BOTH, 128, 128, 8, 2, 1, "both products by WGMMA, P from registers")}},
+      ROW(90, 90, K4_2, 128, BOTH, 128, 64, 8, 2, 2, "both products by WGMMA, P from registers; two blocks a multiprocessor")}},
     {"k5", true, 2,
      {ROW(90, 90, K5, 64, BOTH, 192, 128, 16, 2, 1, "a producer warpgroup and three consumers"),
       ROW(90, 90, K5, 128, BOTH, 128, 128, 12, 2, 1, "a producer warpgroup and two consumers")}},
-    {"k6", true, 3,
+    {"k6", true, 2,
      {ROW(90, 90, K6, 64, BOTH, 192, 128, 16, 2, 1, "ping-pong of three consumers, softmax under P V"),
-      ROW(90, 90, K6, 128, FA_ON_CAUSAL, 128, 128, 12, 2, 1, "ping-pong of two consumers, softmax under P V"),
-      ROW(90, 90, K6, 128, FA_ON_NONE, 128, 176, 12, 2, 1, "as causal; without a diagonal a wide tile wastes nothing")}},
+      ROW(90, 90, K6, 128, BOTH, 128, 128, 12, 2, 1, "ping-pong of two consumers, softmax under P V")}},
 };
 const int fa_num_rungs = sizeof fa_rungs / sizeof *fa_rungs;
 

@@ -9,7 +9,7 @@ typedef struct fa_rung {
     const char *name;     /* "k3.2" */
     bool        has_maps; /* it loads by the tensor memory accelerator */
     int         num_rows;
-    fa_tune_row row[4]; /* head_dim is the one that it is for */
+    fa_tune_row row[2]; /* head_dim is the one that it is for */
 } fa_rung;
 
 extern const fa_rung fa_rungs[];
