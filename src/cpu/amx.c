@@ -377,7 +377,7 @@ DEFINE_PIECES(3)
 static size_t backward_scratch_1(int rows, int keys, int head_dim, int head_dim_v)
 {
     (void)head_dim, (void)head_dim_v;
-    size_t composed = p_bytes(rows, keys, 1), fused = fa_amx_backward_scratch();
+    size_t composed = p_bytes(rows, keys, 1), fused = fa_amx_backward_scratch(rows, keys);
     return composed > fused ? composed : fused;
 }
 
@@ -434,6 +434,7 @@ static void fill_tables(void)
     tables[1].forward_scratch_bytes  = forward_scratch_1;
     tables[1].backward_block         = fa_amx_backward_block;
     tables[1].backward_dq            = fa_amx_backward_dq;
+    tables[1].untile                 = fa_amx_untile;
     tables[1].backward_scratch_bytes = backward_scratch_1;
 }
 

@@ -165,8 +165,9 @@ bool   fa_amx_forward_block(const fa_forward_block *block);
 size_t fa_amx_forward_scratch(int rows, int keys, int head_dim, int head_dim_v);
 
 /* amx_backward.c: operands of one piece, with their turned forms. */
-bool   fa_amx_backward_block(const fa_backward_block *block);
+void   fa_amx_backward_block(const fa_backward_block *block);
 void   fa_amx_backward_dq(const fa_backward_block *block);
-size_t fa_amx_backward_scratch(void);
+void   fa_amx_untile(float *out, int ld, const float *tiled, int rows, int cols, bool turned);
+size_t fa_amx_backward_scratch(int rows, int keys);
 
 #endif

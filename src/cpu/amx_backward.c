@@ -19,20 +19,23 @@
  */
 #include "cpu/amx_multiply.h"
 
-enum { CELL = 32, STRIP_CELLS = 4, MAX_ROWS = 128, MAX_KEYS = 256 };
-enum { MAX_GROUPS = MAX_ROWS / CELL, MAX_CELLS = STRIP_CELLS * MAX_GROUPS };
+enum { CELL = 32, STRIP_CELLS = 4, MAX_CELLS = STRIP_CELLS * FA_MAX_TILE / CELL };
 
 /* ---- memory ---- */
 
 typedef struct scratch {
     _Alignas(64) float s[2][4 * FA_AMX_TILE_FLOATS]; /* S^T of a cell: tile (key half) * 2 + query half; two cells */
     _Alignas(64) float dp[2][4 * FA_AMX_TILE_FLOATS];
-    _Alignas(64) uint16_t p_t[STRIP_CELLS][2][MAX_GROUPS][FA_AMX_TILE_HALVES]; /* 16 keys by 32 queries */
-    _Alignas(64) uint16_t ds_t[STRIP_CELLS][2][MAX_GROUPS][FA_AMX_TILE_HALVES];
-    _Alignas(64) uint16_t ds[MAX_ROWS / 16][MAX_KEYS / CELL][FA_AMX_TILE_HALVES]; /* 32 keys by 16 queries */
+    _Alignas(64) uint16_t operands[][FA_AMX_TILE_HALVES]; /* P^T and dS^T of a strip, dS of the tile: walk_make */
 } scratch;
 
-size_t fa_amx_backward_scratch(void) { return sizeof(scratch); }
+static int cells(int n) { return (n + CELL - 1) / CELL; }
+
+size_t fa_amx_backward_scratch(int rows, int keys)
+{
+    int tiles = 2 * STRIP_CELLS * 2 * cells(rows) + 2 * cells(rows) * cells(keys);
+    return sizeof(scratch) + (size_t)tiles * FA_AMX_TILE;
+}
 
 /* ---- the vector stage ---- */
 
@@ -183,6 +186,8 @@ typedef struct walk {
     int                      columns, columns_v;                              /* tiles of 16 */
     const char              *k_left, *k_t_left, *v_left, *q_keys, *dout_keys; /* turned forms */
     bool                     unusual_lse;
+    uint16_t (*p_t)[FA_AMX_TILE_HALVES], (*ds_t)[FA_AMX_TILE_HALVES]; /* [cell of the strip][2 x 16 keys][group] */
+    uint16_t (*ds)[FA_AMX_TILE_HALVES];                               /* [16 queries][strip] */
 } walk;
 
 static walk walk_make(const fa_backward_block *b)
@@ -195,6 +200,9 @@ static walk walk_make(const fa_backward_block *b)
                    .depth_v   = (b->head_dim_v + 31) / 32,
                    .columns   = (b->head_dim + 15) / 16,
                    .columns_v = (b->head_dim_v + 15) / 16};
+    w.p_t       = w.own->operands;
+    w.ds_t      = w.p_t + 2 * STRIP_CELLS * w.groups;
+    w.ds        = w.ds_t + 2 * STRIP_CELLS * w.groups;
     w.k_left    = (const char *)b->k_right + (int64_t)w.strips * w.columns * FA_AMX_TILE;
     w.k_t_left  = w.k_left + (int64_t)w.strips * 2 * w.depth * FA_AMX_TILE;
     w.v_left    = (const char *)b->v_t + (int64_t)((b->keys + 15) / 16) * w.depth_v * FA_AMX_TILE;
@@ -308,9 +316,9 @@ FA_AMX_INLINE void cell_gradient(const walk *w, const exponential *e, cell at, i
         g.shift[half] = _mm512_mul_ps(_mm512_sub_ps(_mm512_set1_ps(-1.0f), lse), _mm512_set1_ps(EXPONENT_UNIT));
         g.limit[half] = largest_exponent(lse);
         g.delta[half] = _mm512_loadu_ps(w->in->delta + at.group * CELL + 16 * half);
-        g.p_t[half]   = own->p_t[in_strip][half][at.group];
-        g.ds_t[half]  = own->ds_t[in_strip][half][at.group];
-        g.ds[half]    = own->ds[2 * at.group + half][at.strip];
+        g.p_t[half]   = w->p_t[(2 * in_strip + half) * w->groups + at.group];
+        g.ds_t[half]  = w->ds_t[(2 * in_strip + half) * w->groups + at.group];
+        g.ds[half]    = w->ds[(2 * at.group + half) * w->strips + at.strip];
     }
     if (cell_mask(w, at, seen))
         gradient_rows(&g, true, last);
@@ -321,17 +329,16 @@ FA_AMX_INLINE void cell_gradient(const walk *w, const exponential *e, cell at, i
 /* dV and dK of a strip; B: the column block's tiles of dO or Q, used by all cells before the next. */
 FA_AMX_INLINE void strip_sums(const walk *w, int first, const fa_range groups[STRIP_CELLS], bool keys, pending *last)
 {
-    scratch    *own     = w->own;
     int         columns = keys ? w->columns : w->columns_v;
     float      *sums    = keys ? w->in->dk : w->in->dv;
     const char *right   = keys ? w->in->q_right : w->in->dout_right;
     for (int col = 0; col < columns; col += 2) {
         for (int n = 0; n < STRIP_CELLS; n++) {
             fa_range    range = groups[n];
-            const void *left  = keys ? own->ds_t[n][0][range.begin] : own->p_t[n][0][range.begin];
+            const void *left  = (keys ? w->ds_t : w->p_t)[2 * n * w->groups + range.begin];
             block       x     = {left,
                                  right + ((int64_t)range.begin * columns + col) * FA_AMX_TILE,
-                                 (int64_t)MAX_GROUPS * FA_AMX_TILE,
+                                 (int64_t)w->groups * FA_AMX_TILE,
                                  FA_AMX_TILE,
                                  FA_AMX_TILE,
                                  (int64_t)columns * FA_AMX_TILE,
@@ -367,7 +374,7 @@ static void add_bad_dout(const walk *w, int first, const fa_range groups[STRIP_C
         int         row = b->bad_dout[n], group = row / CELL;
         const void *dout = b->dout_rows->row[row];
         for (int j = 0; j < keys; j++) {
-            const uint16_t *p_t  = w->own->p_t[j / CELL][j / 16 % 2][group] + j % 16 * 32;
+            const uint16_t *p_t  = w->p_t[j / 16 * w->groups + group] + j % 16 * 32;
             uint32_t        bits = (uint32_t)p_t[row % 16 * 2 + row / 16 % 2] << 16;
             float           p;
             memcpy(&p, &bits, sizeof p);
@@ -408,18 +415,15 @@ static bool has_unusual_lse(const fa_backward_block *b)
     return !usual;
 }
 
-bool fa_amx_backward_block(const fa_backward_block *b)
+void fa_amx_backward_block(const fa_backward_block *b)
 {
     walk        w    = walk_make(b);
     exponential e    = exponential_make(b->multiplier);
     pending     last = {0};
-    if (b->rows > MAX_ROWS || b->keys > MAX_KEYS)
-        return false;
-    w.unusual_lse = has_unusual_lse(b);
+    w.unusual_lse    = has_unusual_lse(b);
     for (int first = 0; first < w.strips; first += STRIP_CELLS)
         run_strip(&w, &e, first, &last);
     store_pending(&last);
-    return true;
 }
 
 /* ---- dQ^T += K^T dS ---- */
@@ -472,18 +476,18 @@ void fa_amx_backward_dq(const fa_backward_block *b)
             fa_range strips = strips_seen(&w, n / 2);
             if (strips.begin < strips.end)
                 dq_block(w.k_t_left + col * a_row + (int64_t)strips.begin * FA_AMX_TILE, a_row,
-                         (const char *)w.own->ds[n][strips.begin], b->dq + fa_tiled_at(b->head_dim, n * 16, col * 16),
-                         strips.end - strips.begin, &last);
+                         (const char *)w.ds[n * w.strips + strips.begin],
+                         b->dq + fa_tiled_at(b->head_dim, n * 16, col * 16), strips.end - strips.begin, &last);
         }
     }
     for (; col < w.columns; col += 2) {
         for (int group = 0; group < w.groups; group++) {
             fa_range strips = strips_seen(&w, group);
             block    x      = {w.k_t_left + col * a_row + (int64_t)strips.begin * FA_AMX_TILE,
-                               (const char *)w.own->ds[2 * group][strips.begin],
+                               (const char *)w.ds[2 * group * w.strips + strips.begin],
                                a_row,
                                FA_AMX_TILE,
-                               (int64_t)sizeof w.own->ds[0],
+                               a_row,
                                FA_AMX_TILE,
                                {b->dq + fa_tiled_at(b->head_dim, group * CELL, col * 16), FA_AMX_TILE_FLOATS, next_queries},
                                true};
@@ -492,4 +496,22 @@ void fa_amx_backward_dq(const fa_backward_block *b)
         }
     }
     store_pending(&last);
+}
+
+/* ---- the sums, row major ---- */
+
+void fa_amx_untile(float *out, int ld, const float *tiled, int rows, int cols, bool turned)
+{
+    for (int row = 0; row < rows; row += 16) {
+        for (int col = 0; col < cols; col += 16) {
+            const float *from = tiled + fa_tiled_at(cols, row, col);
+            __m512i      tile[16];
+            for (int r = 0; r < 16; r++)
+                tile[r] = _mm512_load_si512(from + 16 * r);
+            if (turned)
+                fa_amx_transpose(tile);
+            for (int r = 0; r < 16 && row + r < rows; r++)
+                _mm512_store_si512(out + (int64_t)(row + r) * ld + col, tile[r]);
+        }
+    }
 }

@@ -12,69 +12,14 @@
  * queries apart and then hardly wait. Packed Q and dO are made once by whoever comes first and shared. Both live in a
  * slot of their key head; there are slots for a few more key heads than can be in flight.
  */
+#include "cpu/backward.h"
 #include "cpu/gradient.h"
 #include "cpu/passes.h"
 
 #include <sched.h>
 #include <stdio.h>
 
-typedef struct plan {
-    const fa_kernels *kernels;
-    const fa_call    *call;
-    int               threads;
-    fa_tile_shape     tile;
-    int64_t           query_tiles;  /* of one head, at most */
-    int64_t           pairs, slots; /* a pair: one key head of one sequence */
-    int               ldq, ldv;     /* of accumulators with head_dim and head_dim_v columns */
-    bool              fused;        /* the kernels have a fused entry, which some tiles of the call may take */
-    size_t            q_bytes, q_right_bytes, dout_bytes, dout_right_bytes;
-} plan;
-
-/* A tile of queries in a slot. */
-typedef struct query_tile {
-    void  *q, *q_right, *dout, *dout_right;
-    float *dq, *dq_tiled; /* sums of composed steps and of fused ones (fa_backward_block); the latter NULL: none */
-    float *lse, *lse_log2, *row_delta;
-    int   *bad_q, *bad_dout; /* rows that pack left out of q_right and dout_right */
-    int   *num_bad;          /* [2] */
-} query_tile;
-
-/* What threads tell each other about it; not in the slot, so that it is ready before the slot is. */
-typedef struct query_state {
-    atomic_int packed; /* 0: no, 1: somebody is at it, 2: yes */
-    atomic_int turn;   /* tile of keys that may add to dQ */
-} query_state;
-
-typedef struct scratch {
-    void        *k, *k_right, *v_t;
-    float       *dk, *dv, *dk_tiled, *dv_tiled; /* as dq and dq_tiled */
-    float       *p, *ds, *slope, *dropped;
-    float       *temp; /* 2 rows */
-    const void **row, **row_k;
-    fa_rows      k_rows;
-    int         *bad_k, num_bad_k;
-    int32_t     *slices;
-    void        *fused;
-} scratch;
-
-typedef struct run {
-    plan         plan;
-    int64_t     *task_begin; /* [batch + 1] */
-    float       *delta;
-    query_state *state;      /* [pairs, group, query_tiles] */
-    atomic_int  *tasks_left; /* [pairs] */
-    char        *slots, *scratch;
-    size_t       slot_bytes, scratch_bytes;
-    atomic_llong next, next_delta, next_bias, next_sink;
-} run;
-
 /* ---- memory ---- */
-
-/* True if every tile's scores have options, whatever its batch entry. */
-static bool takes_options(const fa_call *call)
-{
-    return call->softcap > 0.0f || call->bias.data || call->alibi_slopes.data;
-}
 
 static plan plan_make(const fa_cpu *cpu, const fa_call *call, int threads)
 {
@@ -82,12 +27,14 @@ static plan plan_make(const fa_cpu *cpu, const fa_call *call, int threads)
     const fa_kernels *k = call->q.dtype == FLASH_ATTN_F32 ? cpu->vector : cpu->kernels[call->q.dtype];
     int               d = (int)call->head_dim, dv = (int)call->head_dim_v;
     plan              p = {.kernels = k, .call = call, .threads = threads, .tile = fa_tiles(cpu, k, call)};
-    p.query_tiles      = (call->max_seqlen_q + p.tile.q - 1) / p.tile.q;
-    p.pairs            = call->batch * call->heads_k;
-    p.slots            = p.pairs < threads + 1 ? p.pairs : threads + 1;
-    p.ldq              = fa_accumulator_ld(d);
-    p.ldv              = fa_accumulator_ld(dv);
-    p.fused            = k->backward_block && !call->dropout.threshold && !takes_options(call);
+    p.query_tiles       = (call->max_seqlen_q + p.tile.q - 1) / p.tile.q;
+    p.pairs             = call->batch * call->heads_k;
+    p.slots             = p.pairs < threads + 1 ? p.pairs : threads + 1;
+    p.ldq               = fa_accumulator_ld(d);
+    p.ldv               = fa_accumulator_ld(dv);
+    p.fused             = k->backward_block && !call->dropout.threshold && !fa_has_options(call, 1.0f);
+    p.composed =
+        !p.fused || call->slices.count || !(call->scale > 0.0f) || call->descale_q.data || call->descale_k.data;
     p.q_bytes          = k->packed_bytes(FA_ROLE_Q, p.tile.q, d);
     p.q_right_bytes    = k->packed_bytes(FA_ROLE_Q_RIGHT, p.tile.q, d);
     p.dout_bytes       = k->packed_bytes(FA_ROLE_DO, p.tile.q, dv);
@@ -98,11 +45,11 @@ static plan plan_make(const fa_cpu *cpu, const fa_call *call, int threads)
 static query_tile carve_query_tile(fa_arena *arena, const plan *p)
 {
     query_tile t;
-    t.q          = fa_carve(arena, p->q_bytes);
+    t.q          = fa_carve(arena, p->composed ? p->q_bytes : 0);
     t.q_right    = p->q_right_bytes ? fa_carve(arena, p->q_right_bytes) : t.q;
-    t.dout       = fa_carve(arena, p->dout_bytes);
+    t.dout       = fa_carve(arena, p->composed ? p->dout_bytes : 0);
     t.dout_right = p->dout_right_bytes ? fa_carve(arena, p->dout_right_bytes) : t.dout;
-    t.dq         = fa_carve_floats(arena, p->call->dq.data ? (int64_t)p->tile.q * p->ldq : 0);
+    t.dq         = fa_carve_floats(arena, p->call->dq.data && p->composed ? (int64_t)p->tile.q * p->ldq : 0);
     t.dq_tiled   = fa_carve_floats(arena, p->call->dq.data && p->fused ? fa_tiled_floats(p->tile.q, p->ldq) : 0);
     t.lse        = fa_carve_floats(arena, fa_row_array(p->tile.q));
     t.lse_log2   = fa_carve_floats(arena, fa_row_array(p->tile.q));
@@ -127,22 +74,24 @@ static scratch carve_scratch(fa_arena *arena, const plan *p)
     int               d = (int)call->head_dim, dv = (int)call->head_dim_v;
     int64_t           scores = (int64_t)p->tile.q * fa_score_ld(p->tile.k);
     scratch           s      = {0};
-    s.k                      = fa_carve(arena, k->packed_bytes(FA_ROLE_K, p->tile.k, d));
+    s.k                      = fa_carve(arena, p->composed ? k->packed_bytes(FA_ROLE_K, p->tile.k, d) : 0);
     s.k_right                = fa_carve(arena, k->packed_bytes(FA_ROLE_K_RIGHT, p->tile.k, d));
     s.v_t                    = fa_carve(arena, k->packed_bytes(FA_ROLE_V_T, p->tile.k, dv));
-    s.dk                     = fa_carve_floats(arena, (int64_t)p->tile.k * p->ldq);
-    s.dv                     = fa_carve_floats(arena, (int64_t)p->tile.k * p->ldv);
-    s.dk_tiled               = fa_carve_floats(arena, p->fused ? fa_tiled_floats(p->tile.k, d) : 0);
-    s.dv_tiled               = fa_carve_floats(arena, p->fused ? fa_tiled_floats(p->tile.k, dv) : 0);
-    s.p                      = fa_carve_floats(arena, scores);
-    s.ds                     = fa_carve_floats(arena, scores);
-    s.slope                  = fa_carve_floats(arena, call->softcap > 0.0f ? scores : 0);
-    s.dropped                = fa_carve_floats(arena, call->dropout.threshold ? scores : 0);
-    s.temp                   = fa_carve_floats(arena, 2 * (int64_t)fa_max_int(p->ldq, p->ldv));
-    s.row                    = fa_carve(arena, (size_t)fa_max_int(p->tile.q, p->tile.k) * sizeof(void *));
-    s.row_k                  = fa_carve(arena, (size_t)p->tile.k * sizeof(void *));
-    s.bad_k                  = fa_carve(arena, (size_t)p->tile.k * sizeof(int));
-    s.slices                 = fa_carve(arena, (size_t)call->slices.count * sizeof(int32_t));
+    s.dk                     = fa_carve_floats(arena, p->composed ? (int64_t)p->tile.k * p->ldq : 0);
+    s.dv                     = fa_carve_floats(arena, p->composed ? (int64_t)p->tile.k * p->ldv : 0);
+    s.all =
+        fa_carve_floats(arena, p->fused ? (int64_t)fa_max_int(p->tile.q, p->tile.k) * fa_max_int(p->ldq, p->ldv) : 0);
+    s.dk_tiled = fa_carve_floats(arena, p->fused ? fa_tiled_floats(p->tile.k, d) : 0);
+    s.dv_tiled = fa_carve_floats(arena, p->fused ? fa_tiled_floats(p->tile.k, dv) : 0);
+    s.p        = fa_carve_floats(arena, p->composed ? scores : 0);
+    s.ds       = fa_carve_floats(arena, p->composed ? scores : 0);
+    s.slope    = fa_carve_floats(arena, call->softcap > 0.0f ? scores : 0);
+    s.dropped  = fa_carve_floats(arena, call->dropout.threshold ? scores : 0);
+    s.temp     = fa_carve_floats(arena, 2 * (int64_t)fa_max_int(p->ldq, p->ldv));
+    s.row      = fa_carve(arena, (size_t)fa_max_int(p->tile.q, p->tile.k) * sizeof(void *));
+    s.row_k    = fa_carve(arena, (size_t)p->tile.k * sizeof(void *));
+    s.bad_k    = fa_carve(arena, (size_t)p->tile.k * sizeof(int));
+    s.slices   = fa_carve(arena, (size_t)call->slices.count * sizeof(int32_t));
     s.fused = fa_carve(arena, k->backward_scratch_bytes ? k->backward_scratch_bytes(p->tile.q, p->tile.k, d, dv) : 0);
     return s;
 }
@@ -215,11 +164,11 @@ static void pack_queries(const run *r, const fa_tile *tile, const query_tile *t,
     const fa_call    *call = p->call;
     const fa_kernels *k    = p->kernels;
     fa_rows           rows = fa_query_rows(call, &call->q, tile, s->row);
-    if (p->q_right_bytes)
+    if (p->q_right_bytes && p->composed)
         k->pack(FA_ROLE_Q, t->q, &rows, NULL);
     t->num_bad[0] = k->pack(p->q_right_bytes ? FA_ROLE_Q_RIGHT : FA_ROLE_Q, t->q_right, &rows, t->bad_q);
     rows          = fa_query_rows(call, &call->dout, tile, s->row);
-    if (p->dout_right_bytes)
+    if (p->dout_right_bytes && p->composed)
         k->pack(FA_ROLE_DO, t->dout, &rows, NULL);
     t->num_bad[1] = k->pack(p->dout_right_bytes ? FA_ROLE_DO_RIGHT : FA_ROLE_DO, t->dout_right, &rows, t->bad_dout);
     fa_gather_rows(call, r->delta, tile, fa_score_scale(call, tile->b, tile->head_k), t->lse, t->lse_log2,
@@ -240,28 +189,28 @@ static void need_packed(const run *r, const fa_tile *tile, const query_tile *t, 
     }
 }
 
-/* Add the fused steps' sums to the others, row major; turned: tiled holds each tile transposed. */
-static void add_tiled(float *sums, int ld, const float *tiled, int rows, int cols, bool turned)
+/* The sums of composed steps and of fused ones, row major. turned: each tile of `tiled` is transposed. */
+static const float *all_sums(const plan *p, scratch *s, const float *sums, const float *tiled, int rows, int cols,
+                             bool turned)
 {
-    for (int r = 0; r < rows; r++) {
-        for (int col = 0; col < cols; col += 16) {
-            const float *tile = tiled + fa_tiled_at(cols, r, col) + (turned ? r % 16 : r % 16 * 16);
-            for (int n = 0; n < 16; n++)
-                sums[(int64_t)r * ld + col + n] += tile[turned ? 16 * n : n];
-        }
-    }
+    int64_t ld = fa_accumulator_ld(cols);
+    if (!p->fused)
+        return sums;
+    p->kernels->untile(s->all, (int)ld, tiled, rows, cols, turned);
+    for (int64_t n = 0; p->composed && n < rows * ld; n++)
+        s->all[n] += sums[n];
+    return s->all;
 }
 
 /* dQ = scale * the sum, once the last tile of keys has added to it. */
-static void store_dq(const plan *p, const fa_tile *tile, const query_tile *t, float scale)
+static void store_dq(const plan *p, const fa_tile *tile, const query_tile *t, scratch *s, float scale)
 {
     const fa_call *call = p->call;
-    if (p->fused)
-        add_tiled(t->dq, p->ldq, t->dq_tiled, fa_tile_queries(tile), (int)call->head_dim, true);
+    const float   *dq   = all_sums(p, s, t->dq, t->dq_tiled, fa_tile_queries(tile), (int)call->head_dim, true);
     for (int n = 0; n < fa_tile_queries(tile); n++) {
         int64_t row = tile->seq.q_row + tile->queries.begin + n;
         p->kernels->store(fa_at(&call->dq, tile->seq.q_entry, row, tile->head, 0), call->dq.stride[3], call->dq.dtype,
-                          t->dq + (int64_t)n * p->ldq, (int)call->head_dim, scale);
+                          dq + (int64_t)n * p->ldq, (int)call->head_dim, scale);
     }
 }
 
@@ -351,7 +300,8 @@ static bool run_fused(const step *t)
         block.bad_dout     = t->query.bad_dout;
         block.num_bad_dout = t->query.num_bad[1];
     }
-    return p->kernels->backward_block(&block);
+    p->kernels->backward_block(&block);
+    return true;
 }
 
 static void run_composed(const step *t)
@@ -386,7 +336,8 @@ static void take_turn(const step *t, query_state *state, fa_range turns, int tur
     const plan *p = &t->run->plan;
     wait_for(&state->turn, turn);
     if (turn == turns.begin) {
-        memset(t->query.dq, 0, sizeof(float) * (size_t)fa_tile_rows(&t->tile) * (size_t)p->ldq);
+        if (p->composed)
+            memset(t->query.dq, 0, sizeof(float) * (size_t)fa_tile_rows(&t->tile) * (size_t)p->ldq);
         if (p->fused)
             memset(t->query.dq_tiled, 0, sizeof(float) * (size_t)fa_tiled_floats(p->tile.q, p->ldq));
     }
@@ -397,7 +348,7 @@ static void take_turn(const step *t, query_state *state, fa_range turns, int tur
         add_dq(t);
     }
     if (turn == turns.end - 1)
-        store_dq(p, &t->tile, &t->query, t->scale);
+        store_dq(p, &t->tile, &t->query, t->s, t->scale);
     atomic_store_explicit(&state->turn, turn + 1, memory_order_release);
 }
 
@@ -428,10 +379,13 @@ static void pack_keys(const plan *p, const fa_tile *tile, scratch *s)
     fa_rows rows = fa_key_rows(p->call, &p->call->v, tile, s->row);
     p->kernels->pack(FA_ROLE_V_T, s->v_t, &rows, NULL);
     s->k_rows = fa_key_rows(p->call, &p->call->k, tile, s->row_k);
-    p->kernels->pack(FA_ROLE_K, s->k, &s->k_rows, NULL);
+    if (p->composed)
+        p->kernels->pack(FA_ROLE_K, s->k, &s->k_rows, NULL);
     s->num_bad_k = p->kernels->pack(FA_ROLE_K_RIGHT, s->k_right, &s->k_rows, s->bad_k);
-    memset(s->dk, 0, sizeof(float) * (size_t)p->tile.k * (size_t)p->ldq);
-    memset(s->dv, 0, sizeof(float) * (size_t)p->tile.k * (size_t)p->ldv);
+    if (p->composed) {
+        memset(s->dk, 0, sizeof(float) * (size_t)p->tile.k * (size_t)p->ldq);
+        memset(s->dv, 0, sizeof(float) * (size_t)p->tile.k * (size_t)p->ldv);
+    }
     if (p->fused) {
         memset(s->dk_tiled, 0, sizeof(float) * (size_t)fa_tiled_floats(p->tile.k, p->ldq));
         memset(s->dv_tiled, 0, sizeof(float) * (size_t)fa_tiled_floats(p->tile.k, p->ldv));
@@ -495,12 +449,11 @@ static void run_task(run *r, scratch *s, int64_t b, int64_t task)
                 run_step(&t, pair, g, number, key_tile);
             }
         }
-        if (p->fused) {
-            add_tiled(s->dk, p->ldq, s->dk_tiled, fa_tile_keys(&t.tile), (int)call->head_dim, false);
-            add_tiled(s->dv, p->ldv, s->dv_tiled, fa_tile_keys(&t.tile), (int)call->head_dim_v, false);
-        }
-        store_keys(p, &call->dk, &t.tile, t.tile.keys.begin, t.tile.keys.end, s->dk, p->ldq, t.scale, s->temp);
-        store_keys(p, &call->dv, &t.tile, t.tile.keys.begin, t.tile.keys.end, s->dv, p->ldv, 1.0f, s->temp);
+        int          keys = fa_tile_keys(&t.tile);
+        const float *sums = all_sums(p, s, s->dk, s->dk_tiled, keys, (int)call->head_dim, false);
+        store_keys(p, &call->dk, &t.tile, t.tile.keys.begin, t.tile.keys.end, sums, p->ldq, t.scale, s->temp);
+        sums = all_sums(p, s, s->dv, s->dv_tiled, keys, (int)call->head_dim_v, false);
+        store_keys(p, &call->dv, &t.tile, t.tile.keys.begin, t.tile.keys.end, sums, p->ldv, 1.0f, s->temp);
     }
     atomic_fetch_sub_explicit(&r->tasks_left[pair], 1, memory_order_acq_rel);
 }

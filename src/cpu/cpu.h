@@ -163,8 +163,11 @@ typedef struct fa_kernels {
     /* Fused, for tiles without masks and options; NULL: composed from the entries above. false: not for this shape, and
      * nothing was done. */
     bool (*forward_block)(const fa_forward_block *block);
-    bool (*backward_block)(const fa_backward_block *block); /* dV and dK; applies the window */
+    void (*backward_block)(const fa_backward_block *block); /* dV and dK; applies the window */
     void (*backward_dq)(const fa_backward_block *block);    /* dQ, of the dS that backward_block left */
+    /* out[rows][ld] = tiled[rows][cols]; turned: its tiles are transposed. Columns up to a multiple of 16 are written.
+     */
+    void (*untile)(float *out, int ld, const float *tiled, int rows, int cols, bool turned);
     size_t (*forward_scratch_bytes)(int rows, int keys, int head_dim, int head_dim_v); /* NULL: 0 */
     size_t (*backward_scratch_bytes)(int rows, int keys, int head_dim, int head_dim_v);
 

@@ -1,0 +1,59 @@
+/* What a call of the backward holds; backward.c alone includes it. */
+#ifndef FA_CPU_BACKWARD_H
+#define FA_CPU_BACKWARD_H
+
+#include "cpu/tile.h"
+
+typedef struct plan {
+    const fa_kernels *kernels;
+    const fa_call    *call;
+    int               threads;
+    fa_tile_shape     tile;
+    int64_t           query_tiles;  /* of one head, at most */
+    int64_t           pairs, slots; /* a pair: one key head of one sequence */
+    int               ldq, ldv;     /* of accumulators with head_dim and head_dim_v columns */
+    bool              fused;        /* the kernels have a fused entry, which some steps of the call may take */
+    bool              composed;     /* some steps may not take it */
+    size_t            q_bytes, q_right_bytes, dout_bytes, dout_right_bytes;
+} plan;
+
+/* A tile of queries in a slot. */
+typedef struct query_tile {
+    void  *q, *q_right, *dout, *dout_right;
+    float *dq, *dq_tiled; /* sums of composed steps and of fused ones (fa_backward_block); the latter NULL: none */
+    float *lse, *lse_log2, *row_delta;
+    int   *bad_q, *bad_dout; /* rows that pack left out of q_right and dout_right */
+    int   *num_bad;          /* [2] */
+} query_tile;
+
+/* What threads tell each other about it; not in the slot, so that it is ready before the slot is. */
+typedef struct query_state {
+    atomic_int packed; /* 0: no, 1: somebody is at it, 2: yes */
+    atomic_int turn;   /* tile of keys that may add to dQ */
+} query_state;
+
+typedef struct scratch {
+    void        *k, *k_right, *v_t;
+    float       *dk, *dv, *dk_tiled, *dv_tiled; /* as dq and dq_tiled */
+    float       *all;                           /* [rows or keys] sums of both, row major */
+    float       *p, *ds, *slope, *dropped;
+    float       *temp; /* 2 rows */
+    const void **row, **row_k;
+    fa_rows      k_rows;
+    int         *bad_k, num_bad_k;
+    int32_t     *slices;
+    void        *fused;
+} scratch;
+
+typedef struct run {
+    plan         plan;
+    int64_t     *task_begin; /* [batch + 1] */
+    float       *delta;
+    query_state *state;      /* [pairs, group, query_tiles] */
+    atomic_int  *tasks_left; /* [pairs] */
+    char        *slots, *scratch;
+    size_t       slot_bytes, scratch_bytes;
+    atomic_llong next, next_delta, next_bias, next_sink;
+} run;
+
+#endif
