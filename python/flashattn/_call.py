@@ -273,13 +273,16 @@ def short_torch(q, k, v, dtype, scale, causal, window, softcap, want_lse, cu_seq
     return out, lse
 
 
-def short_torch_backward(dout, q, k, v, out, lse, dtype, scale, causal, window, softcap, cu_seqlens, max_seqlens):
-    """The gradients (dq, dk, dv) of what short_torch gave. None where dout's strides cannot be said to C."""
+def short_torch_backward(dout, q, k, v, out, lse, dtype, scale, causal, window, softcap, cu_seqlens, max_seqlens,
+                         grads=None):
+    """The gradients (dq, dk, dv) of what short_torch gave, new or written to grads. None where dout's strides cannot be
+    said to C."""
     if not any(dout.stride()) or dout.dtype != q.dtype or not out.is_contiguous() or not lse.is_contiguous():
         return None
     at, run = _short_tensors(q, k, v, dtype, out, lse, scale, causal, window, softcap, cu_seqlens, max_seqlens)
-    empty_like = sys.modules["torch"].empty_like
-    grads = empty_like(q), empty_like(k), empty_like(v)
+    if grads is None:
+        empty_like = sys.modules["torch"].empty_like
+        grads = empty_like(q), empty_like(k), empty_like(v)
     fields, lead = [], (1,) if cu_seqlens else ()
     for t in (dout, *grads):
         fields += (t.data_ptr(), dtype, *lead, *t.shape, *lead, *t.stride())

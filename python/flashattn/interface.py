@@ -29,6 +29,22 @@ def _attend(q, k, v, dropout_p, return_attn_probs, **options):
     return (out, lse, None) if return_attn_probs else out
 
 
+def _attend_packed(q, packed, dropout_p, return_attn_probs, **options):
+    """q, k and v, or with a q of its own k and v, are packed[..., n, :, :]."""
+    count, what = (3, "qkv") if q is None else (2, "kv")
+    dims = 4 if "cu_seqlens_q" in options else 5
+    if len(packed.shape) != dims or packed.shape[-3] != count:
+        raise _native.InvalidError(f"{what} has shape {tuple(packed.shape)}: expected {dims} dimensions, {count} in the third "
+                                   "last")
+    if is_torch(packed) and (q is None or is_torch(q)):
+        from .torch_ops import attention_packed
+
+        out, lse, _ = attention_packed(q, packed, dropout_p=dropout_p, want_lse=return_attn_probs, **options)
+        return (out, lse, None) if return_attn_probs else out
+    parts = [packed[..., n, :, :] for n in range(count)]
+    return _attend(*([] if q is None else [q]), *parts, dropout_p, return_attn_probs, **options)
+
+
 def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
                     alibi_slopes=None, deterministic=False, return_attn_probs=False):
     """Attention of q [batch, seqlen_q, heads_q, d] on k [batch, seqlen_k, heads_k, d] and v [batch, seqlen_k, heads_k,
@@ -42,15 +58,15 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, wi
 def flash_attn_kvpacked_func(q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
                              alibi_slopes=None, deterministic=False, return_attn_probs=False):
     """As flash_attn_func with kv [batch, seqlen_k, 2, heads_k, d]: views of one tensor, not copied."""
-    return flash_attn_func(q, kv[:, :, 0], kv[:, :, 1], dropout_p, softmax_scale, causal, window_size, softcap,
-                           alibi_slopes, deterministic, return_attn_probs)
+    return _attend_packed(q, kv, dropout_p, return_attn_probs, scale=softmax_scale, causal=causal, window=window_size,
+                          softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic)
 
 
 def flash_attn_qkvpacked_func(qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
                               alibi_slopes=None, deterministic=False, return_attn_probs=False):
     """As flash_attn_func with qkv [batch, seqlen, 3, heads, d]."""
-    return flash_attn_func(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], dropout_p, softmax_scale, causal, window_size,
-                           softcap, alibi_slopes, deterministic, return_attn_probs)
+    return _attend_packed(None, qkv, dropout_p, return_attn_probs, scale=softmax_scale, causal=causal, window=window_size,
+                          softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic)
 
 
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
@@ -78,18 +94,18 @@ def flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqle
                                     softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
                                     alibi_slopes=None, deterministic=False, return_attn_probs=False):
     """As flash_attn_varlen_func with kv [total_k, 2, heads_k, d]."""
-    return flash_attn_varlen_func(q, kv[:, 0], kv[:, 1], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                                  dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-                                  return_attn_probs)
+    return _attend_packed(q, kv, dropout_p, return_attn_probs, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+                          max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, scale=softmax_scale, causal=causal,
+                          window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic)
 
 
 def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False,
                                      window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
                                      return_attn_probs=False):
     """As flash_attn_varlen_func with qkv [total, 3, heads, d]."""
-    return flash_attn_varlen_func(qkv[:, 0], qkv[:, 1], qkv[:, 2], cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
-                                  dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-                                  return_attn_probs)
+    return _attend_packed(None, qkv, dropout_p, return_attn_probs, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+                          max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen, scale=softmax_scale, causal=causal,
+                          window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic)
 
 
 def full_like_lengths(array, count, value):

@@ -49,7 +49,7 @@ def flash_attn_qkvpacked_func(qkv, softmax_scale=None, causal=False, q_descale=N
     """qkv [batch, seqlen, 3, heads, d], or [batch, seqlen, heads_q + 2 heads_k, d] with num_heads_q."""
     _refuse(None, attention_chunk)
     if len(qkv.shape) == 5:
-        q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        q, k, v = qkv.unbind(2) if is_torch(qkv) else (qkv[:, :, n] for n in range(3))
     else:
         if num_heads_q is None:
             raise _native.InvalidError("a packed qkv of 4 dimensions needs num_heads_q")

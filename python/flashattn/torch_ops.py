@@ -171,34 +171,68 @@ def _short_dtype(q, k, v, cu_seqlens_q, cu_seqlens_k):
     return None
 
 
+def _save_short(ctx, tensors, lse, cu_seqlens, max_seqlens, short, want_lse):
+    ctx.short, ctx.max_seqlens = short, max_seqlens
+    ctx.save_for_backward(*tensors, lse, *cu_seqlens)
+    if want_lse:
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+
+
+def _short_gradients(ctx, dout, q, k, v, out, lse, cu_seqlens, grads=None):
+    """(dq, dk, dv), in `grads` if given and if that can be."""
+    if _may_call(dout, q, k, v, out, lse, *cu_seqlens):
+        done = short_torch_backward(dout, q, k, v, out, lse, *ctx.short, cu_seqlens, ctx.max_seqlens, grads)
+        if done is not None:
+            return done
+    _, scale, causal, window, softcap = ctx.short
+    options = _options(q, None, None, None, *(cu_seqlens or (None, None)), None, None, None, None, *ctx.max_seqlens, scale,
+                       causal, window, softcap, 0.0, False)
+    return torch.ops.flashattn.backward(dout, q, k, v, out, lse, _draw_seed(0.0), *options, False, False)[:3]
+
+
 class _ShortFunction(torch.autograd.Function):
     """short_torch with its gradient. cu_seqlens: () or (of q, of k); short: dtype, scale, causal, window, softcap."""
 
     @staticmethod
     def forward(ctx, q, k, v, cu_seqlens, max_seqlens, short, want_lse):
         out, lse = short_torch(q, k, v, *short, True, cu_seqlens, max_seqlens)
-        ctx.short, ctx.max_seqlens = short, max_seqlens
-        ctx.save_for_backward(q, k, v, out, lse, *cu_seqlens)
-        if not want_lse:
-            return out
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)
-        return out, lse
+        _save_short(ctx, (q, k, v, out), lse, cu_seqlens, max_seqlens, short, want_lse)
+        return (out, lse) if want_lse else out
 
     @staticmethod
     def backward(ctx, dout, dlse=None):
         if dout is None:
             return None, None, None, None, None, None, None
-        q, k, v, out, lse, *cu_seqlens = saved = ctx.saved_tensors
-        grads = None
-        if _may_call(dout, *saved):
-            grads = short_torch_backward(dout, q, k, v, out, lse, *ctx.short, cu_seqlens, ctx.max_seqlens)
-        if grads is None:
-            _, scale, causal, window, softcap = ctx.short
-            options = _options(q, None, None, None, *(cu_seqlens or (None, None)), None, None, None, None, *ctx.max_seqlens,
-                               scale, causal, window, softcap, 0.0, False)
-            grads = torch.ops.flashattn.backward(dout, q, k, v, out, lse, _draw_seed(0.0), *options, False, False)[:3]
-        return *grads, None, None, None, None
+        q, k, v, out, lse, *cu_seqlens = ctx.saved_tensors
+        return *_short_gradients(ctx, dout, q, k, v, out, lse, cu_seqlens), None, None, None, None
+
+
+class _PackedFunction(torch.autograd.Function):
+    """The same on [..., 3, heads, d], or with a q of its own on [..., 2, heads, d]: one gradient, written in place, where
+    autograd would put three together."""
+
+    @staticmethod
+    def forward(ctx, q, packed, cu_seqlens, max_seqlens, short, want_lse):
+        views = packed.unbind(-3) if q is None else (q, *packed.unbind(-3))
+        out, lse = short_torch(*views, *short, True, cu_seqlens, max_seqlens)
+        _save_short(ctx, (q, packed, out), lse, cu_seqlens, max_seqlens, short, want_lse)
+        return (out, lse) if want_lse else out
+
+    @staticmethod
+    def backward(ctx, dout, dlse=None):
+        if dout is None:
+            return None, None, None, None, None, None
+        q, packed, out, lse, *cu_seqlens = ctx.saved_tensors
+        dpacked, dq, lead = packed.new_empty(packed.shape), None, ()
+        if q is not None:
+            dq = torch.empty_like(q)
+            lead = (dq,)
+        grads = (*lead, *dpacked.unbind(-3))
+        done = _short_gradients(ctx, dout, *(() if q is None else (q,)), *packed.unbind(-3), out, lse, cu_seqlens, grads)
+        if done is not grads:  # by the operator
+            dq, dpacked = (None, torch.stack(done, -3)) if q is None else (done[0], torch.stack(done[1:], -3))
+        return dq, dpacked, None, None, None, None
 
 
 class _EagerFunction(torch.autograd.Function):
@@ -219,6 +253,25 @@ def _options(q, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q
     return (bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices, slice_offsets,
             max_seqlen_q or 0, max_seqlen_k or 0, float(q.shape[-1] ** -0.5 if scale is None else scale), causal, window[0],
             window[1], float(softcap), float(dropout_p), deterministic)
+
+
+def attention_packed(q, packed, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, scale=None,
+                     causal=False, window=(-1, -1), softcap=0.0, dropout_p=0.0, want_lse=True, alibi_slopes=None,
+                     deterministic=False):
+    """attention of q, k, v = packed.unbind(-3) (q None), or of k, v = packed.unbind(-3)."""
+    views = packed.unbind(-3) if q is None else (q, *packed.unbind(-3))
+    if not _is_compiling() and _grad_enabled() and alibi_slopes is None and not dropout_p and not deterministic and \
+            (packed.requires_grad or q is not None and q.requires_grad) and _forward_ad._current_level < 0 and \
+            _eager((q, packed, cu_seqlens_q, cu_seqlens_k)) and (q is None or isinstance(q, Tensor)):
+        dtype = _short_dtype(*views, cu_seqlens_q, cu_seqlens_k)
+        if dtype is not None:
+            done = _PackedFunction.apply(q, packed, () if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k),
+                                         (max_seqlen_q or 0, max_seqlen_k or 0), (dtype, scale, causal, window, softcap),
+                                         want_lse)
+            return (*done, None) if want_lse else (done, None, None)
+    return attention(*views, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+                     max_seqlen_k=max_seqlen_k, scale=scale, causal=causal, window=window, softcap=softcap,
+                     dropout_p=dropout_p, want_lse=want_lse, alibi_slopes=alibi_slopes, deterministic=deterministic)
 
 
 def attention(q, k, v, *, bias=None, alibi_slopes=None, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None,
@@ -255,4 +308,4 @@ def attention(q, k, v, *, bias=None, alibi_slopes=None, sinks=None, cu_seqlens_q
     return out, lse, rng_state
 
 
-__all__ = ["attention", "forward", "backward"]
+__all__ = ["attention", "attention_packed", "forward", "backward"]

@@ -2,6 +2,7 @@
 
 import pathlib
 
+import flashattn
 import torch
 import torch.nn.functional as F
 
@@ -51,13 +52,13 @@ class Block(torch.nn.Module):
         self.mlp = torch.nn.Sequential(torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width))
 
     def forward(self, x):
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        x = x + self.out(self.attend(q, k, v).flatten(-2))
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
+        x = x + self.out(self.attend(qkv).flatten(-2))
         return x + self.mlp(self.norm2(x))
 
 
 class NanoGPT(torch.nn.Module):
-    """Karpathy's nanoGPT in its shape: learned positions, pre-norm, GELU. attend(q, k, v) on [batch, rows, heads, d]."""
+    """Karpathy's nanoGPT in its shape: learned positions, pre-norm, GELU. attend(qkv) on [batch, rows, 3, heads, d]."""
 
     def __init__(self, attend, vocabulary=65, context=64, width=64, heads=2, layers=2):
         super().__init__()
@@ -72,12 +73,13 @@ class NanoGPT(torch.nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
 
 
-def ours(q, k, v):
-    return flashattn.flash_attn_func(q, k, v, causal=True)
+def ours(qkv):
+    return flashattn.flash_attn_qkvpacked_func(qkv, causal=True)
 
 
-def theirs(q, k, v):
-    return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2)
+def theirs(qkv):
+    q, k, v = qkv.transpose(1, 3).unbind(2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 def text(count):

@@ -248,6 +248,32 @@ def test_an_eager_call_of_varlen_is_the_operator():
         assert torch.equal(again, out)
 
 
+@pytest.mark.parametrize("kind", ["qkv", "kv", "varlen qkv", "varlen kv"])
+def test_gradients_of_packed_tensors_are_those_of_their_parts(kind):
+    own_q, varlen = kind.endswith(" kv") or kind == "kv", kind.startswith("varlen")
+    shape = (12, 3 - own_q, 4, 16) if varlen else (2, 9, 3 - own_q, 4, 16)
+    packed = torch.randn(*shape[:-1], 24)[..., :16].requires_grad_()  # its rows are not side by side
+    q = torch.randn(*shape[:-3], 4, 16, requires_grad=True) if own_q else None
+    name = f"flash_attn_{'varlen_' if varlen else ''}{'kvpacked' if own_q else 'qkvpacked'}_func"
+    lengths = () if not varlen else (CU, CU, 9, 9) if own_q else (CU, 9)
+    run = lambda: getattr(flashattn, name)(*([q] if own_q else []), packed, *lengths, causal=True, return_attn_probs=True)[:2]
+    out, lse = run()
+    views = ([q] if own_q else []) + list(packed.unbind(-3))
+    plain = flashattn.flash_attn_varlen_func if varlen else flashattn.flash_attn_func
+    expected = plain(*views, *((CU, CU, 9, 9) if varlen else ()), causal=True)
+    assert torch.equal(out, expected) and not lse.requires_grad
+    leaves = [packed] + ([q] if own_q else [])
+    for dout in (torch.randn_like(out), torch.ones(()).expand_as(out)):  # the second is the gradient of out.sum()
+        for a, b in zip(torch.autograd.grad(out, leaves, dout, retain_graph=True),
+                        torch.autograd.grad(expected, leaves, dout, retain_graph=True)):
+            assert torch.equal(a, b)
+    dpacked, = torch.autograd.grad(run()[0].square().sum(), packed, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        dpacked.sum().backward()
+    with pytest.raises(flashattn.InvalidError, match="third last"):
+        getattr(flashattn, name)(*([q] if own_q else []), packed[..., :1, :, :], *lengths)
+
+
 def test_what_was_written_to_between_the_passes_is_an_error():
     for changed in range(4):
         inputs = [t * 1 for t in CASES["varlen"][0]]
