@@ -8,9 +8,10 @@
  *         dQ += dS K                               shared, in float32: tiles of keys take turns in rising order
  *
  * Taking turns keeps the order of dQ's sums fixed at any number of threads without a copy of dQ for each. Tasks are
- * handed out in rising order, so the one whose turn it is has always been started; threads fall in step one tile of
- * queries apart and then hardly wait. Packed Q and dO are made once by whoever comes first and shared. Both live in a
- * slot of their key head; there are slots for a few more key heads than can be in flight.
+ * handed out in rising order, so the one whose turn it is has always been started. Threads walk heads of their own side
+ * by side; at one head they fall in step one tile of queries apart and then hardly wait. Packed Q and dO are made once
+ * by whoever comes first and shared. Both live in a slot of their key head; there are slots for a few more key heads
+ * than can be in flight.
  */
 #include "cpu/backward.h"
 #include "cpu/gradient.h"
@@ -420,14 +421,24 @@ static int64_t key_tiles(const plan *p, const fa_sequence *seq)
     return tiles > 0 ? tiles : 1; /* one to write zeros */
 }
 
+/* Set the task's key head and return its tile of keys. As many heads as there are threads go side by side, tile by
+ * tile, so that threads seldom meet at one head's dQ. Within a head tiles still rise. */
+static int take_task(const plan *p, fa_tile *tile, int64_t task)
+{
+    int64_t tiles = key_tiles(p, &tile->seq), heads = p->call->heads_k;
+    int64_t begin = task / (tiles * p->threads) * p->threads; /* of the heads that go together */
+    int64_t width = heads - begin < p->threads ? heads - begin : p->threads;
+    task -= begin * tiles;
+    tile->head_k = begin + task % width;
+    return (int)(task / width);
+}
+
 static void run_task(run *r, scratch *s, int64_t b, int64_t task)
 {
     const plan    *p    = &r->plan;
     const fa_call *call = p->call;
     step    t = {.run = r, .s = s, .tile = {.b = b, .heads = 1, .seq = fa_sequence_at(call, b), .slices = s->slices}};
-    int64_t tiles    = key_tiles(p, &t.tile.seq);
-    int     key_tile = (int)(task % tiles), first = key_tile * p->tile.k;
-    t.tile.head_k = task / tiles;
+    int     key_tile = take_task(p, &t.tile, task), first = key_tile * p->tile.k;
     t.tile.keys =
         (fa_range){fa_max_int(first, t.tile.seq.key_begin), fa_min_int(first + p->tile.k, t.tile.seq.seqlen_k)};
     t.scale      = fa_score_scale(call, b, t.tile.head_k);
