@@ -124,40 +124,6 @@ FA_AMX_INLINE void fa_amx_transpose(__m512i r[16])
     }
 }
 
-/* ---- exp2 ---- */
-
-#define CUT_LOG2 0.00406f /* log2(1 + 0.72 * 2^-8): makes cutting off P's lower half right on average */
-
-typedef struct constants {
-    __m512 multiplier, magic, table, c1, c2;
-} constants;
-
-FA_AMX_INLINE constants constants_make(float multiplier)
-{
-    /* 2^(n / 16); magic: adding it rounds to a multiple of 1/16 and leaves 16 y in the low bits. */
-    return (constants){
-        _mm512_set1_ps(multiplier),
-        _mm512_set1_ps(0x1.8p19f),
-        _mm512_setr_ps(0x1p0f, 0x1.0b5586p0f, 0x1.172b84p0f, 0x1.2387a6p0f, 0x1.306fep0f, 0x1.3dea64p0f, 0x1.4bfdaep0f,
-                       0x1.5ab07ep0f, 0x1.6a09e6p0f, 0x1.7a1148p0f, 0x1.8ace54p0f, 0x1.9c4918p0f, 0x1.ae89fap0f,
-                       0x1.c199bep0f, 0x1.d5818ep0f, 0x1.ea4afap0f),
-        _mm512_set1_ps(0.6931878f), /* ln 2 and what the cubic term adds to a straight line */
-        _mm512_set1_ps(0.2402265f),
-    };
-}
-
-/* 2^(s * multiplier + shift). */
-FA_AMX_INLINE __m512 exp2_of(__m512 s, __m512 shift, const constants *k)
-{
-    __m512 y    = _mm512_fmadd_ps(s, k->multiplier, shift);
-    __m512 t    = _mm512_add_ps(y, k->magic);
-    __m512 n    = _mm512_sub_ps(t, k->magic);
-    __m512 r    = _mm512_sub_ps(y, n);
-    __m512 base = _mm512_permutexvar_ps(_mm512_castps_si512(t), k->table);
-    __m512 q    = _mm512_mul_ps(_mm512_fmadd_ps(k->c2, r, k->c1), r);
-    return _mm512_scalef_ps(_mm512_fmadd_ps(base, q, base), n);
-}
-
 /* ---- fused entries ---- */
 
 /* amx_forward.c: operands of one piece. */

@@ -1,523 +1,523 @@
 /*
  * Forward on AMX: one tile of queries against one tile of keys, products and softmax overlapped.
  *
- * The work is a sequence of steps, 16 queries by 32 keys each. In program order, instruction by instruction, a step
- * interleaves three stages that do not depend on each other:
+ * The work is a sequence of units, 32 queries by 32 keys each: all keys that 32 queries see, then the next queries.
+ * Both products have 2 x 2 tiles of accumulators, so a tile product costs one tile load:
  *
- *   - scores, tiles 4 and 5: S of two steps ahead. It goes to a ring of three buffers one step late, so that the store
- *     finds its data ready.
- *   - softmax, vectors: P of this step from the ring, as pairs of bfloat16, one kilobyte a step.
- *   - values, tiles 0 to 3: O += P V, 16 x 64 of O, for the group before. A group is 16 queries by `group_keys` steps.
+ *   - scores: S of a later unit goes to one of two slots of 4 KiB. A tile is stored where the next block of
+ *     accumulators needs its register, so that the store finds its data ready.
+ *   - softmax, vectors, a row at a time among the tile instructions: P of this unit, as pairs of bfloat16.
+ *   - values: O += P V, blocks of 32 queries by 32 columns over a chunk of units.
  *
- * A group's keys stay in the first-level cache while all 16-row groups of the tile use them; O is loaded and stored
- * once a group. Vector ports are the bound: with tiles at work there is one port for FMA-like operations and both for
- * add, subtract and logic, so exp2 is done by a table of 16 and a polynomial of degree 2 (4e-7),
- * five and a half operations on each port for 16 scores; see docs/cpu-amx.md.
- *
- * The row's shift m is set from the first 32 keys, MARGIN above their maximum, and kept. No later maximum is taken:
- * what outgrows the margin shows as a sum with bit 30 set (2.0 or more, Inf, NaN), and only then the step is redone for
- * those rows with a new shift. P is cut to bfloat16 instead of rounded, after scaling by 1 + 0.72 * 2^-8, which takes
- * the mean error to zero and leaves a power of two, as the row's maximum gives, what it is.
+ * A chunk's values run beside the next chunk's softmax where O and all buffers fit the first-level cache together
+ * (head_dim 64, chunks of two units); else a chunk is eight units and its values follow it, so that O moves rarely.
+ * What decides is cache lines: a store that misses the first level costs four cycles, a load 1.3; see docs/cpu-amx.md.
  */
-#include "cpu/amx.h"
+#include "cpu/amx_softmax.h"
 
-#include <float.h>
+enum { SLOTS = 2, MOST_CHUNK = 8, P_TILES = 2 * MOST_CHUNK };
 
-enum { MARGIN = 8, MAX_GROUP_STEPS = 4, RING = 3, MAX_ROWS = 128 };
+/* ---- blocks of accumulators: tiles 0 to 3, [row tile][column tile] ---- */
 
-#define SMALLEST_MULTIPLIER 1e-7f /* mask_tail divides by it */
+/* Where they belong in memory. */
+typedef struct target {
+    char   *at;
+    int64_t ld, right, down; /* bytes: from row to row, to the tile on the right, to the tile below */
+    int     columns;         /* 0: nothing, 1, 2 */
+    int     unit;            /* S of this unit; -1: O */
+} target;
 
-/* ---- a step ---- */
+typedef struct operands {
+    const char *a[2], *b[2];
+} operands;
 
-typedef struct row_state {
-    float *shift;    /* [16] minus the shift, plus CUT_LOG2 */
-    float *sum_from; /* [16][16] sums of P by lane */
-    float *sum_to;
-} row_state;
+#define STORE_TO(x, t) TILE_STORE(t, (x)->at + ((t) % 2) * (x)->right + ((t) / 2) * (x)->down, (x)->ld)
+#define LOAD_FROM(x, t) TILE_LOAD(t, (x)->at + ((t) % 2) * (x)->right + ((t) / 2) * (x)->down, (x)->ld)
+#define SWITCH_TILE(t, a, b)                                                                                           \
+    if (first && held->columns > (t) % 2)                                                                              \
+        STORE_TO(held, t);                                                                                             \
+    if (next->columns > (t) % 2) {                                                                                     \
+        if (first && next->unit >= 0)                                                                                  \
+            TILE_ZERO(t);                                                                                              \
+        if (first && next->unit < 0)                                                                                   \
+            LOAD_FROM(next, t);                                                                                        \
+        TILE_DOT(t, a, b);                                                                                             \
+    }
 
-/* Row `row` of a step. s: two tiles of 16 keys side by side. */
-FA_AMX_INLINE __m512i softmax_row(int row, const float *s, uint16_t *p, const row_state *state, const constants *k,
-                                  __m512i check)
+/* Product t of the four of a step; first: tile t goes home to `held` and becomes next's. */
+FA_AMX_INLINE void product(int t, const operands *x, const target *held, const target *next, bool first)
 {
-    __m512 shift  = _mm512_set1_ps(state->shift[row]);
-    __m512 before = _mm512_load_ps(state->sum_from + 16 * row);
-    __m512 a      = exp2_of(_mm512_load_ps(s + 16 * row), shift, k);
-    __m512 b      = exp2_of(_mm512_load_ps(s + FA_AMX_TILE_FLOATS + 16 * row), shift, k);
-    __m512 sum    = _mm512_add_ps(a, b);
-    _mm512_store_si512(p + 32 * row, fa_amx_pair(a, b));
-    _mm512_store_ps(state->sum_to + 16 * row, _mm512_add_ps(before, sum));
-    return _mm512_or_si512(check, _mm512_castps_si512(sum));
+    switch (t) {
+    case 0:
+        TILE_LOAD(4, x->a[0], 64);
+        TILE_LOAD(6, x->b[0], 64);
+        SWITCH_TILE(0, 4, 6) break;
+    case 1:
+        if (next->columns > 1)
+            TILE_LOAD(7, x->b[1], 64);
+        SWITCH_TILE(1, 4, 7)
+        break;
+    case 2: TILE_LOAD(5, x->a[1], 64); SWITCH_TILE(2, 5, 6) break;
+    default: SWITCH_TILE(3, 5, 7) break;
+    }
 }
 
-/* What a step does; NULL: that stage has nothing to do. */
-typedef struct step {
-    const char  *q, *k;   /* scores: left tiles of 16 queries, right tiles of 32 keys */
-    float       *s_store; /* where the S that is still in tiles 4 and 5 goes */
-    const float *s;       /* softmax */
-    uint16_t    *p;
-    row_state    state;
-} step;
+static void store_held(target *held)
+{
+    if (held->columns > 0) {
+        STORE_TO(held, 0);
+        STORE_TO(held, 2);
+    }
+    if (held->columns > 1) {
+        STORE_TO(held, 1);
+        STORE_TO(held, 3);
+    }
+    held->columns = 0;
+}
 
-/* The values stage: NCH items a step. An item is a chunk of 64 columns and 32 keys; all keys of a chunk, then the next.
- */
+/* ---- the values of a chunk ---- */
+
 typedef struct values {
-    const char *p, *v; /* P of the group, V's tiles of the group's keys */
-    float      *o;
-    int         ldo, columns;      /* tiles of 16 columns */
-    int         steps, chunk, key; /* the next item */
-    float      *o_held;            /* where tiles 0 .. held - 1 belong */
-    int         ld_held, held;
+    const char *p, *v; /* P of the chunk: [row tile][unit], p_down bytes between; V from its first key */
+    int64_t     p_down;
+    float      *o;            /* 32 rows */
+    int         ldo, columns; /* tiles of 16 columns */
+    int         units, col;   /* col: the next column tile */
 } values;
 
-#define STORE_HELD(t)                                                                                                  \
-    if (held > t)                                                                                                      \
-        TILE_STORE(t, v->o_held + 16 * t, v->ld_held * 4L);
-
-/* Before the first keys of a chunk: tile t goes home and the chunk's comes. */
-#define SWITCH_TILE(t)                                                                                                 \
-    if (first) {                                                                                                       \
-        STORE_HELD(t)                                                                                                  \
-        if (count > t)                                                                                                 \
-            TILE_LOAD(t, o + 16 * t, v->ldo * 4L);                                                                     \
-    }
-
-#define VALUES_TILE(t)                                                                                                 \
-    if (count > t) {                                                                                                   \
-        TILE_LOAD(7, tile_v + (t)*FA_AMX_TILE, 64);                                                                    \
-        TILE_DOT(t, 6, 7);                                                                                             \
-    }
-
-#define SOFTMAX_ROWS(n)                                                                                                \
-    _Pragma("GCC unroll 8") for (int x = 0; x < (n); x++, row++) if (row < 16) check =                                 \
-        softmax_row(row, w->s, w->p, &w->state, k, check);
-
-FA_AMX_INLINE void next_item(values *v)
+FA_AMX_INLINE target values_target(const values *v)
 {
-    if (++v->key == v->steps) {
-        v->key = 0;
-        v->chunk++;
+    return (target){(char *)(v->o + 16 * v->col), 4 * v->ldo, 64, 64 * v->ldo, fa_min_int(2, v->columns - v->col), -1};
+}
+
+FA_AMX_INLINE operands values_operands(const values *v, int unit)
+{
+    const char *p = v->p + unit * FA_AMX_TILE, *right = v->v + (unit * v->columns + v->col) * FA_AMX_TILE;
+    return (operands){{p, p + v->p_down}, {right, right + FA_AMX_TILE}};
+}
+
+/* What is left of a chunk's values, with nothing beside it. */
+static void finish_values(values *v, target *held)
+{
+    for (; v->col < v->columns; v->col += 2) {
+        target next = values_target(v);
+        for (int unit = 0; unit < v->units; unit++) {
+            operands x = values_operands(v, unit);
+            for (int t = 0; t < 4; t++)
+                product(t, &x, held, &next, unit == 0);
+        }
+        *held = next;
     }
 }
 
-/* Half of a values item. */
-#define VALUES_HALF(t0, t1, rows)                                                                                      \
-    if (v) {                                                                                                           \
-        SWITCH_TILE(t0)                                                                                                \
-        TILE_LOAD(6, tile_p, 64);                                                                                      \
-        VALUES_TILE(t0)                                                                                                \
-    }                                                                                                                  \
-    SOFTMAX_ROWS(rows)                                                                                                 \
-    if (v) {                                                                                                           \
-        SWITCH_TILE(t1)                                                                                                \
-        VALUES_TILE(t1)                                                                                                \
-    }                                                                                                                  \
-    SOFTMAX_ROWS(rows)
+/* ---- a unit ---- */
 
-/* KS: 32-column steps of head_dim; NCH: 64-column chunks of head_dim_v. Returns nonzero if a sum outgrew its margin. */
-FA_AMX_INLINE int run_step(const step *w, values *v, const constants *k, int KS, int NCH)
+typedef struct unit {
+    const char *q, *k; /* scores of a later unit; q NULL: none */
+    int64_t     q_down;
+    target      s_next;
+    float      *s; /* softmax */
+    uint16_t   *p;
+    int         p_down;
+    row_state   state;
+} unit;
+
+FA_AMX_INLINE operands scores_operands(const unit *u, int part, int KS)
+{
+    const char *q = u->q + part * FA_AMX_TILE, *k = u->k + part * FA_AMX_TILE;
+    return (operands){{q, q + u->q_down}, {k, k + KS * FA_AMX_TILE}};
+}
+
+#define SOFTMAX_ROWS                                                                                                   \
+    _Pragma("GCC unroll 32") for (int n = 0; n < rows; n++, row++)                                                     \
+    {                                                                                                                  \
+        if (row < UNIT)                                                                                                \
+            check = softmax_row(row, u->s, u->p, u->p_down, &u->state, k, check);                                      \
+    }
+
+/* KS: 32-column steps of head_dim. BESIDE: blocks of values of the chunk before that run beside this unit, chunks of
+ * CHUNK units. */
+FA_AMX_INLINE bool run_unit(const unit *u, values *v, target *held, const constants *k, int KS, int BESIDE, int CHUNK)
 {
     __m512i   check = _mm512_setzero_si512();
-    int       row   = 0;
-    const int slots = 2 * KS + 4 * NCH, rows = (16 + slots - 1) / slots;
-    /* A part of each stage in turn; `part` counts the larger of the two tile stages. */
-    const int   parts = KS > NCH * 2 ? KS : NCH * 2;
-    int         held = 0, count = 0;
-    bool        first  = false;
-    float      *o      = NULL;
-    const char *tile_p = NULL, *tile_v = NULL;
-    _Pragma("GCC unroll 16") for (int part = 0; part < parts; part++)
+    const int slots = 4 * (KS + BESIDE * CHUNK), rows = (UNIT + slots - 1) / slots;
+    int       row = 0;
+    _Pragma("GCC unroll 8") for (int part = 0; part < KS; part++)
     {
-        if (part < KS) {
-            if (w->q) {
-                if (part == 0) {
-                    if (w->s_store)
-                        TILE_STORE(4, w->s_store, 64);
-                    TILE_ZERO(4);
-                }
-                TILE_LOAD(6, w->q + part * FA_AMX_TILE, 64);
-                TILE_LOAD(7, w->k + part * FA_AMX_TILE, 64);
-                TILE_DOT(4, 6, 7);
-            }
-            SOFTMAX_ROWS(rows)
-            if (w->q) {
-                if (part == 0) {
-                    if (w->s_store)
-                        TILE_STORE(5, w->s_store + FA_AMX_TILE_FLOATS, 64);
-                    TILE_ZERO(5);
-                }
-                TILE_LOAD(7, w->k + (KS + part) * FA_AMX_TILE, 64);
-                TILE_DOT(5, 6, 7);
-            }
-            SOFTMAX_ROWS(rows)
-        }
-        if (part < NCH * 2) {
-            if (v && part % 2 == 0) {
-                o      = v->o + v->chunk * 64;
-                count  = v->columns - v->chunk * 4;
-                first  = v->key == 0;
-                held   = v->held;
-                tile_p = v->p + v->key * FA_AMX_TILE;
-                tile_v = v->v + (v->key * v->columns + v->chunk * 4) * FA_AMX_TILE;
-                next_item(v);
-            }
-            if (part % 2 == 0) {
-                VALUES_HALF(0, 1, rows)
-            } else {
-                VALUES_HALF(2, 3, rows)
-                if (v && first) {
-                    v->o_held  = o;
-                    v->ld_held = v->ldo;
-                    v->held    = count;
-                }
-            }
+        operands x = scores_operands(u, part, KS);
+        _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++)
+        {
+            if (u->q)
+                product(t, &x, held, &u->s_next, part == 0);
+            SOFTMAX_ROWS
         }
     }
-    SOFTMAX_ROWS(16)
-    return _mm512_test_epi32_mask(check, _mm512_set1_epi32(0x40000000));
+    if (u->q)
+        *held = u->s_next;
+    _Pragma("GCC unroll 4") for (int n = 0; n < BESIDE; n++)
+    {
+        bool   some = v->col < v->columns;
+        target next = values_target(v);
+        _Pragma("GCC unroll 4") for (int m = 0; m < CHUNK; m++)
+        {
+            operands x = values_operands(v, m);
+            _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++)
+            {
+                if (some && m < v->units)
+                    product(t, &x, held, &next, m == 0);
+                SOFTMAX_ROWS
+            }
+        }
+        if (some) {
+            *held = next;
+            v->col += 2;
+        }
+    }
+    return outgrew(check);
 }
 
-/* ---- a tile: groups of 16 queries by some steps of 32 keys ---- */
+/* ---- a tile ---- */
 
 typedef struct scratch {
-    _Alignas(64) float s[RING][2 * FA_AMX_TILE_FLOATS];
-    _Alignas(64) uint16_t p[2][MAX_GROUP_STEPS][FA_AMX_TILE_HALVES];
-    _Alignas(64) float sum_step[2][16 * 16];
-    _Alignas(64) float shift[MAX_ROWS], m[MAX_ROWS];
-    _Alignas(64) float sum[MAX_ROWS * 16];
-    _Alignas(64) float last_o[]; /* [16][columns]: the last group of rows if it is short */
+    _Alignas(64) float s[SLOTS][4 * FA_AMX_TILE_FLOATS];
+    _Alignas(64) uint16_t p[P_TILES][FA_AMX_TILE_HALVES];
+    _Alignas(64) float sum[2][UNIT * 16];
+    _Alignas(64) float shift[UNIT], m[UNIT]; /* of the 32 queries at hand */
+    _Alignas(64) float last_o[];             /* [32][columns]: the last rows, if they are fewer */
 } scratch;
 
 size_t fa_amx_forward_scratch(int rows, int keys, int head_dim, int head_dim_v)
 {
     (void)rows, (void)keys, (void)head_dim;
-    return sizeof(scratch) + (size_t)((head_dim_v + 15) / 16) * FA_AMX_TILE;
+    return sizeof(scratch) + (size_t)((head_dim_v + 15) / 16) * 2 * FA_AMX_TILE;
 }
 
 typedef struct walk {
     const fa_forward_block *block;
-    int                     group_keys; /* steps of 32 keys in a group */
     scratch                *own;
     constants               k;
-    int                     row_groups, depth_steps, columns, all_steps; /* all_steps: of 32 keys */
-    uint32_t                unset; /* row groups with rows that have no shift yet */
+    int                     groups, depth_steps, columns, chunk;
+    bool                    unset; /* some of the rows at hand have no shift yet */
 } walk;
 
-/* Step number n of the tile: which group and which step in it. */
+/* A unit: queries 32 * group .., keys 32 * unit ... Chunks begin at multiples of their size, so that what a row
+ * computes does not depend on what its neighbours see. */
 typedef struct place {
-    int row_group, key_step; /* first of 16 rows / 16, step of 32 keys in the tile */
-    int in_group, group_steps, group;
+    int group, unit, end;    /* end: of the group's units */
+    int first, chunk_number; /* the chunk's first unit */
 } place;
+
+static int rows_of_group(const walk *w, int group) { return fa_min_int(UNIT, w->block->rows - group * UNIT); }
+
+/* The keys that a row of the tile sees. */
+static fa_range keys_of_row(const fa_forward_block *b, int row)
+{
+    int i = row % b->queries;
+    return fa_keys_seen(b->window, b->diagonal, (fa_range){i, i + 1}, (fa_range){0, b->keys});
+}
+
+static fa_range queries_of_group(const walk *w, int group)
+{
+    const fa_forward_block *b     = w->block;
+    int                     begin = group * UNIT % b->queries, end = begin + rows_of_group(w, group);
+    return end <= b->queries ? (fa_range){begin, end} : (fa_range){0, b->queries};
+}
+
+/* The first unit of the first group from `group` on that sees any. */
+static place group_begin(const walk *w, int group, int chunk_number)
+{
+    const fa_forward_block *b = w->block;
+    for (; group < w->groups; group++) {
+        fa_range seen = fa_keys_seen(b->window, b->diagonal, queries_of_group(w, group), (fa_range){0, b->keys});
+        if (seen.begin < seen.end) {
+            int begin = seen.begin / UNIT, end = (seen.end + UNIT - 1) / UNIT;
+            return (place){group, begin, end, begin, chunk_number};
+        }
+    }
+    return (place){.group = group, .chunk_number = chunk_number};
+}
 
 FA_AMX_INLINE place place_next(const walk *w, place at)
 {
-    at.in_group++;
-    at.key_step++;
-    if (at.in_group < at.group_steps)
-        return at;
-    at.group++;
-    at.in_group = 0;
-    at.key_step -= at.group_steps;
-    if (++at.row_group == w->row_groups) {
-        at.row_group = 0;
-        at.key_step += at.group_steps;
-        at.group_steps = fa_min_int(w->group_keys, w->all_steps - at.key_step);
+    if (++at.unit == at.end)
+        return group_begin(w, at.group + 1, at.chunk_number + 1);
+    if (at.unit % w->chunk == 0) {
+        at.first = at.unit;
+        at.chunk_number++;
     }
     return at;
 }
 
-static float *rows_of_o(const walk *w, int row_group, int *ld)
+static uint16_t *p_of_unit(const walk *w, place at, bool alternate)
+{
+    int buffer = alternate ? at.chunk_number % 2 * 2 * w->chunk : 0;
+    return w->own->p[buffer + at.unit % w->chunk];
+}
+
+static float *rows_of_o(const walk *w, int group, int *ld)
 {
     const fa_forward_block *b    = w->block;
-    bool                    last = row_group * 16 + 16 > b->rows;
+    bool                    last = rows_of_group(w, group) < UNIT;
     *ld                          = last ? w->columns * 16 : b->ldo;
-    return last ? w->own->last_o : b->o + (int64_t)row_group * 16 * b->ldo;
+    return last ? w->own->last_o : b->o + (int64_t)group * UNIT * b->ldo;
 }
 
 static void copy_last_rows(const walk *w, bool back)
 {
     const fa_forward_block *b = w->block;
-    for (int r = b->rows / 16 * 16; r < b->rows; r++) {
-        float *theirs = b->o + (int64_t)r * b->ldo, *ours = w->own->last_o + r % 16 * w->columns * 16;
+    for (int r = b->rows / UNIT * UNIT; r < b->rows; r++) {
+        float *theirs = b->o + (int64_t)r * b->ldo, *ours = w->own->last_o + r % UNIT * w->columns * 16;
         memcpy(back ? theirs : ours, back ? ours : theirs, (size_t)w->columns * 64);
     }
 }
 
-/* Columns without a key must not count. Finite: exp2_of makes NaN of an infinity. */
-static void mask_tail(const walk *w, float *s, int first_key)
+static void set_shift(const walk *w, int r, float m)
 {
-    __m512 hidden = _mm512_set1_ps(-1e30f / w->block->multiplier);
-    for (int t = 0; t < 2; t++) {
-        int       left = w->block->keys - first_key - 16 * t;
-        __mmask16 mask = left >= 16 ? 0 : left <= 0 ? 0xFFFF : (__mmask16)(0xFFFFu << left);
-        for (int r = 0; mask && r < 16; r++)
-            _mm512_mask_store_ps(s + t * FA_AMX_TILE_FLOATS + 16 * r, mask, hidden);
+    w->own->m[r]     = m;
+    w->own->shift[r] = m == -INFINITY ? 0.0f : CUT_LOG2 - m;
+}
+
+/* ---- masks ---- */
+
+/* Bit n: key 16 * tile + n of the unit is in `seen`. */
+static __mmask16 seen_lanes(fa_range seen, int unit, int tile)
+{
+    int first = unit * UNIT + tile * 16, begin = fa_max_int(seen.begin - first, 0),
+        end = fa_min_int(seen.end - first, 16);
+    return begin < end ? (__mmask16)((1u << end) - (1u << begin)) : 0;
+}
+
+static bool all_seen(const walk *w, place at)
+{
+    const fa_forward_block *b    = w->block;
+    fa_range                keys = {at.unit * UNIT, at.unit * UNIT + UNIT};
+    return keys.end <= b->keys && fa_window_covers(b->window, b->diagonal, queries_of_group(w, at.group), keys);
+}
+
+/* -inf where a row does not see, whatever the product was. */
+static void mask_unit(const walk *w, float *s, place at)
+{
+    for (int r = 0; r < UNIT; r++) {
+        bool     exists = r < rows_of_group(w, at.group);
+        fa_range seen   = exists ? keys_of_row(w->block, at.group * UNIT + r) : (fa_range){0, 0};
+        for (int t = 0; t < 2; t++)
+            _mm512_mask_store_ps(scores_row(s, r) + t * FA_AMX_TILE_FLOATS, ~seen_lanes(seen, at.unit, t),
+                                 _mm512_set1_ps(-INFINITY));
     }
 }
 
-/* The shift that suits these 32 scores of a row. NaN, or no finite score: 0. */
-static float shift_of(const walk *w, const float *s, int row)
+/* ---- shifts ---- */
+
+/* The shift that suits a unit's scores of a row; -inf if it sees none of them; NaN, Inf: 0. */
+static float shift_of(const walk *w, place at, float *s, int r)
 {
-    __m512 a   = _mm512_mul_ps(_mm512_load_ps(s + 16 * row), w->k.multiplier);
-    __m512 b   = _mm512_mul_ps(_mm512_load_ps(s + FA_AMX_TILE_FLOATS + 16 * row), w->k.multiplier);
-    float  max = _mm512_reduce_max_ps(_mm512_max_ps(a, b));
+    fa_range  seen = keys_of_row(w->block, at.group * UNIT + r);
+    __mmask16 low = seen_lanes(seen, at.unit, 0), high = seen_lanes(seen, at.unit, 1);
+    if (!low && !high)
+        return -INFINITY;
+    __m512 none = _mm512_set1_ps(-INFINITY);
+    __m512 a    = _mm512_mask_mov_ps(none, low, _mm512_load_ps(scores_row(s, r)));
+    __m512 b    = _mm512_mask_mov_ps(none, high, _mm512_load_ps(scores_row(s, r) + FA_AMX_TILE_FLOATS));
+    float  max =
+        _mm512_reduce_max_ps(_mm512_max_ps(_mm512_mul_ps(a, w->k.multiplier), _mm512_mul_ps(b, w->k.multiplier)));
     return fabsf(max) <= FLT_MAX ? max + MARGIN : 0.0f;
 }
 
-static void set_shift(const walk *w, int row, float m)
+/* Rows of which nothing was seen so far take their shift from the unit's scores. */
+static void begin_rows(walk *w, place at, float *s)
 {
-    w->own->m[row]     = m;
-    w->own->shift[row] = CUT_LOG2 - m;
-}
-
-static void scale_row(float *x, int n, __m512 factor)
-{
-    for (int col = 0; col < n; col += 16)
-        _mm512_storeu_ps(x + col, _mm512_mul_ps(_mm512_loadu_ps(x + col), factor));
-}
-
-static __m512 exp2_scalar(float x) { return _mm512_set1_ps(exp2f(x)); }
-
-/* Rows of which nothing was seen so far take their shift from the step's scores. */
-static void begin_rows(walk *w, const float *s, int row_group)
-{
-    if (!(w->unset >> row_group & 1))
-        return;
-    w->unset &= ~(1u << row_group);
-    for (int r = 0; r < 16; r++) {
-        if (w->own->m[row_group * 16 + r] == -INFINITY)
-            set_shift(w, row_group * 16 + r, shift_of(w, s, r));
+    w->unset = false;
+    for (int r = 0; r < rows_of_group(w, at.group); r++) {
+        if (w->own->m[r] == -INFINITY)
+            set_shift(w, r, shift_of(w, at, s, r));
+        w->unset |= w->own->m[r] == -INFINITY;
     }
 }
 
-/* A row outgrew its margin in this step: a new shift for all that it has so far, and the step once more. */
-static void redo_row(const walk *w, place at, const step *done, int r)
+/* A row outgrew its margin in this unit: a new shift for all that it has so far, and the unit once more. */
+static void redo_row(const walk *w, place at, const unit *done, int r)
 {
-    scratch *own = w->own;
-    int      row = at.row_group * 16 + r, ld;
-    float   *o   = rows_of_o(w, at.row_group, &ld) + (int64_t)r * ld;
-    float    m = shift_of(w, done->s, r), old = own->m[row];
+    int    row = at.group * UNIT + r, ld;
+    float *o   = rows_of_o(w, at.group, &ld) + (int64_t)r * ld;
+    float  m = shift_of(w, at, done->s, r), old = w->own->m[r];
     if (!(m > old))
         m = old; /* NaN or Inf: nothing helps */
-    __m512 factor = exp2_scalar(old - m);
-    set_shift(w, row, m);
-    scale_row(o, w->columns * 16, factor);
-    scale_row(done->state.sum_from + 16 * r, 16, factor);
-    w->block->l[row] *= _mm512_cvtss_f32(factor);
-    for (int n = 0; n < at.in_group; n++) {
-        uint16_t *p    = own->p[at.group & 1][n] + 32 * r;
-        __m512i   bits = _mm512_load_si512(p);
-        __m512    low  = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)), factor);
-        __m512    high =
-            _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32((int)0xFFFF0000))), factor);
-        _mm512_store_si512(p, fa_amx_pair(low, high));
-    }
-    softmax_row(r, done->s, done->p, &done->state, &w->k, _mm512_setzero_si512());
+    float factor = exp2f(old - m);
+    set_shift(w, r, m);
+    scale_row(o, w->columns * 16, _mm512_set1_ps(factor));
+    scale_row((float *)done->state.sum_from + 16 * r, 16, _mm512_set1_ps(factor));
+    w->block->l[row] *= factor;
+    for (int unit = at.first; unit < at.unit; unit++)
+        scale_p(done->p + (unit - at.unit) * FA_AMX_TILE_HALVES + r / 16 * done->p_down + r % 16 * 32,
+                _mm512_set1_ps(factor));
+    softmax_row(r, done->s, done->p, done->p_down, &done->state, &w->k, _mm512_setzero_si512());
 }
 
-/* By value: a place whose address is taken would live in memory in the main loop. */
-static __attribute__((noinline)) void redo_step(const walk *w, place at, const step *done)
+/* By value: a place whose address is taken would live in memory in the main loop. O must be in memory first. */
+static __attribute__((noinline)) void redo_unit(const walk *w, place at, const unit *done, values *v, target *held)
 {
-    for (int r = 0; r < 16 && at.row_group * 16 + r < w->block->rows; r++) {
-        __m512i check = softmax_row(r, done->s, done->p, &done->state, &w->k, _mm512_setzero_si512());
-        if (_mm512_test_epi32_mask(check, _mm512_set1_epi32(0x40000000)))
+    finish_values(v, held);
+    if (held->unit < 0)
+        store_held(held);
+    for (int r = 0; r < rows_of_group(w, at.group); r++) {
+        __m512i none = _mm512_setzero_si512();
+        if (outgrew(softmax_row(r, done->s, done->p, done->p_down, &done->state, &w->k, none)))
             redo_row(w, at, done, r);
     }
 }
 
-static void begin_walk(walk *w)
+/* ---- the walk ---- */
+
+static void begin_group(walk *w, int group, float *sum)
 {
-    const fa_forward_block *b   = w->block;
-    scratch                *own = w->own;
-    memset(own->sum, 0, sizeof(float) * 256 * (size_t)w->row_groups);
-    if (b->rows % 16 != 0) {
-        memset(own->last_o, 0, sizeof(float) * 256 * (size_t)w->columns);
-        copy_last_rows(w, false);
-    }
-    for (int r = 0; r < w->row_groups * 16; r++) {
-        float m = r < b->rows ? b->m[r] : 2.0f * MARGIN; /* rows of padding score 0: far inside the margin */
-        set_shift(w, r, m);
-        if (m == -INFINITY)
-            w->unset |= 1u << r / 16;
+    const fa_forward_block *b    = w->block;
+    int                     rows = rows_of_group(w, group);
+    memset(sum, 0, sizeof(float) * UNIT * 16);
+    w->unset = false;
+    for (int r = 0; r < UNIT; r++) {
+        set_shift(w, r, r < rows ? b->m[group * UNIT + r] : 0.0f);
+        w->unset |= w->own->m[r] == -INFINITY;
     }
 }
 
-static void end_walk(const walk *w)
+static void end_group(const walk *w, int group, const float *sum)
 {
     const fa_forward_block *b = w->block;
-    if (b->rows % 16 != 0)
-        copy_last_rows(w, true);
-    for (int r = 0; r < b->rows; r++) {
-        b->l[r] += _mm512_reduce_add_ps(_mm512_load_ps(w->own->sum + 16 * r)) * 0x1.fe8fa8p-1f /* 2^-CUT_LOG2 */;
-        b->m[r] = b->l[r] == 0.0f ? -INFINITY : w->own->m[r];
+    for (int r = 0; r < rows_of_group(w, group); r++) {
+        int row = group * UNIT + r;
+        b->l[row] += _mm512_reduce_add_ps(_mm512_load_ps(sum + 16 * r)) * CUT_INVERSE;
+        b->m[row] = b->l[row] == 0.0f ? -INFINITY : w->own->m[r];
     }
 }
 
-FA_AMX_INLINE const char *k_at(const walk *w, place at)
-{
-    return (const char *)w->block->k + (int64_t)at.key_step * 2 * w->depth_steps * FA_AMX_TILE;
-}
-
-FA_AMX_INLINE const char *q_at(const walk *w, place at)
-{
-    return (const char *)w->block->q + (int64_t)at.row_group * w->depth_steps * FA_AMX_TILE;
-}
-
-static values values_of(const walk *w, place group, const values *before)
+static values values_of(const walk *w, place at, bool alternate)
 {
     int    ld;
-    float *o = rows_of_o(w, group.row_group, &ld);
-    return (values){.p       = (const char *)w->own->p[group.group & 1],
-                    .v       = (const char *)w->block->v + (int64_t)group.key_step * w->columns * FA_AMX_TILE,
+    float *o     = rows_of_o(w, at.group, &ld);
+    place  first = at;
+    first.unit   = at.first;
+    return (values){.p       = (const char *)p_of_unit(w, first, alternate),
+                    .p_down  = (int64_t)w->chunk * FA_AMX_TILE,
+                    .v       = (const char *)w->block->v + (int64_t)at.first * w->columns * FA_AMX_TILE,
                     .o       = o,
                     .ldo     = ld,
                     .columns = w->columns,
-                    .steps   = group.group_steps,
-                    .o_held  = before->o_held,
-                    .ld_held = before->ld_held,
-                    .held    = before->held};
+                    .units   = at.unit - at.first + 1};
 }
 
-static void store_held(values *v)
+/* The scores stage of unit number n, at `at`. */
+FA_AMX_INLINE void set_scores(unit *u, const walk *w, place at, int n)
 {
-    int held = v->held;
-    STORE_HELD(0)
-    STORE_HELD(1)
-    STORE_HELD(2)
-    STORE_HELD(3)
-    v->held = 0;
+    const fa_forward_block *b    = w->block;
+    int64_t                 step = (int64_t)w->depth_steps * FA_AMX_TILE;
+    u->q                         = NULL;
+    if (at.group == w->groups)
+        return;
+    u->q      = (const char *)b->q + at.group * 2 * step;
+    u->q_down = rows_of_group(w, at.group) > 16 ? step : 0; /* 16 rows or fewer: the same twice */
+    u->k      = (const char *)b->k + at.unit * 2 * step;
+    u->s_next = (target){(char *)w->own->s[n % SLOTS], 64, FA_AMX_TILE, 2 * FA_AMX_TILE, 2, n};
 }
 
-/* The rest of a group's values, with no softmax beside it. */
-static void drain_values(values *v)
+static void scores_alone(const walk *w, place at, int n, target *held)
 {
-    while (v->chunk * 4 < v->columns) {
-        int         count = v->columns - v->chunk * 4, held = v->held;
-        float      *o      = v->o + v->chunk * 64;
-        bool        first  = v->key == 0;
-        const char *tile_v = v->v + (v->key * v->columns + v->chunk * 4) * FA_AMX_TILE;
-        SWITCH_TILE(0)
-        SWITCH_TILE(1)
-        SWITCH_TILE(2)
-        SWITCH_TILE(3)
-        TILE_LOAD(6, v->p + v->key * FA_AMX_TILE, 64);
-        VALUES_TILE(0)
-        VALUES_TILE(1)
-        VALUES_TILE(2)
-        VALUES_TILE(3)
-        if (first) {
-            v->o_held  = o;
-            v->ld_held = v->ldo;
-            v->held    = count;
+    unit u;
+    set_scores(&u, w, at, n);
+    for (int part = 0; u.q && part < w->depth_steps; part++) {
+        operands x = scores_operands(&u, part, w->depth_steps);
+        for (int t = 0; t < 4; t++)
+            product(t, &x, held, &u.s_next, part == 0);
+    }
+    if (u.q)
+        *held = u.s_next;
+}
+
+FA_AMX_INLINE void set_softmax(unit *u, const walk *w, place at, int n, bool alternate)
+{
+    u->s      = w->own->s[n % SLOTS];
+    u->p      = p_of_unit(w, at, alternate);
+    u->p_down = w->chunk * FA_AMX_TILE_HALVES;
+    u->state  = (row_state){w->own->shift, w->own->sum[n % 2], w->own->sum[(n + 1) % 2]};
+}
+
+/* With values beside them units take their scores one unit ahead, for these are stored among the values; else two. */
+FA_AMX_INLINE void run_walk(walk *w, int KS, int BESIDE, int CHUNK)
+{
+    const int lead = BESIDE ? 1 : 2;
+    constants k    = w->k;
+    target    held = {0};
+    values    v    = {0};
+    unit      u;
+    place     at = group_begin(w, 0, 0), ahead = at;
+    for (int n = 0; n < lead && ahead.group < w->groups; n++, ahead = place_next(w, ahead))
+        scores_alone(w, ahead, n, &held);
+    if (w->block->rows % UNIT) {
+        memset(w->own->last_o, 0, sizeof(float) * UNIT * 16 * (size_t)w->columns);
+        copy_last_rows(w, false);
+    }
+    if (at.group < w->groups)
+        begin_group(w, at.group, w->own->sum[0]);
+    for (int n = 0; at.group < w->groups; n++) {
+        if (held.unit == n && held.columns)
+            store_held(&held);
+        set_softmax(&u, w, at, n, BESIDE);
+        set_scores(&u, w, ahead, n + lead);
+        if (!all_seen(w, at))
+            mask_unit(w, u.s, at);
+        if (w->unset)
+            begin_rows(w, at, u.s);
+        if (run_unit(&u, &v, &held, &k, KS, BESIDE, CHUNK))
+            redo_unit(w, at, &u, &v, &held);
+        place next = place_next(w, at);
+        if (next.chunk_number != at.chunk_number) {
+            finish_values(&v, &held);
+            v = values_of(w, at, BESIDE);
+            if (!BESIDE)
+                finish_values(&v, &held);
         }
-        next_item(v);
-    }
-}
-
-/* S of a step with nothing beside it, left in tiles 4 and 5. */
-static void scores_alone(const walk *w, place at, float *store)
-{
-    const char *q = q_at(w, at), *k = k_at(w, at);
-    if (store) {
-        TILE_STORE(4, store, 64);
-        TILE_STORE(5, store + FA_AMX_TILE_FLOATS, 64);
-    }
-    TILE_ZERO(4);
-    TILE_ZERO(5);
-    for (int n = 0; n < w->depth_steps; n++) {
-        TILE_LOAD(6, q + n * FA_AMX_TILE, 64);
-        TILE_LOAD(7, k + n * FA_AMX_TILE, 64);
-        TILE_DOT(4, 6, 7);
-        TILE_LOAD(7, k + (w->depth_steps + n) * FA_AMX_TILE, 64);
-        TILE_DOT(5, 6, 7);
-    }
-}
-
-/* The softmax stage of step number n, at `at`. */
-FA_AMX_INLINE step softmax_of(const walk *w, place at, int n)
-{
-    scratch *own  = w->own;
-    step     made = {.s = own->s[n % RING], .p = own->p[at.group & 1][at.in_group]};
-    /* Never in place: a step may have to be redone. */
-    float *sum   = own->sum + at.row_group * 256;
-    bool   first = at.in_group == 0, last = at.in_group + 1 == at.group_steps;
-    made.state = (row_state){own->shift + at.row_group * 16, first ? sum : own->sum_step[at.in_group & 1],
-                             last && !first ? sum : own->sum_step[(at.in_group + 1) & 1]};
-    return made;
-}
-
-FA_AMX_INLINE void run_walk(walk *w, int KS, int NCH)
-{
-    scratch  *own   = w->own;
-    int       total = w->row_groups * w->all_steps;
-    place     now = {.group_steps = fa_min_int(w->group_keys, w->all_steps)}, ahead = now;
-    values    v           = {0};
-    bool      have_values = false;
-    constants k           = w->k;
-    for (int n = 0; n < 2 && n < total; n++) {
-        scores_alone(w, ahead, n == 0 ? NULL : own->s[0]);
-        ahead = place_next(w, ahead);
-    }
-    for (int n = 0; n < total; n++) {
-        step one = softmax_of(w, now, n);
-        if (n + 2 < total) {
-            one.q       = q_at(w, ahead);
-            one.k       = k_at(w, ahead);
-            one.s_store = own->s[(n + 1) % RING];
-        } else if (n + 2 == total || total == 1) {
-            float *last = own->s[(total - 1) % RING];
-            TILE_STORE(4, last, 64);
-            TILE_STORE(5, last + FA_AMX_TILE_FLOATS, 64);
+        if (next.group != at.group) {
+            end_group(w, at.group, w->own->sum[(n + 1) % 2]);
+            if (next.group < w->groups)
+                begin_group(w, next.group, w->own->sum[(n + 1) % 2]);
         }
-        if (now.key_step * 32 + 32 > w->block->keys)
-            mask_tail(w, own->s[n % RING], now.key_step * 32);
-        begin_rows(w, one.s, now.row_group);
-        if (run_step(&one, have_values ? &v : NULL, &k, KS, NCH))
-            redo_step(w, now, &one);
-        place next = place_next(w, now);
-        if (next.group != now.group) {
-            if (now.in_group == 0)
-                memcpy(own->sum + now.row_group * 256, one.state.sum_to, 16 * 64);
-            place group = now;
-            group.key_step -= group.in_group;
-            drain_values(&v);
-            v           = values_of(w, group, &v);
-            have_values = w->row_groups > 1;
-            if (w->row_groups == 1) {
-                drain_values(&v);
-                store_held(&v);
-            }
-        }
-        now   = next;
-        ahead = place_next(w, ahead);
+        at = next;
+        if (ahead.group < w->groups)
+            ahead = place_next(w, ahead);
     }
-    drain_values(&v);
-    store_held(&v);
+    finish_values(&v, &held);
+    store_held(&held);
+    if (w->block->rows % UNIT)
+        copy_last_rows(w, true);
 }
 
 /* ---- one kernel a shape ---- */
 
-#define DEFINE_RUN(KS, NCH)                                                                                            \
-    static void run_##KS##_##NCH(walk *w) { run_walk(w, KS, NCH); }
-DEFINE_RUN(1, 1)
-DEFINE_RUN(2, 1)
-DEFINE_RUN(3, 2)
-DEFINE_RUN(4, 2)
-DEFINE_RUN(6, 3)
-DEFINE_RUN(8, 4)
+#define DEFINE_RUN(KS, BESIDE, CHUNK)                                                                                  \
+    static void run_##KS##_##BESIDE(walk *w) { run_walk(w, KS, BESIDE, CHUNK); }
+DEFINE_RUN(1, 0, 8)
+DEFINE_RUN(2, 0, 8)
+DEFINE_RUN(2, 1, 2)
+DEFINE_RUN(3, 0, 8)
+DEFINE_RUN(4, 0, 8)
+DEFINE_RUN(5, 0, 8)
+DEFINE_RUN(6, 0, 8)
+DEFINE_RUN(7, 0, 8)
+DEFINE_RUN(8, 0, 8)
 
-/* Data: group_keys * 32 keys of K and V are to fit the first-level cache beside the buffers. */
+/* Data: the first that fits is taken. columns: the most tiles of 16 columns of O. */
 static const struct shape {
-    int depth_steps, chunks, group_keys;
+    int depth_steps, columns, chunk;
     void (*run)(walk *w);
 } shapes[] = {
-    {1, 1, 4, run_1_1}, {2, 1, 2, run_2_1}, {3, 2, 2, run_3_2},
-    {4, 2, 2, run_4_2}, {6, 3, 1, run_6_3}, {8, 4, 1, run_8_4},
+    {1, INT32_MAX, 8, run_1_0}, {2, 4, 2, run_2_1},         {2, INT32_MAX, 8, run_2_0},
+    {3, INT32_MAX, 8, run_3_0}, {4, INT32_MAX, 8, run_4_0}, {5, INT32_MAX, 8, run_5_0},
+    {6, INT32_MAX, 8, run_6_0}, {7, INT32_MAX, 8, run_7_0}, {8, INT32_MAX, 8, run_8_0},
 };
 
-static const struct shape *find_shape(int head_dim, int head_dim_v)
+static const struct shape *find_shape(int depth_steps, int columns)
 {
     for (size_t n = 0; n < sizeof shapes / sizeof shapes[0]; n++) {
-        if (shapes[n].depth_steps == (head_dim + 31) / 32 && shapes[n].chunks == (head_dim_v + 63) / 64)
+        if (shapes[n].depth_steps == depth_steps && columns <= shapes[n].columns)
             return &shapes[n];
     }
     return NULL;
@@ -525,19 +525,17 @@ static const struct shape *find_shape(int head_dim, int head_dim_v)
 
 bool fa_amx_forward_block(const fa_forward_block *block)
 {
-    const struct shape *shape = find_shape(block->head_dim, block->head_dim_v);
-    if (!shape || !(block->multiplier > SMALLEST_MULTIPLIER) || block->rows > MAX_ROWS)
+    int                 depth_steps = (block->head_dim + 31) / 32, columns = (block->head_dim_v + 15) / 16;
+    const struct shape *shape = find_shape(depth_steps, columns);
+    if (!shape)
         return false;
     walk w = {.block       = block,
-              .group_keys  = shape->group_keys,
               .own         = block->scratch,
               .k           = constants_make(block->multiplier),
-              .row_groups  = (block->rows + 15) / 16,
-              .depth_steps = (block->head_dim + 31) / 32,
-              .columns     = (block->head_dim_v + 15) / 16,
-              .all_steps   = (block->keys + 31) / 32};
-    begin_walk(&w);
+              .groups      = (block->rows + UNIT - 1) / UNIT,
+              .depth_steps = depth_steps,
+              .columns     = columns,
+              .chunk       = shape->chunk};
     shape->run(&w);
-    end_walk(&w);
     return true;
 }

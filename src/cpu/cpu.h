@@ -16,8 +16,8 @@
  *
  * `scores`, `accumulate` and `accumulate_t` are all that a tier needs for the two matrix products of the forward and
  * the five of the backward; options and masks are applied to the float32 tiles between them. A tier that wants to
- * overlap the products with the softmax fills `forward_block`, used for tiles without masks and options, and
- * `backward_block`, used for tiles without options.
+ * overlap the products with the softmax fills `forward_block` and `backward_block`, used for tiles without options and
+ * block masks; they apply the window themselves.
  */
 #ifndef FA_CPU_H
 #define FA_CPU_H
@@ -66,9 +66,11 @@ typedef struct fa_forward_block {
     int         ldo;
     float      *m, *l; /* [rows] running maximum (of score * multiplier, so base 2) and sum. m may be any finite
                           shift as long as o and l agree with it; -inf: nothing seen yet, o and l are 0 */
-    int   rows, keys, head_dim, head_dim_v;
-    float multiplier; /* scale * log2(e), > 0 */
-    void *scratch;    /* forward_scratch_bytes, this thread's */
+    int       rows, keys, head_dim, head_dim_v;
+    fa_window window; /* row r sees key j as fa_window_sees(window, diagonal, r % queries, j) */
+    int       diagonal, queries;
+    float     multiplier; /* scale * log2(e), > 0 */
+    void     *scratch;    /* forward_scratch_bytes, this thread's */
 } fa_forward_block;
 
 /* Sums of the fused backward lie in tiles of 16 x 16 floats, [rows / 16][cols / 16], the columns of tiles an even
@@ -160,8 +162,8 @@ typedef struct fa_kernels {
     void (*accumulate_few)(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v,
                            int rows);
 
-    /* Fused, for tiles without masks and options; NULL: composed from the entries above. false: not for this shape, and
-     * nothing was done. */
+    /* Fused, for tiles without options and block masks; NULL: composed from the entries above. false: not for this
+     * shape, and nothing was done. */
     bool (*forward_block)(const fa_forward_block *block);
     void (*backward_block)(const fa_backward_block *block); /* dV and dK; applies the window */
     void (*backward_dq)(const fa_backward_block *block);    /* dQ, of the dS that backward_block left */

@@ -210,6 +210,7 @@ typedef struct step {
 
 static bool fused_step(const step *t, const scratch *s)
 {
+    const fa_tile   *tile  = t->tile;
     fa_forward_block block = {.q          = t->q,
                               .k          = s->k,
                               .v          = s->v,
@@ -217,10 +218,13 @@ static bool fused_step(const step *t, const scratch *s)
                               .ldo        = t->ldo,
                               .m          = t->m,
                               .l          = t->l,
-                              .rows       = fa_tile_rows(t->tile),
-                              .keys       = fa_tile_keys(t->tile),
+                              .rows       = fa_tile_rows(tile),
+                              .keys       = fa_tile_keys(tile),
                               .head_dim   = (int)t->call->head_dim,
                               .head_dim_v = (int)t->call->head_dim_v,
+                              .window     = t->call->window,
+                              .diagonal   = tile->seq.diagonal + tile->queries.begin - tile->keys.begin,
+                              .queries    = fa_tile_queries(tile),
                               .multiplier = t->scale * FA_LOG2_E,
                               .scratch    = s->fused};
     return t->kernels->forward_block(&block);
@@ -231,7 +235,8 @@ static void forward_step(const step *t, const scratch *s)
     const fa_kernels *k    = t->kernels;
     const fa_call    *call = t->call;
     int               rows = fa_tile_rows(t->tile), keys = fa_tile_keys(t->tile);
-    bool plain = t->visible == FA_VISIBLE_ALL && !fa_has_options(call, t->scale) && call->dropout.threshold == 0;
+    bool window = t->visible == FA_VISIBLE_ALL || call->slices.count == 0; /* all that masks this tile */
+    bool plain  = window && !fa_has_options(call, t->scale) && call->dropout.threshold == 0;
     if (plain && k->forward_block && s->num_bad == 0 && !t->in_place && fused_step(t, s))
         return;
     if (t->in_place)

@@ -1,0 +1,97 @@
+/*
+ * The softmax of the AMX forward: P of a unit of 32 queries by 32 keys from S as tile stores leave it.
+ *
+ * The row's shift m is set from the first 32 keys that it sees, MARGIN above their maximum, and kept. No later maximum
+ * is taken: what outgrows the margin shows as a sum with bit 30 set (2.0 or more, Inf, NaN), and only then the unit is
+ * redone for those rows with a new shift. P is cut to bfloat16 instead of rounded, after scaling by 1 + 0.72 * 2^-8,
+ * which takes the mean error to zero and leaves a power of two, as the row's maximum gives, what it is.
+ */
+#ifndef FA_CPU_AMX_SOFTMAX_H
+#define FA_CPU_AMX_SOFTMAX_H
+
+#include "cpu/amx.h"
+
+#include <float.h>
+
+enum { MARGIN = 8, UNIT = 32 };
+
+#define CUT_LOG2 0.00406f          /* log2(1 + 0.72 * 2^-8): makes cutting off P's lower half right on average */
+#define CUT_INVERSE 0x1.fe8fa8p-1f /* 2^-CUT_LOG2 */
+
+/* ---- exp2 ---- */
+
+typedef struct constants {
+    __m512 multiplier, magic, table, c1, c2;
+} constants;
+
+static constants constants_make(float multiplier)
+{
+    /* 2^(n / 16), and what 2^r - 1 is for r in [0, 1/16): r (c1 + c2 r), 5e-7. Adding magic leaves 16 y in the low
+     * bits. */
+    return (constants){
+        _mm512_set1_ps(multiplier),
+        _mm512_set1_ps(0x1.8p19f),
+        _mm512_setr_ps(0x1p0f, 0x1.0b5586p0f, 0x1.172b84p0f, 0x1.2387a6p0f, 0x1.306fep0f, 0x1.3dea64p0f, 0x1.4bfdaep0f,
+                       0x1.5ab07ep0f, 0x1.6a09e6p0f, 0x1.7a1148p0f, 0x1.8ace54p0f, 0x1.9c4918p0f, 0x1.ae89fap0f,
+                       0x1.c199bep0f, 0x1.d5818ep0f, 0x1.ea4afap0f),
+        _mm512_set1_ps(0x1.62d7d8p-1f),
+        _mm512_set1_ps(0x1.f5f7cp-3f),
+    };
+}
+
+/* 2^(s * multiplier + shift); s = -inf gives 0. Six operations for the FMA ports and two for port 5 or any: with tiles
+ * at work each port is a limit of its own. */
+FA_AMX_INLINE __m512 exp2_of(__m512 s, __m512 shift, const constants *k)
+{
+    __m512 y    = _mm512_fmadd_ps(s, k->multiplier, shift);
+    __m512 t    = _mm512_add_round_ps(y, k->magic, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    __m512 r    = _mm512_reduce_ps(y, 4 << 4 | _MM_FROUND_TO_NEG_INF); /* y less a multiple of 1/16 */
+    __m512 base = _mm512_permutexvar_ps(_mm512_castps_si512(t), k->table);
+    __m512 q    = _mm512_mul_ps(_mm512_fmadd_ps(k->c2, r, k->c1), r);
+    return _mm512_scalef_ps(_mm512_fmadd_ps(base, q, base), y);
+}
+
+/* ---- rows of a unit ---- */
+
+/* S of a unit: [row tile][key tile] of 16 x 16. */
+FA_AMX_INLINE float *scores_row(float *s, int row) { return s + row / 16 * 2 * FA_AMX_TILE_FLOATS + row % 16 * 16; }
+
+typedef struct row_state {
+    const float *shift;    /* [32] minus the shift, plus CUT_LOG2 */
+    const float *sum_from; /* [32][16] sums of P by lane; never in place, for a unit may have to be redone */
+    float       *sum_to;
+} row_state;
+
+/* P of row `row` of a unit. p: its two tiles, p_down apart. Returns check with the row's sums. */
+FA_AMX_INLINE __m512i softmax_row(int row, float *s, uint16_t *p, int p_down, const row_state *state,
+                                  const constants *k, __m512i check)
+{
+    const float *at    = scores_row(s, row);
+    __m512       shift = _mm512_set1_ps(state->shift[row]);
+    __m512       a     = exp2_of(_mm512_load_ps(at), shift, k);
+    __m512       b     = exp2_of(_mm512_load_ps(at + FA_AMX_TILE_FLOATS), shift, k);
+    __m512       sum   = _mm512_add_ps(a, b);
+    _mm512_store_si512(p + row / 16 * p_down + row % 16 * 32, fa_amx_pair(a, b));
+    _mm512_store_ps(state->sum_to + 16 * row, _mm512_add_ps(_mm512_load_ps(state->sum_from + 16 * row), sum));
+    return _mm512_or_si512(check, _mm512_castps_si512(sum));
+}
+
+/* Bit 30 in some lane: the row, or one of the unit's, is to be redone. */
+FA_AMX_INLINE bool outgrew(__m512i check) { return _mm512_test_epi32_mask(check, _mm512_set1_epi32(0x40000000)) != 0; }
+
+static void scale_row(float *x, int n, __m512 factor)
+{
+    for (int col = 0; col < n; col += 16)
+        _mm512_storeu_ps(x + col, _mm512_mul_ps(_mm512_loadu_ps(x + col), factor));
+}
+
+/* 32 values of P, pairs of bfloat16. */
+static void scale_p(uint16_t *p, __m512 factor)
+{
+    __m512i bits = _mm512_load_si512(p), high = _mm512_set1_epi32((int)0xFFFF0000);
+    __m512  a = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)), factor);
+    __m512  b = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(bits, high)), factor);
+    _mm512_store_si512(p, fa_amx_pair(a, b));
+}
+
+#endif
