@@ -61,7 +61,7 @@ typedef enum fa_role {
 /* ---- fused entries ---- */
 
 typedef struct fa_forward_block {
-    const void *q, *k, *v; /* packed: roles Q, K, V */
+    const void *q, *k, *v; /* packed: roles Q, K, V. Rows that pack left out of V are the caller's to add */
     float      *o;         /* [rows][ldo], not yet divided by l */
     int         ldo;
     float      *m, *l; /* [rows] running maximum (of score * multiplier, so base 2) and sum. m may be any finite

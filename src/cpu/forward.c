@@ -230,6 +230,23 @@ static bool fused_step(const step *t, const scratch *s)
     return t->kernels->forward_block(&block);
 }
 
+/* Rows of V with NaN or Inf are not in the packed V: the fused kernel leaves them to its caller, who knows their P from
+ * the shifts that it left. Other rows keep their bits. */
+static void add_bad_rows_after_fused(const step *t, const scratch *s)
+{
+    int   rows = fa_tile_rows(t->tile), keys = fa_tile_keys(t->tile);
+    float multiplier = fa_multiplier(t->call, t->scale);
+    t->kernels->scores(s->s, t->lds, t->q, s->k, rows, keys, (int)t->call->head_dim);
+    fa_apply_options(t->kernels, t->call, t->tile, t->visible, t->scale, s->s, NULL, t->lds);
+    for (int r = 0; r < rows; r++) {
+        for (int n = 0; n < s->num_bad; n++) {
+            float *p = s->s + (int64_t)r * t->lds + s->bad[n];
+            *p       = *p == -INFINITY || t->m[r] == -INFINITY ? 0.0f : exp2f(*p * multiplier - t->m[r]);
+        }
+    }
+    fa_add_bad_rows(t->kernels, t->o, t->ldo, rows, s->s, t->lds, 1, &s->v_rows, s->bad, s->num_bad, s->temp);
+}
+
 static void forward_step(const step *t, const scratch *s)
 {
     const fa_kernels *k    = t->kernels;
@@ -237,8 +254,11 @@ static void forward_step(const step *t, const scratch *s)
     int               rows = fa_tile_rows(t->tile), keys = fa_tile_keys(t->tile);
     bool window = t->visible == FA_VISIBLE_ALL || call->slices.count == 0; /* all that masks this tile */
     bool plain  = window && !fa_has_options(call, t->scale) && call->dropout.threshold == 0;
-    if (plain && k->forward_block && s->num_bad == 0 && !t->in_place && fused_step(t, s))
+    if (plain && k->forward_block && !t->in_place && fused_step(t, s)) {
+        if (s->num_bad > 0)
+            add_bad_rows_after_fused(t, s);
         return;
+    }
     if (t->in_place)
         k->scores_few(s->s, t->lds, t->q, &s->k_rows, rows, &s->v_rows);
     else
