@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
-"""Time flashattn and PyTorch's scaled_dot_product_attention on the CPU by turns, on the same inputs, and check every answer.
+"""Time flashattn and PyTorch's attention on the CPU by turns, on the same inputs, and check every answer.
 
     make && python3 bench/compare_torch.py [--quick] [--threads 1,2] [--json FILE [--append]]
 
-Training: batch 1, 512 / d heads, no mask and causal, forward and backward; GFLOP/s count 4 s^2 d h, half of it when causal, 2.5
-times for the backward. Decode: one query of 32 heads on 8 key heads. PyTorch runs whichever of its CPU backends is fastest in
-the cell. Tensors are PyTorch's own [b, h, s, d], random normal, never zeros. Where the tier is amx, float32 is also timed with AMX off.
+Training: batch 1, 512 / d heads, no mask and causal, forward and backward; GFLOP/s count 4 s^2 d h, half of it when
+causal, 2.5 times for the backward. Decode: one query of 32 heads on 8 key heads. PyTorch runs whichever of its CPU
+backends is fastest in the cell. Tensors are PyTorch's own [b, h, s, d], random normal, never zeros. Where the tier is
+amx, float32 is also timed with AMX off.
 
-Before anything is timed each result is compared with float64: output and LSE of one whole head, and the gradients of some
-queries and keys. Ours start as NaN and must be within the tests' tolerances (a relative L2 error of 5e-6, 1e-3 or 5e-3 for float32,
-float16, bfloat16, twice that for gradients), or the exit status is 1. PyTorch's error is printed beside ours.
+Before anything is timed each result is compared with float64: output and LSE of one whole head, and the gradients of
+some queries and keys. Ours start as NaN and must be within the tests' tolerances (a relative L2 error of 5e-6, 1e-3
+or 5e-3 for float32, float16, bfloat16, twice that for gradients), or the exit status is 1. PyTorch's error is printed
+beside ours.
 
-Percentages are of the best multiply-adds, AMX products and memory reads that `flashattn info --measure` saw between the cells of this
-run. A long grid may be run in pieces: --append keeps what FILE has of other cells.
+Percentages are of the best multiply-adds, AMX products and memory reads that `flashattn info --measure` saw between
+the cells of this run. A long grid may be run in pieces: --append keeps what FILE has of other cells.
 """
 
 import argparse

@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
 """Draw a benchmark's JSON as grouped bars, like the figures of the FlashAttention papers.
 
-    python3 bench/plot.py FILE [--out FOLDER] [--only NAME,...] [--list]
+    python3 bench/plot.py FILE [--out FOLDER] [--only NAME,...] [--list | --table summary | --table cells]
 
-FILE is what bench/compare_torch.py --json or bench/gpu.py --json wrote. Each figure becomes FOLDER/NAME.svg and NAME.png; --list
-prints the names. From compare_torch.py: cpu-PASS-THREADS, and decode; from gpu.py: gpu-forward, gpu-backward and gpu-both, the
-FlashAttention-2 paper's Figures 5, 6 and 4 (7 on Hopper). Forward and backward together count 3.5 forwards in the sum of both times.
-Needs matplotlib.
+FILE is what bench/compare_torch.py --json or bench/gpu.py --json wrote. Each figure becomes FOLDER/NAME.svg and
+NAME.png; --list prints the names, --table a Markdown table of compare_torch.py's report and draws nothing. From
+compare_torch.py: cpu-PASS-THREADS, and decode; from gpu.py: gpu-forward, gpu-backward and gpu-both, the
+FlashAttention-2 paper's Figures 5, 6 and 4 (7 on Hopper). Forward and backward together count 3.5 forwards in the sum
+of both times. Needs matplotlib.
 """
 
 import argparse
 import json
 import pathlib
+import statistics
 import sys
 
 # In the order of the bars: the name in the data, what the legend says, the colour.
@@ -29,7 +31,8 @@ SERIES = {
 SPARE_COLOURS = ("#8c8c8c", "#5f9ea0", "#d2691e")
 
 
-# ---- from a report to figures: plain data, {name: {title, unit, groups, columns, panels: [{title, groups, bars: {series: [value]}}]}} ----
+# ---- from a report to figures: plain data,
+# {name: {title, unit, groups, columns, panels: [{title, groups, bars: {series: [value]}}]}} ----
 
 
 def panel(title, groups, bars):
@@ -138,6 +141,68 @@ def cpu_figures(report):
     return figures
 
 
+# ---- tables ----
+
+
+def speed_of(row, side):
+    """GFLOP/s, for decode GB/s, of a row's fastest run."""
+    return (row["kv_bytes"] if row["pass"] == "decode" else row["flops"]) / row[side]["min_ms"] / 1e6
+
+
+def share(row):
+    """What part of the chip's peak ours reaches: of reading memory, AMX products or multiply-adds."""
+    kind = "read_gbps" if row["pass"] == "decode" else "amx_gflops" if "amx" in row["kernel"] else "fma_gflops"
+    peak = row["peaks"].get(kind)
+    name = {"read_gbps": "reading", "amx_gflops": "AMX", "fma_gflops": "FMA"}[kind]
+    return f"{100 * speed_of(row, 'ours') / peak:.0f}% of {name}" if peak else "-"
+
+
+def title_of(row):
+    off = ", AMX off" if cpu_series(row).endswith("off") else ""
+    return f"{row['dtype']} {row['pass']}{off}"
+
+
+def summary_table(report):
+    """A line for each dtype and pass; for each number of threads the ratio to PyTorch over the grid (geometric mean, least
+    to most) and the fastest cell."""
+    threads = sorted({row["threads"] for row in report["rows"]})
+    groups = {}
+    for row in report["rows"]:
+        groups.setdefault(title_of(row), {}).setdefault(row["threads"], []).append(row)
+    yield "| | " + " | ".join(f"{t} thread{'s' if t > 1 else ''}" for t in threads) + " |"
+    yield "|---" * (len(threads) + 1) + "|"
+    for title, found in groups.items():
+        cells = []
+        for t in threads:
+            ratios = [row["ratio_min"] for row in found.get(t, []) if row["ratio_min"]]
+            best = max(found.get(t, []), key=lambda row: speed_of(row, "ours"), default=None)
+            unit = "GB/s" if title.split()[1] == "decode" else "GFLOP/s"
+            times = (
+                f"**{statistics.geometric_mean(ratios):.2f}x** ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else "-"
+            )
+            cells.append(
+                f"{times}, {speed_of(best, 'ours'):.{1 if unit == 'GB/s' else 0}f} {unit}, {share(best)}"
+                if best
+                else "-"
+            )
+        yield f"| {title} | " + " | ".join(cells) + " |"
+
+
+def cells_table(report):
+    yield "| | d | mask | length | threads | PyTorch | flashattn | ratio | of medians | of the peak |"
+    yield "|---" * 10 + "|"
+    for row in sorted(report["rows"], key=lambda r: (r["threads"], r["pass"] == "decode")):
+        if row["pass"] == "forward+backward":
+            continue
+        theirs = f"{speed_of(row, 'torch'):.{1 if row['pass'] == 'decode' else 0}f}" if row["torch"] else "-"
+        ratios = [f"{row[name]:.2f}" if row[name] else "-" for name in ("ratio_min", "ratio_median")]
+        yield (
+            f"| {title_of(row)} | {row['head_dim']} | {'causal' if row['causal'] else 'none'} | {row['seqlen_k']} | "
+            f"{row['threads']} | {theirs} | {speed_of(row, 'ours'):.{1 if row['pass'] == 'decode' else 0}f} | "
+            f"{ratios[0]} | {ratios[1]} | {share(row)} |"
+        )
+
+
 def ordered(names):
     known = list(SERIES)
     return sorted(names, key=lambda name: (known.index(name) if name in known else known.index("flex"), name))
@@ -228,11 +293,18 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("."), metavar="FOLDER")
     parser.add_argument("--only", metavar="NAME,...", help="these figures alone")
     parser.add_argument("--list", action="store_true", help="print the names of the figures and draw nothing")
+    parser.add_argument("--table", choices=("summary", "cells"), help="a Markdown table instead of pictures")
     options = parser.parse_args()
     try:
-        figures = figures_of(json.loads(options.file.read_text()))
+        report = json.loads(options.file.read_text())
+        figures = figures_of(report)
     except (OSError, ValueError) as problem:
         sys.exit(f"plot: {options.file}: {problem}")
+    if options.table:
+        if report["schema"] != "flashattn-torch-bench-1":
+            sys.exit("plot: --table is for what bench/compare_torch.py wrote")
+        print(*(summary_table if options.table == "summary" else cells_table)(report), sep="\n")
+        return 0
     wanted = options.only.split(",") if options.only else list(figures)
     for name in wanted:
         if name not in figures:

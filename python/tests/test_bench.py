@@ -141,7 +141,7 @@ def gpu_report():
 
 def cpu_report():
     def row(label, dtype, s, tier, ours, torch):
-        return {
+        found = {
             "pass": label,
             "dtype": dtype,
             "head_dim": 64,
@@ -149,14 +149,15 @@ def cpu_report():
             "heads_k": 8,
             "seqlen_k": s,
             "causal": False,
-            "threads": 1,
-            "tier": tier,
-            "flops": 1e9,
-            "kv_bytes": 1e6,
-            "peaks": {"read_gbps": 10.0},
-            "ours": {"min_ms": ours},
-            "torch": torch and {"min_ms": torch},
         }
+        found |= {"threads": 1, "tier": tier, "flops": 1e9, "kv_bytes": 1e6, "ours": {"min_ms": ours}}
+        found["torch"] = torch and {"min_ms": torch}
+        found["ratio_min"] = found["ratio_median"] = torch and torch / ours
+        found["kernel"] = (
+            "decode_avx512" if label == "decode" else "forward_amx" if dtype == "bfloat16" else "forward_avx512"
+        )
+        found["peaks"] = {"read_gbps": 10.0, "fma_gflops": 1000.0, "amx_gflops": 2000.0}
+        return found
 
     return {
         "schema": "flashattn-torch-bench-1",
@@ -194,6 +195,23 @@ def test_cpu_bars_are_what_the_report_says():
     }
     assert list(halves["bars"]) == ["torch", "ours"]
     assert figures["decode"]["panels"][0]["bars"] == {"torch": [2.5], "read": [10.0], "ours": [5.0]}
+
+
+def test_tables_say_what_the_report_says(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(cpu_report()))
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(file), "--table", "summary"])
+    assert plot.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| | 1 thread |" and len(lines) == 2 + 4
+    assert lines[2] == "| float32 forward | **2.00x** (2.00-2.00), 500 GFLOP/s, 50% of FMA |"
+    assert lines[3] == "| float32 forward, AMX off | **1.33x** (1.33-1.33), 333 GFLOP/s, 33% of FMA |"
+    assert lines[5] == "| bfloat16 decode | **2.00x** (2.00-2.00), 5.0 GB/s, 50% of reading |"
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(file), "--table", "cells"])
+    assert plot.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 5
+    assert lines[5] == "| bfloat16 forward | 64 | none | 1024 | 1 | 250 | 1000 | 4.00 | 4.00 | 50% of AMX |"
 
 
 def test_a_file_that_is_no_report_is_refused(monkeypatch, tmp_path):
