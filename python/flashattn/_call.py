@@ -237,9 +237,11 @@ def _short_fill(device, index, dtype, q, q_shape, q_stride, k, k_shape, k_stride
 
 
 def _short_tensors(q, k, v, dtype, out, lse, scale, causal, window, softcap, cu_seqlens, max_seqlens):
-    """_short_fill of torch tensors: (the struct's address, the address of exec)."""
+    """_short_fill of torch tensors: (the struct's address, the address of exec); None where a stride cannot be said to C."""
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     q_stride, k_stride, v_stride = q.stride(), k.stride(), v.stride()
+    if not (any(q_stride) and any(k_stride) and any(v_stride)):
+        return None
     lengths = None
     if cu_seqlens:
         q_shape, k_shape, v_shape = (1, *q_shape), (1, *k_shape), (1, *v_shape)
@@ -258,8 +260,8 @@ def _short_tensors(q, k, v, dtype, out, lse, scale, causal, window, softcap, cu_
 
 def short_torch(q, k, v, dtype, scale, causal, window, softcap, want_lse, cu_seqlens=(), max_seqlens=(0, 0)):
     """Call(q, k, v, ...).forward() without objects in between: a few microseconds, which is what a tiny attention takes.
-    dtype is q's code, which k and v share; no strides are all 0; cu_seqlens () or (of q, of k), contiguous int32 on q's
-    device."""
+    dtype is q's code, which k and v share; cu_seqlens () or (of q, of k), contiguous int32 on q's device. None where a
+    stride cannot be said to C."""
     shape = q.shape
     out = q.new_empty((*shape[:-1], v.shape[-1]))
     lse = None
@@ -267,6 +269,8 @@ def short_torch(q, k, v, dtype, scale, causal, window, softcap, want_lse, cu_seq
         lse = q.new_empty((shape[1], shape[0]) if cu_seqlens else (shape[0], shape[2], shape[1]),
                           dtype=sys.modules["torch"].float32)
     filled = _short_tensors(q, k, v, dtype, out, lse, scale, causal, window, softcap, cu_seqlens, max_seqlens)
+    if filled is None:
+        return None
     status = lib.flash_attn_forward(_native.context, *filled)
     if status:
         check(status)

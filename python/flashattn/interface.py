@@ -132,8 +132,20 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
 
 
 def kvcache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-            block_table, rotary_interleaved, return_softmax_lse, **options):
+            block_table, *others, **options):
     """What both spellings of flash_attn_with_kvcache do."""
+    try:
+        return _kvcache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+                        block_table, *others, **options)
+    except _native.InvalidError as error:
+        if block_table is None or len(block_table.shape) != 2:
+            raise
+        raise _native.InvalidError(f"{error} (block_table has {block_table.shape[1]} pages of {k_cache.shape[1]} rows for each "
+                                   "sequence)") from None
+
+
+def _kvcache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+            block_table, rotary_interleaved, return_softmax_lse, **options):
     if is_torch(q):
         q, k_cache, v_cache = q.detach(), k_cache.detach(), v_cache.detach()
         k, v = (t.detach() if t is not None else None for t in (k, v))

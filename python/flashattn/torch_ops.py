@@ -165,10 +165,15 @@ def _short_dtype(q, k, v, cu_seqlens_q, cu_seqlens_k):
                 not _contiguous_lengths(cu_seqlens_k, q):
             return None
         dims = 3
-    if q.dim() == k.dim() == v.dim() == dims and q.dtype == k.dtype == v.dtype and q.device == k.device == v.device \
-            and any(q.stride()) and any(k.stride()) and any(v.stride()):  # four zeros mean contiguous to C
-        return _short_dtypes.get(q.dtype)
+    dtype = q.dtype
+    if q.dim() == k.dim() == v.dim() == dims and dtype == k.dtype == v.dtype and q.device == k.device == v.device:
+        return _short_dtypes.get(dtype)
     return None
+
+
+def _sayable(*tensors):
+    """Four strides of zero mean contiguous to C."""
+    return all([any(t.stride()) for t in tensors])
 
 
 def _save_short(ctx, tensors, lse, cu_seqlens, max_seqlens, short, want_lse):
@@ -264,7 +269,7 @@ def attention_packed(q, packed, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seq
             (packed.requires_grad or q is not None and q.requires_grad) and _forward_ad._current_level < 0 and \
             _eager((q, packed, cu_seqlens_q, cu_seqlens_k)) and (q is None or isinstance(q, Tensor)):
         dtype = _short_dtype(*views, cu_seqlens_q, cu_seqlens_k)
-        if dtype is not None:
+        if dtype is not None and _sayable(*views):
             done = _PackedFunction.apply(q, packed, () if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k),
                                          (max_seqlen_q or 0, max_seqlen_k or 0), (dtype, scale, causal, window, softcap),
                                          want_lse)
@@ -283,7 +288,8 @@ def attention(q, k, v, *, bias=None, alibi_slopes=None, sinks=None, cu_seqlens_q
             raise _native.InvalidError(f"{name} is {type(t).__name__} but q is a PyTorch tensor: give arrays of one kind")
     if _forward_ad._current_level >= 0 and any(_forward_ad.unpack_dual(t).tangent is not None for t in (q, k, v)):
         raise _native.UnsupportedError("forward-mode differentiation is not supported: only the reverse mode")
-    eager = not _is_compiling() and _eager((q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k))
+    eager = not _is_compiling() and _eager((q, k, v)) and (
+        bias is sinks is cu_seqlens_q is None or _eager((bias, sinks, cu_seqlens_q, cu_seqlens_k)))
     grad = eager and _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if eager and bias is alibi_slopes is sinks is seqused_q is seqused_k is slices is None and not dropout_p \
             and not (grad and deterministic):
@@ -291,12 +297,14 @@ def attention(q, k, v, *, bias=None, alibi_slopes=None, sinks=None, cu_seqlens_q
         if dtype is not None:
             cu_seqlens = () if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
             max_seqlens = max_seqlen_q or 0, max_seqlen_k or 0
-            if grad:
+            if not grad:
+                done = short_torch(q, k, v, dtype, scale, causal, window, softcap, want_lse, cu_seqlens, max_seqlens)
+                if done is not None:
+                    return done[0], done[1], None
+            elif _sayable(q, k, v):
                 short = dtype, scale, causal, window, softcap
                 done = _ShortFunction.apply(q, k, v, cu_seqlens, max_seqlens, short, want_lse)
                 return (*done, None) if want_lse else (done, None, None)
-            done = short_torch(q, k, v, dtype, scale, causal, window, softcap, want_lse, cu_seqlens, max_seqlens)
-            return done[0], done[1], None
     options = _options(q, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices,
                        slice_offsets, max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, dropout_p, deterministic)
     if not eager:

@@ -53,7 +53,8 @@ FLASH_ATTN_3 = {
         "pack_gqa=None, sm_margin=0",
 }
 PADDING = {"unpad_input": "hidden_states, attention_mask, unused_mask=None",
-           "pad_input": "hidden_states, indices, batch, seqlen"}
+           "pad_input": "hidden_states, indices, batch, seqlen",
+           "unpad_input_for_concatenated_sequences": "hidden_states, attention_mask_in_length"}
 
 
 @pytest.mark.parametrize("module, known", [(flashattn.interface, FLASH_ATTN_2), (interface3, FLASH_ATTN_3),
@@ -152,6 +153,19 @@ def test_pages_in_the_varlen_form():
                                          block_table=table)
 
 
+@pytest.mark.parametrize("append", [False, True])
+def test_lengths_beyond_the_block_table_are_refused(append):
+    """As flash_attn's own suite asks: the sentence names block_table, and full is not too much."""
+    pages, table = make(4, 16, 1, 8), torch.zeros(1, 1, dtype=torch.int32)
+    q = make(1, 1, 1, 8)
+    new = make(1, 1, 1, 8) if append else None
+    run = lambda held, new=None: flashattn.flash_attn_with_kvcache(
+        q, pages.clone(), pages.clone(), new, new, cache_seqlens=torch.tensor([held], dtype=torch.int32), block_table=table)
+    with pytest.raises(RuntimeError, match="block_table"):
+        run(16 if append else 17, new)
+    assert torch.equal(run(16), flashattn.flash_attn_func(q, pages[:1], pages[:1]))
+
+
 def test_what_cannot_be_done_is_refused():
     with pytest.raises(flashattn.UnsupportedError, match="qv"):
         interface3.flash_attn_func(Q, K, V, qv=Q)
@@ -199,6 +213,15 @@ def test_padding_goes_and_comes_back():
     unused[2, :2] = 1
     rows, indices, cu_seqlens, longest, used = flashattn.bert_padding.unpad_input(hidden, mask, unused)
     assert cu_seqlens.tolist() == [0, 3, 10, 12] and used.tolist() == [3, 7, 0]
+
+
+def test_several_sequences_in_a_row_of_the_batch():
+    hidden = make(3, 6, 4)
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+    rows, indices, cu_seqlens, longest = flashattn.bert_padding.unpad_input_for_concatenated_sequences(hidden, lengths)
+    assert cu_seqlens.tolist() == [0, 2, 5, 8, 10, 16] and cu_seqlens.dtype == torch.int32 and longest == 6
+    assert torch.equal(rows, torch.cat([hidden[0, :5], hidden[1, :5], hidden[2]]))
+    assert torch.equal(flashattn.bert_padding.index_put_first_axis(rows, indices, 18).view(3, 6, 4)[:, :5], hidden[:, :5])
 
 
 def test_the_shim_stands_in_for_flash_attn():
