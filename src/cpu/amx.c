@@ -390,8 +390,8 @@ static size_t forward_scratch_1(int rows, int keys, int head_dim, int head_dim_v
 /* Many steps a call keep the fused kernel's pipeline full; pieces make a tile that many times larger. */
 static fa_tile_shape tiles(flash_attn_pass pass, int64_t head_dim)
 {
-    (void)pass, (void)head_dim;
-    return (fa_tile_shape){128, 256};
+    (void)head_dim;
+    return pass == FLASH_ATTN_BACKWARD ? (fa_tile_shape){256, 256} : (fa_tile_shape){128, 256};
 }
 
 static fa_tile_shape tiles_pieces(flash_attn_pass pass, int64_t head_dim)
