@@ -51,7 +51,7 @@ static fa_jit with_nvrtc(void)
 {
     fa_jit   jit;
     fa_nvrtc nvrtc;
-    if (fa_nvrtc_load(&nvrtc, NULL) != FLASH_ATTN_OK) {
+    if (fa_nvrtc_load(&nvrtc, NULL, 0) != FLASH_ATTN_OK) {
         print_message("skipped: %s\n", flash_attn_last_error());
         skip();
     }
@@ -220,6 +220,19 @@ static void a_missing_compiler_is_said(void **state)
     assert_int_equal(fa_jit_init(&jit, &options, 0), FLASH_ATTN_OK);
     assert_int_equal(fa_jit_build(&jit, &key, &binary), FLASH_ATTN_COMPILE);
     assert_non_null(strstr(flash_attn_last_error(), "/nonexistent/libnvrtc.so"));
+    fa_jit_free(&jit);
+}
+
+static void an_architecture_that_the_compiler_does_not_know_is_said(void **state)
+{
+    (void)state;
+    fa_jit    jit = with_nvrtc();
+    fa_key    key = upload_key();
+    fa_binary binary;
+    key.arch = 990;
+    assert_int_equal(fa_jit_compile(&jit, &key, &binary), FLASH_ATTN_COMPILE);
+    assert_non_null(strstr(flash_attn_last_error(), "compute capability 99.0"));
+    assert_non_null(strstr(flash_attn_last_error(), "12.8 or later"));
     fa_jit_free(&jit);
 }
 
@@ -447,6 +460,7 @@ int main(void)
         TEST(an_error_in_a_kernel_is_one_sentence_with_its_line),
         TEST(an_unreadable_kernel_folder_is_said),
         TEST(a_missing_compiler_is_said),
+        TEST(an_architecture_that_the_compiler_does_not_know_is_said),
         TEST(a_folder_filled_ahead_serves_a_machine_without_compiler),
         TEST(the_cache_is_private),
         TEST(a_cache_that_others_can_write_is_refused),

@@ -1,6 +1,7 @@
 """The C library: where it is, its structs as include/flashattn.h has them, and its errors as exceptions."""
 
 import ctypes
+import importlib.util
 import os
 import pathlib
 import struct
@@ -184,12 +185,23 @@ version = "{}.{}.{}".format(*divmod(lib.flash_attn_version() // 100, 100), lib.f
 context = None  # what every call runs on; None: the one that the library makes itself
 
 
-def share_openmp():
+def pip_nvrtc(cuda_major):
+    """The compiler of GPU kernels that pip has installed for this major version of CUDA, as it does with PyTorch; None if there is
+    none. On a machine without CUDA's toolkit the loader finds no other."""
+    nvidia = importlib.util.find_spec("nvidia")
+    folders = nvidia.submodule_search_locations if nvidia else None
+    found = [file for folder in folders or () for file in pathlib.Path(folder).glob(f"*/lib/libnvrtc.so.{cuda_major}")]
+    return str(min(found)) if found else None
+
+
+def share_with_torch(cuda_version):
     """From now on run on the threads of the OpenMP runtime that the process has loaded, which are PyTorch's. Two pools
-    would be in each other's way: the threads of each wait a while for more work before they sleep."""
+    would be in each other's way: the threads of each wait a while for more work before they sleep. Likewise its compiler of
+    GPU kernels. cuda_version: torch.version.cuda, None in a PyTorch without CUDA."""
     global context
     made = c_void_p()
-    check(lib.flash_attn_create(byref(made), byref(Options(use_openmp=True))))
+    nvrtc = pip_nvrtc(cuda_version.split(".")[0]) if cuda_version else None
+    check(lib.flash_attn_create(byref(made), byref(Options(use_openmp=True, nvrtc_path=nvrtc and os.fsencode(nvrtc)))))
     context = made.value
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import _native
 from ._call import Call, short_torch, short_torch_backward
 
-_native.share_openmp()
+_native.share_with_torch(torch.version.cuda)
 
 _DOUBLE_BACKWARD = "flashattn: the backward has no gradient of its own (double backward is not supported)"
 

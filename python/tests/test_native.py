@@ -5,6 +5,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import sys
 import threading
 
 import flashattn
@@ -112,3 +113,17 @@ def test_versions_agree():
     assert flashattn.__version__ == ".".join(parts)
     info = flashattn.device_info()
     assert info["num_cores"] >= 1 and info["isa"]
+
+
+def test_pips_compiler_of_gpu_kernels_is_found_for_pytorchs_version_of_cuda(tmp_path, monkeypatch):
+    for folder, name in ("cu13", "libnvrtc.so.13"), ("cuda_nvrtc", "libnvrtc.so.12"), ("cu13", "libcublas.so.12"):
+        file = tmp_path / "nvidia" / folder / "lib" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    assert _native.pip_nvrtc("13") == str(tmp_path / "nvidia/cu13/lib/libnvrtc.so.13")
+    assert _native.pip_nvrtc("12") == str(tmp_path / "nvidia/cuda_nvrtc/lib/libnvrtc.so.12")
+    assert _native.pip_nvrtc("11") is None
+    monkeypatch.setattr("sys.path", [])
+    assert _native.pip_nvrtc("13") is None

@@ -68,22 +68,30 @@ flash_attn_status fa_driver_check(const fa_driver *driver, CUresult result, cons
                    result == CUDA_ERROR_NOT_INITIALIZED ? "; a process forked after CUDA was in use cannot use it" : "");
 }
 
-static void *open_nvrtc(void)
+static void *open_nvrtc(int driver_version)
 {
-    static const char *const names[] = {"libnvrtc.so.13", "libnvrtc.so.12"};
-    static const char *const files[] = {"libnvrtc.so.13", "libnvrtc.so.12", "/usr/local/cuda/lib64/libnvrtc.so.13",
-                                        "/usr/local/cuda/lib64/libnvrtc.so.12"};
-    void *library = NULL;
-    for (size_t i = 0; i < sizeof names / sizeof *names && !library; i++)
+    enum { NAMES = 2 };
+    static const char *const folders[] = {"", "/usr/local/cuda/lib64/"};
+    const char              *names[NAMES] = {"libnvrtc.so.13", "libnvrtc.so.12"};
+    void                    *library = NULL;
+    char                     file[64];
+    if (driver_version > 0 && driver_version < 13000) { /* which need not load what a compiler of CUDA 13 built */
+        names[0] = "libnvrtc.so.12";
+        names[1] = "libnvrtc.so.13";
+    }
+    for (int i = 0; i < NAMES && !library; i++)
         library = dlopen(names[i], RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
-    for (size_t i = 0; i < sizeof files / sizeof *files && !library; i++)
-        library = dlopen(files[i], RTLD_NOW | RTLD_LOCAL);
+    for (size_t f = 0; f < sizeof folders / sizeof *folders; f++)
+        for (int i = 0; i < NAMES && !library; i++) {
+            snprintf(file, sizeof file, "%s%s", folders[f], names[i]);
+            library = dlopen(file, RTLD_NOW | RTLD_LOCAL);
+        }
     return library;
 }
 
-flash_attn_status fa_nvrtc_load(fa_nvrtc *nvrtc, const char *path)
+flash_attn_status fa_nvrtc_load(fa_nvrtc *nvrtc, const char *path, int driver_version)
 {
-    void *library = path ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : open_nvrtc();
+    void *library = path ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : open_nvrtc(driver_version);
     if (!library && path)
         return fa_fail(FLASH_ATTN_COMPILE, "nvrtc_path %s cannot be loaded: %s", path, dlerror());
     if (!library)

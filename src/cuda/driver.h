@@ -116,9 +116,10 @@ typedef struct fa_nvrtc {
 
 /*
  * Load NVRTC. path: a file to open, or NULL: one that the process has already loaded (a Python wheel's, say), else the
- * system's libnvrtc.so.13 or .12, else CUDA's usual folder. COMPILE with a sentence if there is none or it is older
- * than 12.4. The library stays loaded: unloading a compiler that other code may share gains nothing.
+ * system's libnvrtc.so.13 or .12, else CUDA's usual folder; with a driver before CUDA 13 (driver_version; 0: none) the .12
+ * before the .13. COMPILE with a sentence if there is none or it is older than 12.4. The library stays loaded: unloading
+ * a compiler that other code may share gains nothing.
  */
-flash_attn_status fa_nvrtc_load(fa_nvrtc *nvrtc, const char *path);
+flash_attn_status fa_nvrtc_load(fa_nvrtc *nvrtc, const char *path, int driver_version);
 
 #endif

@@ -335,15 +335,31 @@ static void *compile_thread(void *argument)
 static flash_attn_status need_nvrtc(fa_jit *jit)
 {
     if (jit->nvrtc_state == 0)
-        FA_TRY(fa_nvrtc_load(&jit->nvrtc, jit->nvrtc_path));
+        FA_TRY(fa_nvrtc_load(&jit->nvrtc, jit->nvrtc_path, jit->driver_version));
     jit->nvrtc_state = 1;
     return FLASH_ATTN_OK;
+}
+
+/* NVRTC's own error names its option, not what would help. */
+static flash_attn_status check_arch(const fa_nvrtc *nvrtc, int arch)
+{
+    int known[64], count = 0;
+    if (nvrtc->nvrtcGetNumSupportedArchs(&count) != NVRTC_SUCCESS || count < 1 || count > 64 ||
+        nvrtc->nvrtcGetSupportedArchs(known) != NVRTC_SUCCESS)
+        return FLASH_ATTN_OK;
+    for (int i = 0; i < count; i++)
+        if (known[i] == arch)
+            return FLASH_ATTN_OK;
+    return fa_fail(FLASH_ATTN_COMPILE, "NVRTC %d.%d builds nothing for compute capability %d.%d; its latest is %d.%d. 10.0 and 12.0 "
+                   "need version 12.8 or later", nvrtc->version / 1000, nvrtc->version % 1000 / 10, arch / 10, arch % 10,
+                   known[count - 1] / 10, known[count - 1] % 10);
 }
 
 /* On a thread of our own: a compiler needs megabytes of stack, which the caller's thread may not have. */
 flash_attn_status fa_jit_compile(fa_jit *jit, const fa_key *key, fa_binary *binary)
 {
     FA_TRY(need_nvrtc(jit));
+    FA_TRY(check_arch(&jit->nvrtc, key->arch));
     compile_job    job = {.jit = jit, .key = key, .binary = binary};
     pthread_attr_t attributes;
     pthread_t      thread;
