@@ -65,17 +65,12 @@ static flash_attn_status check_exec(const flash_attn_context *context, flash_att
     return FLASH_ATTN_OK;
 }
 
-static flash_attn_status check_workspace(flash_attn_context *context, flash_attn_device device, const fa_call *call,
-                                         const fa_exec *exec)
+flash_attn_status fa_check_workspace(const fa_exec *exec, size_t needed_bytes)
 {
-    if (!exec->workspace)
+    if (!exec->workspace || exec->workspace_bytes >= needed_bytes)
         return FLASH_ATTN_OK;
-    size_t needed = 0;
-    FA_TRY(workspace_on(context, device, call, &needed));
-    if (exec->workspace_bytes < needed)
-        return fa_fail(FLASH_ATTN_NO_MEMORY, "exec.workspace_bytes is %zu, expected at least %zu",
-                       exec->workspace_bytes, needed);
-    return FLASH_ATTN_OK;
+    return fa_fail(FLASH_ATTN_NO_MEMORY, "exec.workspace_bytes is %zu, expected at least %zu", exec->workspace_bytes,
+                   needed_bytes);
 }
 
 static flash_attn_status run(flash_attn_context *context, const flash_attn_problem *problem,
@@ -86,7 +81,8 @@ static flash_attn_status run(flash_attn_context *context, const flash_attn_probl
     FA_TRY(fa_context_of(&context));
     FA_TRY(fa_normalise(problem, grads, pass, FA_RUN, &call));
     FA_TRY(check_exec(context, problem->device, exec, &how));
-    FA_TRY(check_workspace(context, problem->device, &call, &how));
+    if (problem->device.type == FLASH_ATTN_CPU)
+        FA_TRY(fa_check_workspace(&how, fa_cpu_workspace(context->cpu, &call)));
     FA_TRY(fa_check_memory(&call, how.workspace, how.workspace_bytes));
     return run_on(context, problem->device, &call, &how);
 }

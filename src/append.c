@@ -212,6 +212,7 @@ static flash_attn_status check_memory(const flash_attn_append *a, const sizes *s
                 {"leftpad_k", fa_array_view(a->leftpad_k, size->batch, FLASH_ATTN_F32), false},
                 {"pages.table", fa_table_view(&a->pages, size->batch), false},
     };
+    _Static_assert(sizeof regions / sizeof *regions <= FA_MAX_REGIONS, "fa_check_overlap takes no more");
     return fa_check_overlap(regions, (int)(sizeof regions / sizeof *regions));
 }
 

@@ -153,6 +153,9 @@ typedef struct fa_exec {
     int    num_threads; /* resolved, >= 1 */
 } fa_exec;
 
+/* NO_MEMORY if there is a workspace and it is smaller. On CUDA the backend asks, for only its plan knows. */
+flash_attn_status fa_check_workspace(const fa_exec *exec, size_t needed_bytes);
+
 /* ---- the reference (reference.c): one thread, double, allocates one row of scores ---- */
 
 flash_attn_status fa_reference_forward(const fa_call *call);

@@ -66,7 +66,8 @@ bool fa_same_view(const flash_attn_tensor *a, const flash_attn_tensor *b);
 /* False only if it is certain that no byte belongs to both. Views of one packed buffer are told apart. */
 bool fa_views_overlap(const flash_attn_tensor *a, const flash_attn_tensor *b);
 
-/* No written region shares memory with another region. */
+/* No written region shares memory with another region. At most FA_MAX_REGIONS. */
+enum { FA_MAX_REGIONS = 32 };
 flash_attn_status fa_check_overlap(const fa_region *regions, int count);
 
 /* ---- a problem (problem.c, options.c, lengths.c) ---- */

@@ -108,30 +108,42 @@ static bool reaches(const axis *axes, int count, int64_t target, int *steps)
     return false;
 }
 
-bool fa_views_overlap(const flash_attn_tensor *a, const flash_attn_tensor *b)
+static bool apart(span a, span b) { return a.end <= b.begin || b.end <= a.begin; }
+
+/* Of views whose spans, a's and b's, are not apart. */
+static bool elements_meet(const flash_attn_tensor *a, span span_a, const flash_attn_tensor *b, span span_b)
 {
-    if (fa_view_is_empty(a) || fa_view_is_empty(b))
-        return false;
-    span span_a = span_of(a), span_b = span_of(b);
-    if (span_a.end <= span_b.begin || span_b.end <= span_a.begin)
-        return false;
     axis axes[MAX_AXES];
     int  count = add_view(axes, add_view(axes, 0, a, 1), b, -1), steps = MAX_STEPS;
     return reaches(axes, count, (int64_t)(span_b.begin - span_a.begin), &steps);
 }
 
+bool fa_views_overlap(const flash_attn_tensor *a, const flash_attn_tensor *b)
+{
+    if (fa_view_is_empty(a) || fa_view_is_empty(b))
+        return false;
+    span span_a = span_of(a), span_b = span_of(b);
+    return !apart(span_a, span_b) && elements_meet(a, span_a, b, span_b);
+}
+
+/* On every call's path: most regions are absent, and of the rest each span is made once for all its pairs. */
 flash_attn_status fa_check_overlap(const fa_region *regions, int count)
 {
-    for (int i = 0; i < count; i++) {
-        if (!regions[i].written || !regions[i].view.data)
-            continue;
-        for (int j = 0; j < count; j++) {
-            if (j == i || (j < i && regions[j].written) || !regions[j].view.data)
-                continue;
-            if (fa_views_overlap(&regions[i].view, &regions[j].view))
-                return fa_fail(FLASH_ATTN_INVALID, "%s and %s share memory, expected %s, which is written, to be apart",
-                               regions[i].name, regions[j].name, regions[i].name);
+    const fa_region *region[FA_MAX_REGIONS];
+    span             spans[FA_MAX_REGIONS];
+    int              present = 0;
+    for (int i = 0; i < count; i++)
+        if (regions[i].view.data && !fa_view_is_empty(&regions[i].view)) {
+            region[present]  = &regions[i];
+            spans[present++] = span_of(&regions[i].view);
         }
-    }
+    for (int i = 0; i < present; i++)
+        for (int j = 0; region[i]->written && j < present; j++) {
+            if (j == i || (j < i && region[j]->written) || apart(spans[i], spans[j]))
+                continue;
+            if (elements_meet(&region[i]->view, spans[i], &region[j]->view, spans[j]))
+                return fa_fail(FLASH_ATTN_INVALID, "%s and %s share memory, expected %s, which is written, to be apart",
+                               region[i]->name, region[j]->name, region[i]->name);
+        }
     return FLASH_ATTN_OK;
 }

@@ -275,6 +275,7 @@ flash_attn_status fa_check_memory(const fa_call *call, const void *workspace, si
         {"pages.table", fa_table_view(&call->pages, batch), false},
         {"exec.workspace", fa_array_view(workspace, (int64_t)workspace_bytes, FLASH_ATTN_F8E4M3), true},
     };
+    _Static_assert(sizeof regions / sizeof *regions <= FA_MAX_REGIONS, "fa_check_overlap takes no more");
     return fa_check_overlap(regions, (int)(sizeof regions / sizeof *regions));
 }
 

@@ -183,7 +183,7 @@ flash_attn_status fa_view_output_layout(const char *name, flash_attn_tensor *t, 
     FA_TRY(fa_view_layout(name, t, plan));
     if (fa_view_is_empty(t))
         return FLASH_ATTN_OK;
-    int order[4] = {0, 1, 2, 3};
+    int order[4] = {3, 2, 1, 0}; /* most tensors need no swap */
     for (int i = 1; i < 4; i++)
         for (int j = i; j > 0 && magnitude(t->stride[order[j]]) < magnitude(t->stride[order[j - 1]]); j--) {
             int swap     = order[j];

@@ -60,6 +60,11 @@ static flash_attn_status make_plan(const fa_place *place, const fa_call *call, f
     return fa_plan_make(call, place->device->built_for, place->cuda->forced_kernel, plan);
 }
 
+static size_t workspace_for(const fa_plan *plan)
+{
+    return plan->workspace_bytes > 0 ? plan->workspace_bytes + 255 : 0; /* the caller's may start anywhere */
+}
+
 static flash_attn_status run_at(const fa_place *place, const fa_call *call, const fa_exec *exec)
 {
     fa_plan plan;
@@ -68,6 +73,7 @@ static flash_attn_status run_at(const fa_place *place, const fa_call *call, cons
         return launch_all(place, call, &plan);
     if (!exec->workspace)
         return run_in_own_memory(place, call, &plan);
+    FA_TRY(fa_check_workspace(exec, workspace_for(&plan)));
     uintptr_t base = ((uintptr_t)exec->workspace + 255) / 256 * 256;
     fa_plan_place(call, &plan, (char *)base);
     return launch_all(place, call, &plan);
@@ -92,7 +98,7 @@ flash_attn_status fa_cuda_workspace(flash_attn_context *context, int32_t device,
     FA_TRY(fa_cuda_of(context, &cuda));
     FA_TRY(fa_device_get(cuda, device, &at));
     FA_TRY(fa_plan_make(call, at->built_for, cuda->forced_kernel, &plan));
-    *bytes = plan.workspace_bytes > 0 ? plan.workspace_bytes + 255 : 0; /* the caller's may start anywhere */
+    *bytes = workspace_for(&plan);
     return FLASH_ATTN_OK;
 }
 
