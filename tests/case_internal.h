@@ -42,7 +42,7 @@ struct case_instance {
     bool               failed; /* memory ran out */
 
     flash_attn_tensor expected[NUM_OUTPUTS]; /* F32, contiguous; data NULL: not an output */
-    double            allowed[NUM_OUTPUTS], allowed_l2[NUM_OUTPUTS];
+    double            allowed[NUM_OUTPUTS], allowed_l2[NUM_OUTPUTS], l2_scale[NUM_OUTPUTS]; /* relative L2: of this size */
     double            largest_lse;
 };
 

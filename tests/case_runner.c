@@ -117,8 +117,11 @@ static double largest_lse(const flash_attn_tensor *lse)
     return largest;
 }
 
-/* Without this floor the relative error of gradients that cancel to nothing would mean nothing. */
-static double l2_scale(const difference *d) { return fmax(d->reference_l2, 0.01 * sqrt((double)d->count)); }
+/* A gradient that cancels to nothing has no relative error; a tenth of its terms stands for it then. */
+static double l2_scale(const difference *d, const case_terms *terms, int n)
+{
+    return fmax(fmax(d->reference_l2, n >= OUT_DQ ? 0.1 * terms->l2[n] : 0), 0.01 * sqrt((double)d->count));
+}
 
 /* What float32 scores of the size of the largest LSE lose: a sum of head_dim products errs by about the root of their
  * number. In random shapes a softcap, a sink or a bias may hide from LSE how large the products were. */
@@ -139,9 +142,10 @@ static void set_allowances(case_instance *x, int n, const difference *reference,
     bool   gradient = n >= OUT_DQ;
     /* The backward's P = exp(S - LSE) has what two scores lose: its own and the forward's. */
     double M = fmax(1, reference->reference_largest), lost = score_rounding(x) * (gradient ? 2 : 1);
-    double cancelled = gradient && x->any_shape ? 16 * 0x1p-24 + lost : 0; /* of the terms, whatever is left of them */
+    double scale = x->l2_scale[n] = l2_scale(reference, terms, n);
+    double cancelled = gradient ? lost + (x->any_shape ? 16 * 0x1p-24 : 0) : 0; /* of the terms, whatever is left of them */
     x->allowed[n]    = ((gradient ? 1e-5 : 5e-6) + lost) * M + cancelled * terms->largest[n];
-    x->allowed_l2[n] = (gradient && x->any_shape ? 1e-5 : 5e-6) + lost + cancelled * terms->l2[n] / l2_scale(reference);
+    x->allowed_l2[n] = (gradient && x->any_shape ? 1e-5 : 5e-6) + lost + cancelled * terms->l2[n] / scale;
     if (x->dtype == FLASH_ATTN_F32 || n == OUT_LSE)
         return;
     double rounding = dtype_epsilon(output_of(x, n)->dtype) / 2 * reference->reference_largest;
@@ -149,11 +153,11 @@ static void set_allowances(case_instance *x, int n, const difference *reference,
     /* Plain attention in float16 overflows where ours must not; then only the relative bound is left. */
     double error = plain->finite ? plain->largest : 16 * dtype_epsilon(x->dtype) * M;
     x->allowed[n] += (gradient ? 3 : 2) * error + rounding;
-    x->allowed_l2[n] = fmax(table, plain->finite ? 2 * plain->l2 / l2_scale(reference) : 0) + lost;
+    x->allowed_l2[n] = fmax(table, plain->finite ? 2 * plain->l2 / scale : 0) + lost;
     /* One number a head is too few to measure plain attention's error by, and dropout drops other pairs there. */
     double share = n == OUT_DSINKS ? 1 : !x->any_shape ? 0 : x->shape.dropout > 0 ? 1 : gradient ? 0.25 : 0;
     x->allowed[n] += share * dtype_epsilon(x->dtype) * terms->largest[n];
-    x->allowed_l2[n] += share * dtype_epsilon(x->dtype) * terms->l2[n] / l2_scale(reference);
+    x->allowed_l2[n] += share * dtype_epsilon(x->dtype) * terms->l2[n] / scale;
 }
 
 /* Expected values, and the two runs of plain attention: exact, which must agree with the reference, and rounded. */
@@ -450,7 +454,7 @@ static void judge_output(case_instance *x, int n, case_result *result)
     note(result, n, d.largest / x->allowed[n], "error", d.largest, x->allowed[n]);
     if (d.count == 0)
         return;
-    double l2 = d.l2 / l2_scale(&d);
+    double l2 = d.l2 / x->l2_scale[n];
     note(result, n, l2 / x->allowed_l2[n], "relative L2 error", l2, x->allowed_l2[n]);
     /* Errors of one row hang together, so rows count, not elements: the mean of n errors has a spread of 1 / sqrt(n).
      * Below a part of a rounding there is nothing to find, nor where all scores are equal and so all rows alike. */

@@ -11,13 +11,14 @@
  * - float32: o 5e-6 M, lse 5e-6 max(1, |lse|), gradients 1e-5 M; relative L2 5e-6.
  * - 16 bit: twice (gradients: three times) the error of plain attention in the same precision, plus one rounding;
  *   relative L2 1e-3 (float16), 5e-3 (bfloat16) or twice plain attention's where that is larger; lse as float32.
- * - All: plus |lse| 2^-24 max(1, sqrt(head_dim) / 4), which float32 scores of that size lose; gradients twice that.
+ * - All: plus |lse| 2^-24 max(1, sqrt(head_dim) / 4), which float32 scores of that size lose; gradients twice that,
+ *   of M and of the size that their terms have before they cancel (a tenth of which is the least that L2 is relative to).
  *   A mean error towards or away from zero of at most a tenth of the largest error, where there are enough numbers to tell.
  * - dsinks in 16 bit: plus one rounding of the size that its terms have before they cancel, since one number a head is
  *   too few to measure plain attention by.
  * - Random shapes (CASE_RANDOM), which may be as small and as odd as they like: |s|, the larger of |lse| and the size
- *   of scale * q.k, in place of |lse|. Gradients: L2 1e-5, plus 16 x 2^-24 and what the scores lose, of the size that their terms
- *   have before they cancel (with one key, dS = P (dP - Delta) is 0 and all of its rounding is left). In 16 bit: plus a
+ *   of scale * q.k, in place of |lse|. Gradients: L2 1e-5, plus 16 x 2^-24 of the size of their terms (with one key,
+ *   dS = P (dP - Delta) is 0 and all of its rounding is left). In 16 bit: plus a
  *   quarter of a rounding of that size; all with dropout, a whole one.
  * - Exactly 0: what a query that sees nothing gives, and the gradients of keys and pairs that nobody sees.
  *

@@ -59,9 +59,31 @@ struct work {
     int      b, kv_head, first_head, num_heads, first_k;
     fa_range keys;            /* of the tile, that count */
     fa_range tiles;           /* query tiles that may see some of them */
+    fa_range clean;           /* those of which every query sees every key (slices apart): they need no mask */
     sequence seq;
     fa_range slices;
+    /* query 0 of head 0 of the sequence: the loop adds a head and a tile */
+    const fa_element *q;
+    const char       *dout;
+    const float      *lse, *delta;
+    float            *dq;
 };
+
+/* A query past the last counts as clean where nothing comes of it: its rows of Q and dO are zeros. */
+FA_DEVICE fa_range clean_tiles(const fa_args &args, const work &w)
+{
+    fa_window window = window_of(args);
+    fa_range  keys   = {w.first_k, w.first_k + FA_TILE_K};
+    int       begin = 0, end = w.seq.seqlen_q;
+    if (keys.begin < w.keys.begin || keys.end > w.keys.end)
+        return {0, 0};
+    if (FA_MASK != FA_MASK_NONE)
+        begin = fa_max_int(0, keys.end - 1 - w.seq.diagonal - window.right);
+    if (FA_MASK == FA_MASK_WINDOW)
+        end = fa_min_int(end, keys.begin - w.seq.diagonal + window.left + 1);
+    bool whole = MODIFIED || end < w.seq.seqlen_q; /* the last tile's other queries would see a key too many */
+    return {(begin + FA_TILE_Q - 1) / FA_TILE_Q, end <= 0 ? 0 : (end + (whole ? 0 : FA_TILE_Q - 1)) / FA_TILE_Q};
+}
 
 FA_DEVICE work work_of(const fa_args &args)
 {
@@ -85,6 +107,15 @@ FA_DEVICE work work_of(const fa_args &args)
     w.tiles = {queries.begin / FA_TILE_Q, (queries.end + FA_TILE_Q - 1) / FA_TILE_Q};
     if (w.keys.begin >= w.keys.end || queries.begin >= queries.end)
         w.tiles = {0, 0};
+    w.clean = clean_tiles(args, w);
+
+    fa_i64 token = (fa_i64)w.seq.q_entry * args.q_rows + w.seq.q_row;
+    w.q     = (const fa_element *)args.q.data + w.seq.q_entry * args.q.stride[0] + w.seq.q_row * args.q.stride[1];
+    w.dout  = (const char *)args.dout.data + (w.seq.q_entry * args.dout.stride[0] + w.seq.q_row * args.dout.stride[1]) *
+                                                 (FA_DTYPE_DOUT == FA_F32 ? 4 : 2);
+    w.lse   = (const float *)args.lse.data + w.seq.q_entry * args.lse.stride[0] + w.seq.q_row * args.lse.stride[2];
+    w.delta = args.delta + token;
+    w.dq    = args.dq_accum + token * FA_HEAD_DIM;
     return w;
 }
 
@@ -95,15 +126,10 @@ FA_DEVICE fa_range queries_of_tile(const work &w, int tile)
 
 FA_DEVICE fa_range keys_of_block(const work &w) { return {w.first_k, w.first_k + FA_TILE_K}; }
 
-/* True if every query of the tile sees every key of the block, or nothing comes of it: rows past the last query are zeros
- * in Q and dO. */
 FA_DEVICE bool clean_tile(const fa_args &args, const work &w, int tile)
 {
-    fa_range queries = queries_of_tile(w, tile), keys = keys_of_block(w);
-    return keys.begin >= w.keys.begin && keys.end <= w.keys.end &&
-           (!MODIFIED || queries.end == (tile + 1) * FA_TILE_Q) &&
-           fa_window_covers(window_of(args), w.seq.diagonal, queries, keys) &&
-           (!FA_HAS_SLICES || slices_tile(args, w.slices, queries, keys) == 2);
+    return tile >= w.clean.begin && tile < w.clean.end &&
+           (!FA_HAS_SLICES || slices_tile(args, w.slices, queries_of_tile(w, tile), keys_of_block(w)) == 2);
 }
 
 /* A query tile of one head. */
@@ -128,35 +154,30 @@ FA_DEVICE place settle(const fa_args &args, const work &w, place at)
 
 FA_DEVICE bool inside(const work &w, place at) { return at.head < w.first_head + w.num_heads; }
 
-FA_DEVICE fa_i64 token_of(const fa_args &args, const work &w, int i)
-{
-    return (fa_i64)w.seq.q_entry * args.q_rows + w.seq.q_row + i;
-}
+/* Row 0 of a head's delta and dq_accum lies this many rows behind head 0's. */
+FA_DEVICE fa_i64 head_rows(const fa_args &args, int head) { return (fa_i64)head * args.q_entries * args.q_rows; }
 
 /* Q, dO, LSE and delta of a query tile to buffer `stage`. */
 FA_DEVICE void copy_queries(const fa_args &args, const work &w, unsigned shared, int stage, place at)
 {
-    int     first = at.tile * FA_TILE_Q, count = w.seq.seqlen_q - first;
-    fa_i64  row   = w.seq.q_row + first;
-    rows_of q     = {(const fa_element *)args.q.data + w.seq.q_entry * args.q.stride[0] + row * args.q.stride[1] +
-                         at.head * args.q.stride[2],
-                     args.q.stride[1]};
+    int      first = at.tile * FA_TILE_Q, count = w.seq.seqlen_q - first;
+    rows_of  q     = {w.q + at.head * args.q.stride[2] + first * args.q.stride[1], args.q.stride[1]};
+    fa_i64   dout_offset = at.head * args.dout.stride[2] + first * args.dout.stride[1];
     unsigned q_to = shared + Q_AT + stage * Q_BYTES, dout_to = shared + DO_AT + stage * DO_BYTES;
     copy_tile<FA_TILE_Q, FA_HEAD_DIM>(q_to, q, 0, count, args.head_dim, args.q.stride[3]);
-    fa_i64 dout_offset = w.seq.q_entry * args.dout.stride[0] + row * args.dout.stride[1] + at.head * args.dout.stride[2];
     if constexpr (FA_DTYPE_DOUT == FA_DTYPE) {
-        rows_of dout = {(const fa_element *)args.dout.data + dout_offset, args.dout.stride[1]};
+        rows_of dout = {(const fa_element *)w.dout + dout_offset, args.dout.stride[1]};
         copy_tile<FA_TILE_Q, FA_HEAD_DIM_V>(dout_to, dout, 0, count, args.head_dim_v, args.dout.stride[3]);
     } else
-        convert_tile<FA_TILE_Q, FA_HEAD_DIM_V>(dout_to, (const float *)args.dout.data + dout_offset, args.dout.stride[1],
+        convert_tile<FA_TILE_Q, FA_HEAD_DIM_V>(dout_to, (const float *)w.dout + dout_offset, args.dout.stride[1],
                                                args.dout.stride[3], count, args.head_dim_v);
-    for (int i = threadIdx.x; i < FA_TILE_Q; i += THREADS) {
+    static_assert(THREADS >= FA_TILE_Q, "a thread for each query");
+    if (threadIdx.x < FA_TILE_Q) {
+        int      i     = threadIdx.x;
         unsigned to    = shared + STAT_AT + stage * STAT_BYTES + i * 4;
         bool     valid = i < count;
-        copy_async_4(to, (const float *)args.lse.data + w.seq.q_entry * args.lse.stride[0] +
-                             at.head * args.lse.stride[1] + (row + i) * args.lse.stride[2], valid);
-        copy_async_4(to + 4 * FA_TILE_Q,
-                     args.delta + (fa_i64)at.head * args.q_entries * args.q_rows + token_of(args, w, first + i), valid);
+        copy_async_4(to, w.lse + at.head * args.lse.stride[1] + (first + i) * args.lse.stride[2], valid);
+        copy_async_4(to + 4 * FA_TILE_Q, w.delta + head_rows(args, at.head) + first + i, valid);
     }
 }
 
@@ -174,30 +195,47 @@ FA_DEVICE void multiply_rows(float (&c)[KEYS16][QUERIES8][4], const lane_address
     }
 }
 
+FA_DEVICE int key_warp() { return threadIdx.x / 32 % KEY_WARPS; }
+FA_DEVICE int team_member() { return threadIdx.x / 32 / KEY_WARPS; }
+
 using operand = unsigned[PLANES][KEYS16][QUERIES8 / 2][4]; /* P^T or dS^T as A */
 
-/* c += X^T B: X^T (P^T or dS^T, keys down) in this warp's registers or, where warps share keys, in shared memory at
- * `x_at`; B: a query tile, from its column block first_col16 on. */
-template <int COLS, int B_PLANE, int N8>
-FA_DEVICE void add_product(float (&c)[KEYS16][N8][4], const operand &x, const lane_addresses<FA_TILE_Q> &x_at,
-                           const lane_addresses<COLS> &b_at)
+/* c += X^T B over a warp's share of the queries. load(a, q): X^T (P^T or dS^T, keys down) of the q-th 16 of them; b_at:
+ * their rows of a query tile. */
+template <int COLS, int B_PLANE, int N8, class LOAD>
+FA_DEVICE void add_product(float (&c)[KEYS16][N8][4], const LOAD &load, const lane_addresses<COLS> &b_at)
 {
 #pragma unroll
-    for (int q = 0; q < QUERIES16 / PARTS; q++) {
+    for (int q = 0; q < QUERIES8 / 2; q++) {
         blocks_of<KEYS16> a;
-        if constexpr (TEAM > 1)
-            load_rows<KEYS16, S_PLANE>(a, x_at, q);
-        else {
-#pragma unroll
-            for (int p = 0; p < PLANES; p++)
-#pragma unroll
-                for (int m = 0; m < KEYS16; m++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        a[p][m][e] = x[p][m][q][e];
-        }
+        load(a, q);
         multiply_step(c, a, [&](unsigned(&b)[4], int n, int p) { load_matrix_transposed(b, b_at.at(q, n) + p * B_PLANE); });
     }
+}
+
+/* The same for this warp's own queries, from its registers, and for those of team member `member`, from shared memory.
+ * b: the query tile from this warp's first column on, x: this team's keys of P^T or dS^T. */
+template <int COLS, int B_PLANE, int N8>
+FA_DEVICE void add_own_product(float (&c)[KEYS16][N8][4], const operand &x, unsigned b, int share)
+{
+    lane_addresses<COLS> b_at(b + share * QUERIES8 * 16 * COLS, rows_first_row(), rows_first_half() + team_member() * N8);
+    add_product<COLS, B_PLANE>(c, [&](blocks_of<KEYS16> &a, int q) {
+#pragma unroll
+        for (int p = 0; p < PLANES; p++)
+#pragma unroll
+            for (int m = 0; m < KEYS16; m++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    a[p][m][e] = x[p][m][q][e];
+    }, b_at);
+}
+
+template <int COLS, int B_PLANE, int N8>
+FA_DEVICE void add_shared_product(float (&c)[KEYS16][N8][4], unsigned x, unsigned b, int member)
+{
+    lane_addresses<COLS> b_at(b + member * QUERIES8 * 16 * COLS, rows_first_row(), rows_first_half() + team_member() * N8);
+    lane_addresses<FA_TILE_Q> x_at(x, rows_first_row(), rows_first_half() + member * QUERIES8);
+    add_product<COLS, B_PLANE>(c, [&](blocks_of<KEYS16> &a, int q) { load_rows<KEYS16, S_PLANE>(a, x_at, q); }, b_at);
 }
 
 /* Which elements of P^T dropout keeps. Transposed, a lane's elements of a block of 16 keys x 16 queries come from two
@@ -223,9 +261,6 @@ FA_DEVICE kept_numbers kept_numbers_of(const fa_args &args, int batch_head, int 
         numbers.of[e] = fa_dropout_block(&args.dropout, batch_head, query16, key16, (2 * t + e) * 4 + g / 2);
     return numbers;
 }
-
-FA_DEVICE int key_warp() { return threadIdx.x / 32 % KEY_WARPS; }
-FA_DEVICE int team_member() { return threadIdx.x / 32 / KEY_WARPS; }
 
 /* Queries [first, last] of the whole sequence that key j is seen by. */
 FA_DEVICE row_limits query_limits(const fa_args &args, const work &w, int j)
@@ -406,8 +441,7 @@ FA_DEVICE void add_dq(const fa_args &args, const work &w, unsigned shared, int b
     if (FA_DETERMINISTIC)
         wait_for_turn(args, w, at);
     int    first = at.tile * FA_TILE_Q + row16 * 16;
-    float *to    = args.dq_accum + ((fa_i64)at.head * args.q_entries * args.q_rows + token_of(args, w, first)) * FA_HEAD_DIM +
-                col8 * 8;
+    float *to    = w.dq + (head_rows(args, at.head) + first) * FA_HEAD_DIM + col8 * 8;
     accumulate<DQ_ROWS16, DQ_COLS8>(to, FA_HEAD_DIM, dq, w.seq.seqlen_q - first);
     if (FA_DETERMINISTIC)
         end_turn(args, w, at);
@@ -440,19 +474,20 @@ FA_DEVICE void step_part(block_state &state, const fa_args &args, const work &w,
     pack_operand(p_operand, s);
     pack_operand(ds_operand, dp);
     share_operand(ds, ds_operand, part);
-    if (TEAM > 1) {
+    if (TEAM > 1)
         share_operand(shared + P_AT, p_operand, part);
+    /* What is in registers needs no barrier, and the others arrive meanwhile. */
+    int share = TEAM > 1 ? team_member() : part;
+    add_own_product<FA_HEAD_DIM_V, DO_PLANE>(state.dv, p_operand, dout, share);
+    add_own_product<FA_HEAD_DIM, Q_PLANE>(state.dk, ds_operand, q, share);
+    if (TEAM > 1)
         team_barrier();
+#pragma unroll
+    for (int n = 1; n < TEAM; n++) {
+        int member = (share + n) % TEAM;
+        add_shared_product<FA_HEAD_DIM_V, DO_PLANE>(state.dv, shared + P_AT + key_row * FA_TILE_Q * 2, dout, member);
+        add_shared_product<FA_HEAD_DIM, Q_PLANE>(state.dk, ds + key_row * FA_TILE_Q * 2, q, member);
     }
-    /* a part's queries are rows of Q and dO; a team member's columns start at its share */
-    lane_addresses<FA_TILE_Q>     p_at(shared + P_AT + key_row * FA_TILE_Q * 2, rows_first_row(), rows_first_half());
-    lane_addresses<FA_TILE_Q>     ds_at(ds + key_row * FA_TILE_Q * 2, rows_first_row(), rows_first_half());
-    lane_addresses<FA_HEAD_DIM_V> dout_at(dout + part * QUERIES8 * 16 * FA_HEAD_DIM_V, rows_first_row(),
-                                          rows_first_half() + team_member() * COLS8_V);
-    lane_addresses<FA_HEAD_DIM>   q_at(q + part * QUERIES8 * 16 * FA_HEAD_DIM, rows_first_row(),
-                                       rows_first_half() + team_member() * COLS8);
-    add_product<FA_HEAD_DIM_V, DO_PLANE, COLS8_V>(state.dv, p_operand, p_at, dout_at);
-    add_product<FA_HEAD_DIM, Q_PLANE, COLS8>(state.dk, ds_operand, ds_at, q_at);
 }
 
 template <bool MASKED> FA_DEVICE void step(block_state &state, const fa_args &args, const work &w, unsigned shared)
