@@ -57,13 +57,22 @@ FA_AMX_INLINE void load_pairs(__m512i piece[MAX_PIECES][16], const fa_rows *src,
     }
 }
 
+/* The caller's rows are seldom in a cache and too far apart for the processor to guess: ask for one some rows ahead. */
+FA_AMX_INLINE void prefetch_row(const fa_rows *src, int row, int col)
+{
+    enum { AHEAD = 32 };
+    if (row + AHEAD < src->count && src->row[row + AHEAD])
+        _mm_prefetch((const char *)((const uint16_t *)src->row[row + AHEAD] + col), _MM_HINT_T0);
+}
+
 /* bfloat16 as it lies: 16 rows of 32 columns. */
 FA_AMX_INLINE void load_pairs_in_place(__m512i tile[16], const fa_rows *src, int first, int col)
 {
     __mmask32 mask = src->cols - col >= 32 ? 0xFFFFFFFF : (1u << (src->cols - col)) - 1;
     for (int r = 0; r < 16; r++) {
         const uint16_t *row = first + r < src->count ? src->row[first + r] : NULL;
-        tile[r]             = row ? _mm512_maskz_loadu_epi16(mask, row + col) : _mm512_setzero_si512();
+        prefetch_row(src, first + r, col);
+        tile[r] = row ? _mm512_maskz_loadu_epi16(mask, row + col) : _mm512_setzero_si512();
     }
 }
 
@@ -92,6 +101,7 @@ FA_AMX_INLINE bool row_is_finite(const fa_rows *src, int r)
         const __m512i exponent = _mm512_set1_epi16(0x7F80);
         __mmask32     special  = 0;
         for (int col = 0; col < src->cols; col += 32) {
+            prefetch_row(src, r, col);
             __mmask32 mask = src->cols - col >= 32 ? 0xFFFFFFFF : (1u << (src->cols - col)) - 1;
             __m512i   x    = _mm512_maskz_loadu_epi16(mask, (const uint16_t *)src->row[r] + col);
             special |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent);
@@ -387,11 +397,12 @@ static size_t forward_scratch_1(int rows, int keys, int head_dim, int head_dim_v
     return composed > fused ? composed : fused;
 }
 
-/* Many steps a call keep the fused kernel's pipeline full; pieces make a tile that many times larger. */
+/* Many units a call keep the fused kernel's pipeline full, and O moves once a call or two; pieces make a tile that many
+ * times larger. */
 static fa_tile_shape tiles(flash_attn_pass pass, int64_t head_dim)
 {
     (void)head_dim;
-    return pass == FLASH_ATTN_BACKWARD ? (fa_tile_shape){256, 256} : (fa_tile_shape){128, 256};
+    return pass == FLASH_ATTN_FORWARD ? (fa_tile_shape){128, 512} : (fa_tile_shape){256, 256};
 }
 
 static fa_tile_shape tiles_pieces(flash_attn_pass pass, int64_t head_dim)
