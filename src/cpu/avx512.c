@@ -69,8 +69,9 @@ V void v_together(vf two[2])
 }
 #define V_SUMS4
 /* out[n] = the sum of vector n: 9 shuffles, where one by one they take 16. */
-V void v_store_sums4(float *out, vf a, vf b, vf c, vf d)
+V void v_store_sums4(float *out, const vf *of)
 {
+    vf a = of[0], b = of[1], c = of[2], d = of[3];
     vf ab  = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
     vf cd  = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
     vf all = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
