@@ -9,6 +9,8 @@ import flashattn
 import pytest
 import torch
 from flashattn import torch_ops
+from torch._dynamo import compiled_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 torch.manual_seed(0)
@@ -272,6 +274,38 @@ def test_gradients_of_packed_tensors_are_those_of_their_parts(kind):
         dpacked.sum().backward()
     with pytest.raises(flashattn.InvalidError, match="third last"):
         getattr(flashattn, name)(*([q] if own_q else []), packed[..., :1, :, :], *lengths)
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_who_looks_on_sees_the_operators():
+    """A dispatch mode, a compiled backward and hooks on saved tensors get what they need though the forward was eager."""
+    inputs = qkv(1, 9, 2, 8)
+    run = lambda: flashattn.flash_attn_func(*inputs, causal=True)
+    expected = torch.autograd.grad(run().square().sum(), inputs)
+    with Recorder() as recorder:
+        run().sum().backward()
+    assert [n for n in recorder.names if "flashattn" in n] == ["flashattn.forward.default", "flashattn.backward.default"]
+    with torch.autograd.graph.save_on_cpu():
+        out = run()
+    for a, b in zip(torch.autograd.grad(out.square().sum(), inputs), expected):
+        assert torch.equal(a, b)
+    for t in inputs:
+        t.grad = None
+    loss = run().square().sum()
+    enable = getattr(compiled_autograd, "_enable", None) or compiled_autograd.enable  # its name before PyTorch 2.6
+    with enable(torch.compile(backend="aot_eager")):
+        loss.backward()
+    for t, b in zip(inputs, expected):
+        assert torch.allclose(t.grad, b, atol=1e-6)
 
 
 def test_what_was_written_to_between_the_passes_is_an_error():
