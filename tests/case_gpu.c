@@ -22,61 +22,108 @@
     X(cuGraphInstantiateWithFlags, (void **executable, void *graph, unsigned long long flags))                         \
     X(cuGraphDestroy, (void *graph))                                                                                   \
     X(cuGraphLaunch, (void *executable, void *stream))                                                                 \
-    X(cuGraphExecDestroy, (void *executable))
+    X(cuGraphExecDestroy, (void *executable))                                                                          \
+    X(cuEventCreate, (void **event, unsigned flags))                                                                   \
+    X(cuEventDestroy_v2, (void *event))                                                                                \
+    X(cuEventRecord, (void *event, void *stream))                                                                      \
+    X(cuEventSynchronize, (void *event))                                                                               \
+    X(cuEventElapsedTime, (float *milliseconds, void *begin, void *end))                                               \
+    X(cuDevicePrimaryCtxRelease_v2, (int device))                                                                      \
+    X(cuGetErrorName, (int result, const char **name))
 
 static struct {
 #define X(name, arguments) int(*name) arguments;
     FUNCTIONS(X)
 #undef X
     void *context;
+    int   device;
 } cuda;
+
+static _Thread_local int last_result; /* of the driver: 0 is success */
+
+static bool ok(int result)
+{
+    last_result = result;
+    return result == 0;
+}
 
 /* The library works on the default stream and is asynchronous; copies to and from pageable memory wait for it. */
 static void *gpu_alloc(size_t bytes)
 {
     uint64_t memory = 0;
-    return cuda.cuMemAlloc_v2(&memory, bytes ? bytes : 1) == 0 ? (void *)(uintptr_t)memory : NULL;
+    return ok(cuda.cuMemAlloc_v2(&memory, bytes ? bytes : 1)) ? (void *)(uintptr_t)memory : NULL;
 }
 static void gpu_free(void *memory) { cuda.cuMemFree_v2((uint64_t)(uintptr_t)memory); }
 static bool gpu_to_device(void *to, const void *from, size_t bytes)
 {
-    return cuda.cuMemcpyHtoD_v2((uint64_t)(uintptr_t)to, from, bytes) == 0;
+    return ok(cuda.cuMemcpyHtoD_v2((uint64_t)(uintptr_t)to, from, bytes));
 }
 static bool gpu_to_host(void *to, const void *from, size_t bytes)
 {
-    return cuda.cuMemcpyDtoH_v2(to, (uint64_t)(uintptr_t)from, bytes) == 0;
+    return ok(cuda.cuMemcpyDtoH_v2(to, (uint64_t)(uintptr_t)from, bytes));
 }
 static bool gpu_fill(void *to, unsigned char byte, size_t bytes)
 {
-    return cuda.cuMemsetD8_v2((uint64_t)(uintptr_t)to, byte, bytes) == 0;
+    return ok(cuda.cuMemsetD8_v2((uint64_t)(uintptr_t)to, byte, bytes));
 }
 static void *gpu_stream(void)
 {
     void *stream = NULL;
-    return cuda.cuStreamCreate(&stream, 1) == 0 ? stream : NULL; /* 1: non-blocking */
+    return ok(cuda.cuStreamCreate(&stream, 1)) ? stream : NULL; /* 1: non-blocking */
 }
 static void  gpu_stream_free(void *stream) { cuda.cuStreamDestroy_v2(stream); }
-static bool  gpu_wait(void *stream) { return cuda.cuStreamSynchronize(stream) == 0; }
-static bool  gpu_capture_begin(void *stream) { return cuda.cuStreamBeginCapture_v2(stream, 0) == 0; } /* 0: global */
+static bool  gpu_wait(void *stream) { return ok(cuda.cuStreamSynchronize(stream)); }
+static bool  gpu_capture_begin(void *stream) { return ok(cuda.cuStreamBeginCapture_v2(stream, 0)); } /* 0: global */
 static void *gpu_capture_end(void *stream)
 {
     void *graph = NULL, *executable = NULL;
-    if (cuda.cuStreamEndCapture(stream, &graph) != 0 || !graph)
+    if (!ok(cuda.cuStreamEndCapture(stream, &graph)) || !graph)
         return NULL;
-    bool made = cuda.cuGraphInstantiateWithFlags(&executable, graph, 0) == 0;
+    bool made = ok(cuda.cuGraphInstantiateWithFlags(&executable, graph, 0));
     cuda.cuGraphDestroy(graph);
     return made ? executable : NULL;
 }
-static bool gpu_graph_launch(void *graph, void *stream) { return cuda.cuGraphLaunch(graph, stream) == 0; }
+static bool gpu_graph_launch(void *graph, void *stream) { return ok(cuda.cuGraphLaunch(graph, stream)); }
 static void gpu_graph_free(void *graph) { cuda.cuGraphExecDestroy(graph); }
-static bool gpu_adopt(void) { return cuda.cuCtxSetCurrent(cuda.context) == 0; }
-static bool gpu_abandon(void) { return cuda.cuCtxSetCurrent(NULL) == 0; }
+static bool gpu_adopt(void) { return ok(cuda.cuCtxSetCurrent(cuda.context)); }
+static bool gpu_abandon(void) { return ok(cuda.cuCtxSetCurrent(NULL)); }
+
+
+static bool gpu_time(bool (*run)(void *arg), void *arg, int launches, double *milliseconds)
+{
+    void *begin = NULL, *end = NULL;
+    float elapsed = 0;
+    bool  done    = ok(cuda.cuEventCreate(&begin, 0)) && ok(cuda.cuEventCreate(&end, 0)) && ok(cuda.cuEventRecord(begin, NULL));
+    for (int i = 0; i < launches && done; i++)
+        done = run(arg);
+    done = done && ok(cuda.cuEventRecord(end, NULL)) && ok(cuda.cuEventSynchronize(end)) &&
+           ok(cuda.cuEventElapsedTime(&elapsed, begin, end));
+    if (begin)
+        cuda.cuEventDestroy_v2(begin);
+    if (end)
+        cuda.cuEventDestroy_v2(end);
+    *milliseconds = (double)elapsed / launches;
+    return done;
+}
+
+static const char *gpu_error(void)
+{
+    const char *name = NULL;
+    cuda.cuGetErrorName(last_result, &name);
+    return name ? name : "unknown error";
+}
+
+static void gpu_close(void)
+{
+    cuda.cuCtxSetCurrent(NULL);
+    cuda.cuDevicePrimaryCtxRelease_v2(cuda.device);
+}
 
 const case_gpu *case_gpu_get(void)
 {
-    static const case_gpu gpu = {gpu_alloc,        gpu_free,        gpu_to_device, gpu_to_host,       gpu_fill,
-                                 gpu_stream,       gpu_stream_free, gpu_wait,      gpu_capture_begin, gpu_capture_end,
-                                 gpu_graph_launch, gpu_graph_free,  gpu_adopt,     gpu_abandon};
+    static const case_gpu gpu = {gpu_alloc,       gpu_free,        gpu_to_device,    gpu_to_host,    gpu_fill,  gpu_stream,
+                                 gpu_stream_free, gpu_wait,        gpu_capture_begin, gpu_capture_end, gpu_graph_launch,
+                                 gpu_graph_free,  gpu_adopt,       gpu_abandon,      gpu_time,       gpu_error, gpu_close};
     return &gpu;
 }
 
@@ -84,7 +131,7 @@ static void *memory_upload(void *user, const void *host, size_t bytes)
 {
     (void)user;
     void *memory = gpu_alloc(bytes);
-    if (memory && !gpu_to_device(memory, host, bytes)) {
+    if (memory && bytes > 0 && !gpu_to_device(memory, host, bytes)) {
         gpu_free(memory);
         memory = NULL;
     }
@@ -116,10 +163,9 @@ const case_memory *case_gpu_memory(int index, char *why, size_t why_bytes)
     }
     FUNCTIONS(X)
 #undef X
-    int device;
-    if (cuda.cuInit(0) != 0 || cuda.cuDeviceGet(&device, index) != 0 ||
-        cuda.cuDevicePrimaryCtxRetain(&cuda.context, device) != 0 || !gpu_adopt()) {
-        snprintf(why, why_bytes, "there is no usable CUDA device %d", index);
+    if (!ok(cuda.cuInit(0)) || !ok(cuda.cuDeviceGet(&cuda.device, index)) ||
+        !ok(cuda.cuDevicePrimaryCtxRetain(&cuda.context, cuda.device)) || !gpu_adopt()) {
+        snprintf(why, why_bytes, "there is no usable CUDA device %d: %s", index, gpu_error());
         return NULL;
     }
     return &memory;

@@ -26,6 +26,11 @@ typedef struct case_gpu {
     void (*graph_free)(void *graph);
     bool (*adopt)(void);   /* make the device's context the calling thread's current one */
     bool (*abandon)(void); /* no current context */
+    /* Call `run` so often and measure the GPU's time for one call, by events on the default stream. False also if `run`
+     * says that it could not be launched. */
+    bool (*time)(bool (*run)(void *arg), void *arg, int launches, double *milliseconds);
+    const char *(*error)(void); /* the driver's name for what failed last in this thread */
+    void (*close)(void);        /* give the device back; case_gpu_memory opens it again */
 } case_gpu;
 
 const case_gpu *case_gpu_get(void);

@@ -1,7 +1,8 @@
 /*
  * The public calls on a GPU; skipped, with the reason, where there is none.
  *
- *     test_cuda [--group NAME] [--seed N] [--quick]
+ *     test_cuda [--group NAME] [--seed N] [--quick] [--only PATTERN]
+ *         --only: the tests whose names are like the pattern, "the_case_list*"
  *
  * First the case list in every dtype against the reference, then what only a GPU can get wrong: streams, graphs,
  * threads, large offsets, large grids, cold processes.
@@ -603,8 +604,10 @@ int main(int argc, char **argv)
             options.group = value;
         else if (strcmp(argv[n], "--seed") == 0 && ++n)
             options.seed = strtoull(value, NULL, 0);
+        else if (strcmp(argv[n], "--only") == 0 && ++n)
+            cmocka_set_test_filter(value);
         else {
-            fprintf(stderr, "usage: test_cuda [--group NAME] [--seed N] [--quick]\n");
+            fprintf(stderr, "usage: test_cuda [--group NAME] [--seed N] [--quick] [--only PATTERN]\n");
             return 2;
         }
     }
