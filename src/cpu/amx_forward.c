@@ -15,7 +15,7 @@
  */
 #include "cpu/amx_softmax.h"
 
-enum { SLOTS = 2, MOST_CHUNK = 8, P_TILES = 2 * MOST_CHUNK };
+enum { SLOTS = 2, MOST_CHUNK = 16, P_TILES = 2 * MOST_CHUNK };
 
 /* ---- blocks of accumulators: tiles 0 to 3, [row tile][column tile] ---- */
 
@@ -498,7 +498,7 @@ DEFINE_RUN(1, 0, 8)
 DEFINE_RUN(2, 0, 8)
 DEFINE_RUN(2, 1, 2)
 DEFINE_RUN(3, 0, 8)
-DEFINE_RUN(4, 0, 8)
+DEFINE_RUN(4, 0, 16)
 DEFINE_RUN(5, 0, 8)
 DEFINE_RUN(6, 0, 8)
 DEFINE_RUN(7, 0, 8)
@@ -509,9 +509,9 @@ static const struct shape {
     int depth_steps, columns, chunk;
     void (*run)(walk *w);
 } shapes[] = {
-    {1, INT32_MAX, 8, run_1_0}, {2, 4, 2, run_2_1},         {2, INT32_MAX, 8, run_2_0},
-    {3, INT32_MAX, 8, run_3_0}, {4, INT32_MAX, 8, run_4_0}, {5, INT32_MAX, 8, run_5_0},
-    {6, INT32_MAX, 8, run_6_0}, {7, INT32_MAX, 8, run_7_0}, {8, INT32_MAX, 8, run_8_0},
+    {1, INT32_MAX, 8, run_1_0}, {2, 4, 2, run_2_1},          {2, INT32_MAX, 8, run_2_0},
+    {3, INT32_MAX, 8, run_3_0}, {4, INT32_MAX, 16, run_4_0}, {5, INT32_MAX, 8, run_5_0},
+    {6, INT32_MAX, 8, run_6_0}, {7, INT32_MAX, 8, run_7_0},  {8, INT32_MAX, 8, run_8_0},
 };
 
 static const struct shape *find_shape(int depth_steps, int columns)
