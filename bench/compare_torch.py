@@ -397,21 +397,30 @@ def run_cell(report, options, make, tiers, threads_list):
                 show(row, report.peaks.of(threads, row["kv_bytes"]))
                 report.rows.append(row)
             runs[tier].close()
+        report.write()
 
 
 class Report:
     def __init__(self, peaks):
         self.peaks, self.rows, self.wrong = peaks, [], 0
+        self.path = None
 
-    def write(self, path, append, about):
-        rows = [{**row, "peaks": self.peaks.of(row["threads"], row["kv_bytes"])} for row in self.rows]
+    def keep(self, path, append, about):
+        """From now on write() writes to path, after the rows of other cells that it has if `append`."""
+        self.path, self.about, self.old = path, about, []
         if append and path.exists():
             old = json.loads(path.read_text())
             if (old["schema"], old["cpu"]["name"], old["torch"]) != (SCHEMA, about["cpu"]["name"], about["torch"]):
                 sys.exit(f"{path} is of another machine, PyTorch or version of this script: nothing was appended")
+            self.old = old["rows"]
+
+    def write(self):
+        """After each cell, so that a run which is cut short leaves what it has."""
+        if self.path:
+            rows = [{**row, "peaks": self.peaks.of(row["threads"], row["kv_bytes"])} for row in self.rows]
             mine = {identity(row) for row in rows}
-            rows = [row for row in old["rows"] if identity(row) not in mine] + rows
-        path.write_text(json.dumps({"schema": SCHEMA, **about, "rows": rows}, indent=1) + "\n")
+            rows = [row for row in self.old if identity(row) not in mine] + rows
+            self.path.write_text(json.dumps({"schema": SCHEMA, **self.about, "rows": rows}, indent=1) + "\n")
 
 
 def identity(row):
@@ -491,6 +500,8 @@ def main():
     )
     print(HEADER, "-" * len(HEADER), sep="\n")
     report = Report(Peaks(options.command))
+    if options.json:
+        report.keep(options.json, options.append, about)
     for dtype in options.dtypes:
         tiers = options.tiers or (["auto", "avx512"] if dtype == "float32" and cpu["isa"] == "amx" else ["auto"])
         for d in options.head_dims if options.only != "decode" else []:
@@ -509,8 +520,7 @@ def main():
             run_cell(report, options, lambda: Cell(dtype, *shape), ["auto"], options.threads)
     print()
     geometric(report.rows)
-    if options.json:
-        report.write(options.json, options.append, about)
+    report.write()
     return 1 if report.wrong else 0
 
 
