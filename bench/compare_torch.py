@@ -134,11 +134,15 @@ class Ours:
         self.lse = torch.full((1, cell.heads, cell.seqlen_q), float("nan"))
         self.views = [t.transpose(1, 2) for t in self.results]
         self.call._set_results(self.views[0], self.lse)
+        self.kernels = [
+            self._kernel(one) for one in ((_native.FORWARD, _native.BACKWARD) if cell.backward else (_native.FORWARD,))
+        ]
+
+    def _kernel(self, which):
         about = _native.Explanation()
-        _native.check(
-            _native.lib.flash_attn_explain(self.context, self.call.address, _native.FORWARD, ctypes.byref(about))
-        )
-        self.kernel = about.kernel.decode()
+        explain = _native.lib.flash_attn_explain
+        _native.check(explain(self.context, self.call.address, which, ctypes.byref(about)))
+        return about.kernel.decode()
 
     def step(self):
         start = time.perf_counter()
@@ -295,7 +299,7 @@ def rows_of(cell, threads, name, runs, times):
             "causal": cell.causal,
             "threads": threads,
             "tier": name,
-            "kernel": mine.kernel,
+            "kernel": ", ".join(mine.kernels if part == 2 else mine.kernels[part : part + 1]),
             "flops": flops * factor,
             "kv_bytes": kv_bytes,
             "turns": len(times[name]),
@@ -392,6 +396,7 @@ def run_cell(report, options, make, tiers, threads_list):
                 report.wrong += 1
                 runs.pop(tier).close()
         times = take_turns(runs, options.seconds, options.turns)
+        report.peaks.measure(threads, cell.work()[1])
         for tier in [t for t in tiers if t in runs]:
             for row in rows_of(cell, threads, tier, runs, times):
                 show(row, report.peaks.of(threads, row["kv_bytes"]))
