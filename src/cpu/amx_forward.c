@@ -144,7 +144,9 @@ FA_AMX_INLINE bool run_unit(const unit *u, values *v, target *held, const consta
     int       row = 0;
     _Pragma("GCC unroll 8") for (int part = 0; part < KS; part++)
     {
-        operands x = scores_operands(u, part, KS);
+        operands x = {0};
+        if (u->q)
+            x = scores_operands(u, part, KS);
         _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++)
         {
             if (u->q)
