@@ -109,8 +109,8 @@ static void *keep(gpu_call *call, void *memory)
     return memory;
 }
 
-/* CLI_GO_ON; CLI_OK if the library has no such kernel here (its reason is in flash_attn_last_error); or an exit status. */
-static int open_call(gpu_call *call, ladder_run *run, const bench_arrays *arrays)
+/* CLI_GO_ON or an exit status. Where the library has no such kernel the row says so: it does not run, and why. */
+static int open_call(gpu_call *call, ladder_run *run, const bench_arrays *arrays, ladder_row *row)
 {
     const flash_attn_tensor *in[3] = {&arrays->problem.q, &arrays->problem.k, &arrays->problem.v};
     *call                      = (gpu_call){.run = run, .problem = arrays->problem};
@@ -118,8 +118,11 @@ static int open_call(gpu_call *call, ladder_run *run, const bench_arrays *arrays
     call->problem.device       = (flash_attn_device){FLASH_ATTN_CUDA, run->request->device};
     flash_attn_status status =
         flash_attn_workspace_size(run->context, &call->problem, FLASH_ATTN_FORWARD, &call->exec.workspace_bytes);
-    if (status == FLASH_ATTN_UNSUPPORTED)
-        return CLI_OK;
+    if (status == FLASH_ATTN_UNSUPPORTED) {
+        row->runs = false;
+        snprintf(row->reason, sizeof row->reason, "%s", flash_attn_last_error());
+        return CLI_GO_ON;
+    }
     if (status != FLASH_ATTN_OK)
         return cli_fail_library("bench", status);
     for (int i = 0; i < 3; i++)
@@ -246,12 +249,8 @@ static int check_small(ladder_run *run, ladder_row *row)
         one.shape.seqlen_q = small[i].seqlen_q, one.shape.seqlen_k = small[i].seqlen_k;
         if ((status = bench_open(&arrays, &one.shape, &settings, false)) != CLI_GO_ON)
             return status;
-        status = open_call(&call, run, &arrays);
-        if (status == CLI_OK) {
-            row->runs = false;
-            snprintf(row->reason, sizeof row->reason, "%s", flash_attn_last_error());
-            status = CLI_GO_ON;
-        } else if (status == CLI_GO_ON) {
+        status = open_call(&call, run, &arrays, row);
+        if (status == CLI_GO_ON && row->runs) {
             status = run_once(&call, &arrays);
             if (status == CLI_GO_ON)
                 status = judge_small(run, &one, &arrays, &right);
@@ -299,12 +298,8 @@ static int check_and_time(ladder_run *run, ladder_row *row)
     int            status = bench_open(&arrays, &row->shape, &settings, false);
     if (status != CLI_GO_ON)
         return status;
-    status = open_call(&call, run, &arrays);
-    if (status == CLI_OK) {
-        row->runs = false;
-        snprintf(row->reason, sizeof row->reason, "%s", flash_attn_last_error());
-        status = CLI_GO_ON;
-    } else if (status == CLI_GO_ON) {
+    status = open_call(&call, run, &arrays, row);
+    if (status == CLI_GO_ON && row->runs) {
         status = run_once(&call, &arrays);
         if (status == CLI_GO_ON) {
             row->error = bench_error(&arrays, FLASH_ATTN_FORWARD, false, settings.seed, row->tolerance, &row->right);

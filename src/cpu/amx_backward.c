@@ -239,24 +239,18 @@ typedef struct cell {
     int strip, group;
 } cell;
 
+/* keys x queries^T of a cell, over `depth` tiles of columns, to `to`. */
+FA_AMX_INLINE block cell_block(const char *keys, const char *queries, int depth, cell at, float *to)
+{
+    int64_t row = (int64_t)depth * FA_AMX_TILE;
+    return (block){keys + at.strip * 2 * row, queries + at.group * 2 * row, row, FA_AMX_TILE, row, FA_AMX_TILE,
+                   {to, 2 * FA_AMX_TILE_FLOATS, FA_AMX_TILE_FLOATS}, false};
+}
+
 FA_AMX_INLINE void cell_products(const walk *w, cell at, int parity, pending *last)
 {
-    block s  = {w->k_left + (int64_t)at.strip * 2 * w->depth * FA_AMX_TILE,
-                w->q_keys + (int64_t)at.group * 2 * w->depth * FA_AMX_TILE,
-                (int64_t)w->depth * FA_AMX_TILE,
-                FA_AMX_TILE,
-                (int64_t)w->depth * FA_AMX_TILE,
-                FA_AMX_TILE,
-                {w->own->s[parity], 2 * FA_AMX_TILE_FLOATS, FA_AMX_TILE_FLOATS},
-                false};
-    block dp = {w->v_left + (int64_t)at.strip * 2 * w->depth_v * FA_AMX_TILE,
-                w->dout_keys + (int64_t)at.group * 2 * w->depth_v * FA_AMX_TILE,
-                (int64_t)w->depth_v * FA_AMX_TILE,
-                FA_AMX_TILE,
-                (int64_t)w->depth_v * FA_AMX_TILE,
-                FA_AMX_TILE,
-                {w->own->dp[parity], 2 * FA_AMX_TILE_FLOATS, FA_AMX_TILE_FLOATS},
-                false};
+    block s  = cell_block(w->k_left, w->q_keys, w->depth, at, w->own->s[parity]);
+    block dp = cell_block(w->v_left, w->dout_keys, w->depth_v, at, w->own->dp[parity]);
     run_block(&s, w->depth, last);
     run_block(&dp, w->depth_v, last);
 }

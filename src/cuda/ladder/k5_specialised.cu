@@ -17,25 +17,6 @@ static_assert(FA_TILE_Q == 64 * CONSUMERS, "a consumer owns 64 rows");
 
 extern "C" __constant__ int fa_shared_bytes = SHARED_BYTES;
 
-FA_DEVICE void produce(const fa_maps &maps, const block_work &w, unsigned at)
-{
-    fetch_q(maps, w, at);
-    for (int n = 0; n < w.tiles; n++) {
-        int stage = n % FA_STAGES, parity = (n / FA_STAGES & 1) ^ 1;
-        barrier_wait(k_empty(at, stage), parity);
-        fetch_k(maps, w, at, n);
-        barrier_wait(v_empty(at, stage), parity);
-        fetch_v(maps, w, at, n);
-    }
-}
-
-/* This warp has done with a stage. */
-FA_DEVICE void release(unsigned empty)
-{
-    if (threadIdx.x % 32 == 0)
-        barrier_arrive(empty);
-}
-
 template <bool MASKED>
 FA_DEVICE void step(const fa_args &args, const block_work &w, float (&o)[O_COUNT], row_state &state, unsigned at, int group,
                     int n)

@@ -19,25 +19,6 @@ static_assert(FA_TILE_Q == 64 * CONSUMERS && CONSUMERS > 1, "a consumer owns 64 
 
 extern "C" __constant__ int fa_shared_bytes = SHARED_BYTES;
 
-FA_DEVICE void produce(const fa_maps &maps, const block_work &w, unsigned at)
-{
-    fetch_q(maps, w, at);
-    for (int n = 0; n < w.tiles; n++) {
-        int stage = n % FA_STAGES, parity = (n / FA_STAGES & 1) ^ 1;
-        barrier_wait(k_empty(at, stage), parity);
-        fetch_k(maps, w, at, n);
-        barrier_wait(v_empty(at, stage), parity);
-        fetch_v(maps, w, at, n);
-    }
-}
-
-/* This warp has done with a stage. */
-FA_DEVICE void release(unsigned empty)
-{
-    if (threadIdx.x % 32 == 0)
-        barrier_arrive(empty);
-}
-
 /* Named barrier 1 + c: consumer c waits there, and the one before it arrives. The last one's first arrival starts the round. */
 FA_DEVICE void await_turn(int group) { named_sync(1 + group, 256); }
 FA_DEVICE void pass_turn(int group) { named_arrive(1 + (group + 1) % CONSUMERS, 256); }

@@ -54,6 +54,26 @@ FA_DEVICE void fetch_v(const fa_maps &maps, const block_work &w, unsigned at, in
                           (w.tiles - 1 - n) * FA_TILE_K);
 }
 
+/* All of a producer's work: Q, then K and V as consumers free their stages. */
+FA_DEVICE void produce(const fa_maps &maps, const block_work &w, unsigned at)
+{
+    fetch_q(maps, w, at);
+    for (int n = 0; n < w.tiles; n++) {
+        int stage = n % FA_STAGES, parity = (n / FA_STAGES & 1) ^ 1;
+        barrier_wait(k_empty(at, stage), parity);
+        fetch_k(maps, w, at, n);
+        barrier_wait(v_empty(at, stage), parity);
+        fetch_v(maps, w, at, n);
+    }
+}
+
+/* This warp has done with a stage. */
+FA_DEVICE void release(unsigned empty)
+{
+    if (threadIdx.x % 32 == 0)
+        barrier_arrive(empty);
+}
+
 FA_DEVICE void wait_for_k(unsigned at, int n) { barrier_wait(k_full(at, n % FA_STAGES), n / FA_STAGES & 1); }
 FA_DEVICE void wait_for_v(unsigned at, int n) { barrier_wait(v_full(at, n % FA_STAGES), n / FA_STAGES & 1); }
 
