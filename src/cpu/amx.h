@@ -51,6 +51,29 @@ FA_AMX_INLINE __m512 fa_amx_load16(const void *row, int64_t stride, flash_attn_d
     return _mm512_loadu_ps(lanes);
 }
 
+/* ---- pieces ----
+ *
+ * bfloat16 (and FP8, whose values are bfloat16's) is one piece; float16 is two bfloat16 pieces exactly and float32
+ * three, and their products are sums of products of pieces:
+ *     float16   (h + l)(h' + l')          = hh' + hl' + lh' + ll'             exactly
+ *     float32   (h + m + l)(h' + m' + l') = hh' + hm' + mh' + hl' + mm' + lh'  + 2^-24
+ */
+
+enum { MAX_PIECES = 3 };
+
+typedef struct fa_amx_product {
+    int left, right;
+} fa_amx_product;
+
+/* The largest last; each shares an operand with the one before, which is then still in its tiles. */
+static const fa_amx_product fa_amx_products[MAX_PIECES + 1][6] = {
+    {{0, 0}},
+    {{0, 0}},
+    {{0, 1}, {1, 1}, {1, 0}, {0, 0}},
+    {{0, 2}, {0, 1}, {1, 1}, {1, 0}, {2, 0}, {0, 0}},
+};
+static const int fa_amx_num_products[MAX_PIECES + 1] = {0, 1, 4, 6};
+
 /* The nearest bfloat16, ties to even, as a float; finite stays finite; Inf and NaN stay. */
 FA_AMX_INLINE __m512 fa_amx_round(__m512 x)
 {

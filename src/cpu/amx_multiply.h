@@ -1,31 +1,11 @@
 /*
- * Matrix products over packed tiles: C = A B or C += A B with C float32, row major. bfloat16 (and FP8, whose values are
- * bfloat16's) is one piece; float16 is two bfloat16 pieces exactly and float32 three, and their products are sums of
- * products of pieces:
- *     float16   (h + l)(h' + l')          = hh' + hl' + lh' + ll'             exactly
- *     float32   (h + m + l)(h' + m' + l') = hh' + hm' + mh' + hl' + mm' + lh'  + 2^-24
+ * Matrix products over packed tiles: C = A B or C += A B with C float32, row major. Values of several pieces are
+ * multiplied as sums of products of pieces (fa_amx_products).
  */
 #ifndef FA_CPU_AMX_MULTIPLY_H
 #define FA_CPU_AMX_MULTIPLY_H
 
 #include "cpu/amx.h"
-
-/* ---- pieces ---- */
-
-enum { MAX_PIECES = 3 };
-
-typedef struct product {
-    int left, right;
-} product;
-
-/* The largest last; each shares an operand with the one before, which is then still in its tiles. */
-static const product products[MAX_PIECES + 1][6] = {
-    {{0, 0}},
-    {{0, 0}},
-    {{0, 1}, {1, 1}, {1, 0}, {0, 0}},
-    {{0, 2}, {0, 1}, {1, 1}, {1, 0}, {2, 0}, {0, 0}},
-};
-static const int num_products[MAX_PIECES + 1] = {0, 1, 4, 6};
 
 /* ---- the products: C[2 x 16 rows][2 x 16 columns] in tiles 0 to 3 ---- */
 
@@ -71,12 +51,12 @@ FA_AMX_INLINE void dot_block(const char *a, const operand *left, const char *b, 
                              int pieces, bool second_row, bool second_col)
 {
     for (int k = 0; k < steps; k++, a += left->inner, b += right->inner) {
-        _Pragma("GCC unroll 6") for (int n = 0; n < num_products[pieces]; n++)
+        _Pragma("GCC unroll 6") for (int n = 0; n < fa_amx_num_products[pieces]; n++)
         {
-            const product *now = &products[pieces][n];
+            const fa_amx_product *now = &fa_amx_products[pieces][n];
             const char    *a0 = a + now->left * FA_AMX_TILE, *b0 = b + now->right * FA_AMX_TILE;
-            bool           new_a = n == 0 || now->left != products[pieces][n - 1].left;
-            bool           new_b = n == 0 || now->right != products[pieces][n - 1].right;
+            bool           new_a = n == 0 || now->left != fa_amx_products[pieces][n - 1].left;
+            bool           new_b = n == 0 || now->right != fa_amx_products[pieces][n - 1].right;
             if (new_a)
                 TILE_LOAD(4, a0, 64);
             if (new_b)
