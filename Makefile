@@ -51,7 +51,7 @@ test-gpu: setup-test
 	    -DFLASH_ATTN_TESTS=ON $(FLAGS) >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
 	@rm -f $(BUILD).log
 	cmake --build $(BUILD) -j $(JOBS)
-	cd $(BUILD) && ctest --verbose -R '^test_cuda(|_cache|_compile|_ladder|_repeat)$$|^test_jit$$|^cuda_sanitizer$$' $(CTEST_FLAGS)
+	cd $(BUILD) && ctest --verbose -j $(JOBS) -R '^test_cuda(|_.*)$$|^test_jit$$|^cuda_sanitizer$$' $(CTEST_FLAGS)
 
 # A private environment, so that nothing of the system's Python changes. What pip installs there is not asked for again.
 test-python: setup-build setup-python

@@ -1,6 +1,6 @@
 #!/bin/sh
-# sanitize_gpu.sh FOLDER: the GPU tests of a build's tests folder under compute-sanitizer: accesses out of bounds in all of
-# test_cuda's quick run and in the ladder, then reads of memory that nobody wrote and misused barriers in the case list and
+# sanitize_gpu.sh FOLDER: the GPU tests of a build's tests folder under compute-sanitizer: accesses out of bounds in
+# test_cuda, the case list's quick run and the ladder, then reads of memory that nobody wrote and misused barriers in the case list and
 # the ladder. 77, for ctest: skipped, with the reason.
 folder=$1
 tool=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | tail -1)
@@ -18,10 +18,11 @@ check() {
     tail -12 sanitize.log
 }
 # What an application asks for and is refused is reported too: tests of refusals and of graphs' capture do that on purpose.
-check memcheck --report-api-errors no "$folder/test_cuda" --quick
+check memcheck --report-api-errors no "$folder/test_cuda"
+check memcheck --report-api-errors no "$folder/test_cuda_cases" --quick
 check memcheck --report-api-errors no "$folder/test_cuda_ladder"
 for name in initcheck synccheck; do
-    check $name "$folder/test_cuda" --quick --only 'the_case_list*'
+    check $name "$folder/test_cuda_cases" --quick
     check $name "$folder/test_cuda_ladder"
 done
 rm -f sanitize.log

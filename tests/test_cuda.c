@@ -1,11 +1,10 @@
 /*
  * The public calls on a GPU; skipped, with the reason, where there is none.
  *
- *     test_cuda [--group NAME] [--seed N] [--quick] [--only PATTERN]
- *         --only: the tests whose names are like the pattern, "the_case_list*"
+ *     test_cuda [--only PATTERN]     the tests whose names are like the pattern, "*graph*"
  *
- * First the case list in every dtype against the reference, then what only a GPU can get wrong: streams, graphs,
- * threads, large offsets, large grids, cold processes.
+ * What only a GPU can get wrong: streams, graphs, threads, large offsets, large grids, cold processes. The case list is
+ * test_cuda_cases.c's.
  */
 #include "case_gpu.h"
 #include "case_numbers.h"
@@ -20,12 +19,6 @@ static const case_memory *memory;
 static const case_gpu    *gpu;
 static char               no_gpu[200];
 
-static struct {
-    const char *group;
-    uint64_t    seed;
-    bool        quick;
-} options = {.seed = 1};
-
 static void need_gpu(void)
 {
     if (memory)
@@ -35,90 +28,6 @@ static void need_gpu(void)
 }
 
 static flash_attn_device on_gpu(void) { return (flash_attn_device){.type = FLASH_ATTN_CUDA}; }
-
-/* ---- the case list ---- */
-
-typedef struct group_tally {
-    tally  tally;
-    double worst;
-    char   worst_of[160];
-    char   skip_reason[400];
-    int    forward_only; /* of those, for want of a backward kernel */
-} group_tally;
-
-static case_result run_passes(const test_case *c, flash_attn_dtype dtype, unsigned passes)
-{
-    char           why[300];
-    case_instance *instance = case_build(c, dtype, passes, options.seed, why, sizeof why);
-    if (!instance)
-        fail_msg("%s/%s: %s", c->group, c->name, why);
-    case_device device = {.device = on_gpu(), .memory = memory};
-    case_result result = case_run(instance, &device);
-    case_free(instance);
-    return result;
-}
-
-static void run_case(const test_case *c, flash_attn_dtype dtype, group_tally *group)
-{
-    case_result result = run_passes(c, dtype, CASE_BACKWARD);
-    if (result.verdict == CASE_SKIPPED && strncmp(result.reason, "backward", 8) == 0) { /* the forward counts alone */
-        snprintf(group->skip_reason, sizeof group->skip_reason, "%s", result.reason);
-        group->forward_only++;
-        result = run_passes(c, dtype, 0);
-    }
-    group->tally.passed += result.verdict == CASE_PASSED;
-    group->tally.failed += result.verdict == CASE_FAILED;
-    group->tally.skipped += result.verdict == CASE_SKIPPED;
-    if (result.verdict == CASE_FAILED)
-        printf("  FAILED %s/%s, %s, seed %llu: %s\n", c->group, c->name, dtype_name(dtype),
-               (unsigned long long)options.seed, result.reason);
-    if (result.verdict == CASE_SKIPPED)
-        snprintf(group->skip_reason, sizeof group->skip_reason, "%s", result.reason);
-    if (result.verdict == CASE_PASSED && result.worst > group->worst) {
-        group->worst = result.worst;
-        snprintf(group->worst_of, sizeof group->worst_of, "%s: %s", c->name, result.worst_of);
-    }
-}
-
-static void run_all_cases(flash_attn_dtype dtype)
-{
-    need_gpu();
-    int failed = 0;
-    for (int first = 0, next; first < num_test_cases; first = next) {
-        group_tally group = {0};
-        const char *name  = test_cases[first].group;
-        for (next = first; next < num_test_cases && strcmp(test_cases[next].group, name) == 0; next++)
-            if ((!options.group || strcmp(options.group, name) == 0) && (!options.quick || next % 3 == (int)dtype))
-                run_case(&test_cases[next], dtype, &group);
-        if (group.tally.passed + group.tally.failed + group.tally.skipped == 0)
-            continue;
-        printf("%-4s %-10s %4d passed %3d failed %3d skipped %3d forward only   worst %.2f of the tolerance (%s)%s%s\n",
-               dtype_name(dtype), name, group.tally.passed, group.tally.failed, group.tally.skipped, group.forward_only,
-               group.worst, group.worst_of,
-               group.skip_reason[0] ? "\n       last skip: " : "", group.skip_reason);
-        fflush(stdout);
-        failed += group.tally.failed;
-    }
-    assert_int_equal(failed, 0);
-}
-
-static void the_case_list_in_float16(void **state)
-{
-    (void)state;
-    run_all_cases(FLASH_ATTN_F16);
-}
-
-static void the_case_list_in_bfloat16(void **state)
-{
-    (void)state;
-    run_all_cases(FLASH_ATTN_BF16);
-}
-
-static void the_case_list_in_float32(void **state)
-{
-    (void)state;
-    run_all_cases(FLASH_ATTN_F32);
-}
 
 /* ---- plain problems in device memory ---- */
 
@@ -598,25 +507,16 @@ int main(int argc, char **argv)
         const char *value = n + 1 < argc ? argv[n + 1] : "";
         if (strcmp(argv[n], "--one-call") == 0)
             return one_call();
-        if (strcmp(argv[n], "--quick") == 0)
-            options.quick = true;
-        else if (strcmp(argv[n], "--group") == 0 && ++n)
-            options.group = value;
-        else if (strcmp(argv[n], "--seed") == 0 && ++n)
-            options.seed = strtoull(value, NULL, 0);
-        else if (strcmp(argv[n], "--only") == 0 && ++n)
+        if (strcmp(argv[n], "--only") == 0 && ++n)
             cmocka_set_test_filter(value);
         else {
-            fprintf(stderr, "usage: test_cuda [--group NAME] [--seed N] [--quick] [--only PATTERN]\n");
+            fprintf(stderr, "usage: test_cuda [--only PATTERN]\n");
             return 2;
         }
     }
     memory = case_gpu_memory(0, no_gpu, sizeof no_gpu);
     gpu    = case_gpu_get();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(the_case_list_in_bfloat16),
-        cmocka_unit_test(the_case_list_in_float16),
-        cmocka_unit_test(the_case_list_in_float32),
         cmocka_unit_test(calls_on_several_streams_at_once_give_the_same_bits),
         cmocka_unit_test(a_captured_graph_follows_changed_lengths),
         cmocka_unit_test(a_captured_graph_keeps_its_own_block_mask),
