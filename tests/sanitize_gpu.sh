@@ -1,7 +1,7 @@
 #!/bin/sh
 # sanitize_gpu.sh FOLDER: the GPU tests of a build's tests folder under compute-sanitizer: accesses out of bounds in
-# test_cuda, the case list's quick run and the ladder, then reads of memory that nobody wrote and misused barriers in the case list and
-# the ladder. 77, for ctest: skipped, with the reason.
+# test_cuda, the case list's quick run and the ladder, then reads of memory that nobody wrote and misused barriers in the
+# case list and the ladder. 77, for ctest: skipped, with the reason.
 folder=$1
 tool=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | tail -1)
 [ -n "$tool" ] || { echo "skipped: compute-sanitizer, of CUDA's toolkit, was not found"; exit 77; }
