@@ -8,7 +8,7 @@ import threading
 import numpy as np
 
 from . import _native
-from ._arrays import empty_like, is_torch, numpy_code, readable, view
+from ._arrays import View, empty_like, is_torch, numpy_code, readable, view
 from ._native import Append, Descale, Exec, Grads, Pages, Partial, Problem, Rotary, Slices, check, lib, pack_tensor
 
 _PROBLEM_BYTES, _GRADS_BYTES = ctypes.sizeof(Problem), ctypes.sizeof(Grads)
@@ -29,7 +29,10 @@ _ALL = (0, 1, 2, 3)  # [batch, rows, heads, d]
 _PACKED = (1, 2, 3)  # varlen: [total, heads, d]
 
 
-def _put(buffer, offset, found, name, dims=_ALL):
+def _put(buffer, offset, found, name, dims=_ALL, beside=None):
+    """Write the C tensor of a View. beside: a View on whose device this one must be."""
+    if beside is not None and (found.device != beside.device or found.index != beside.index):
+        raise _native.InvalidError(f"{name} is on {_device_name(found)} but expected on {_device_name(beside)}")
     if len(found.shape) == 4 and dims is _ALL:  # the hot path
         shape, stride = found.shape, found.stride
     else:
@@ -43,8 +46,15 @@ def _put(buffer, offset, found, name, dims=_ALL):
     pack_tensor(buffer, offset, found.data, found.dtype, *shape, *stride)
 
 
-def _lengths(array, name, device, keep):
-    """The address of a contiguous int32 array on the right device, copied if it is not one already."""
+def _device_name(found):
+    return "the CPU" if found.device == _native.CPU else f"CUDA device {found.index}"
+
+
+_HOST = View(None, -2, (), ())  # stands for q where an array must be in host memory
+
+
+def _lengths(array, name, beside, keep):
+    """The address of a contiguous int32 array on the device of the View beside, copied if it is not one already."""
     if array is None:
         return None
     found = view(array)
@@ -54,8 +64,8 @@ def _lengths(array, name, device, keep):
         else:
             array = np.ascontiguousarray(array, dtype=np.int32)
         found = view(array)
-    if found.device != device:
-        raise _native.InvalidError(f"{name} is on another device than q")
+    if found.device != beside.device or found.index != beside.index:
+        raise _native.InvalidError(f"{name} is on {_device_name(found)} but expected on {_device_name(beside)}")
     keep.append(array)
     return found.data
 
@@ -81,14 +91,12 @@ class Call:
         found_q, found_k, found_v = readable(q), readable(k), readable(v)
         self.keep = keep = [found_q, found_k, found_v]
         device = found_q.device
-        if found_k.device != device or found_v.device != device:
-            raise _native.InvalidError("q, k and v must be on the same device")
         self.found_q = found_q
         self.dims_q = _PACKED if cu_seqlens_q is not None else _ALL
         dims_k = _PACKED if cu_seqlens_k is not None else _ALL
         _put(buffer, _AT["q"], found_q, "q", self.dims_q)
-        _put(buffer, _AT["k"], found_k, "k", dims_k)
-        _put(buffer, _AT["v"], found_v, "v", dims_k)
+        _put(buffer, _AT["k"], found_k, "k", dims_k, found_q)
+        _put(buffer, _AT["v"], found_v, "v", dims_k, found_q)
         self.head_dim_v = found_v.shape[-1]
 
         self.problem = problem = Problem.from_buffer(buffer)
@@ -109,18 +117,18 @@ class Call:
         if bias is not None:
             found = readable(bias)
             keep.append(found)
-            _put(buffer, _AT["bias"], found, "bias")
+            _put(buffer, _AT["bias"], found, "bias", _ALL, found_q)
         if alibi_slopes is not None:
             found = view(alibi_slopes)
             keep.append(alibi_slopes)
-            _put(buffer, _AT["alibi_slopes"], found, "alibi_slopes", (1,) if len(found.shape) == 1 else (0, 1))
+            _put(buffer, _AT["alibi_slopes"], found, "alibi_slopes", (1,) if len(found.shape) == 1 else (0, 1), found_q)
         if sinks is not None:
             keep.append(sinks)
-            _put(buffer, _AT["sinks"], view(sinks), "sinks", (1,))
+            _put(buffer, _AT["sinks"], view(sinks), "sinks", (1,), found_q)
         for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k), ("seqused_q", seqused_q),
                             ("seqused_k", seqused_k), ("leftpad_k", leftpad_k), ("cache_batch_idx", cache_batch_idx)):
             if array is not None:
-                setattr(problem, name, _lengths(array, name, device, keep))
+                setattr(problem, name, _lengths(array, name, found_q, keep))
         if cu_seqlens_q is not None:
             problem.batch = len(cu_seqlens_q) - 1
             problem.max_seqlen_q = max_seqlen_q or 0
@@ -128,20 +136,21 @@ class Call:
             problem.max_seqlen_k = max_seqlen_k or 0
         problem.num_splits = num_splits
         if block_table is not None:
-            address = _lengths(block_table, "block_table", device, keep)
+            address = _lengths(block_table, "block_table", found_q, keep)
             problem.pages = Pages(address, 0, block_table.shape[1], 0)
         if slices is not None:
             # Slices are host memory for every device.
             table = slices.cpu() if is_torch(slices) else slices
             offsets = slice_offsets.cpu() if is_torch(slice_offsets) else slice_offsets
-            problem.slices = Slices(_lengths(table, "slices", _native.CPU, keep), len(table), 0,
-                                    _lengths(offsets, "slice_offsets", _native.CPU, keep))
+            problem.slices = Slices(_lengths(table, "slices", _HOST, keep), len(table), 0,
+                                    _lengths(offsets, "slice_offsets", _HOST, keep))
         if dropout_p:
             problem.dropout.p, problem.dropout.seed, problem.dropout.offset = dropout_p, seed, offset
         for name, array in (("q", q_descale), ("k", k_descale), ("v", v_descale)):
             if array is not None:
                 keep.append(array)
-                _put(buffer, _AT["descale"] + getattr(Descale, name).offset, view(array), f"{name}_descale", (0, 1))
+                _put(buffer, _AT["descale"] + getattr(Descale, name).offset, view(array), f"{name}_descale", (0, 1),
+                     found_q)
         problem.deterministic = deterministic
         self.exec = Exec(stream=_stream(found_q)) if device == _native.CUDA else None
 
@@ -150,9 +159,10 @@ class Call:
 
     def _set_results(self, o, lse):
         self.keep += [o, lse]
-        _put(self.buffer, _AT["o"], view(o), "out", self.dims_q)
+        _put(self.buffer, _AT["o"], view(o), "out", self.dims_q, self.found_q)
         if lse is not None:
-            _put(self.buffer, _AT["lse"], view(lse), "softmax_lse", (1, 2) if self.dims_q is _PACKED else (0, 1, 2))
+            _put(self.buffer, _AT["lse"], view(lse), "softmax_lse", (1, 2) if self.dims_q is _PACKED else (0, 1, 2),
+                 self.found_q)
 
     def forward(self, out=None, want_lse=True):
         """Run the forward. Returns (o, lse or None); lse is [batch, heads, seqlen_q], varlen [heads, total_q]."""
@@ -176,11 +186,11 @@ class Call:
         dims_k = _PACKED if self.problem.cu_seqlens_k else _ALL
         found = readable(dout)
         self.keep.append(found)
-        _put(buffer, Grads.dout.offset, found, "dout", self.dims_q)
+        _put(buffer, Grads.dout.offset, found, "dout", self.dims_q, self.found_q)
         for name, array, dims in (("dq", dq, self.dims_q), ("dk", dk, dims_k),
                                   ("dv", dv, dims_k), ("dbias", dbias, _ALL), ("dsinks", dsinks, (1,))):
             if array is not None:
-                _put(buffer, getattr(Grads, name).offset, view(array), name, dims)
+                _put(buffer, getattr(Grads, name).offset, view(array), name, dims, self.found_q)
         return self.address, ctypes.addressof(buffer)
 
     def backward(self, *arguments):
@@ -328,18 +338,18 @@ def append_kv(k_cache, v_cache, k_new=None, v_new=None, *, q=None, q_out=None, c
     for name, array in (("k_cache", k_cache), ("v_cache", v_cache), ("k_new", k_new), ("v_new", v_new), ("q", q),
                         ("q_out", q_out)):
         if array is not None:
-            _put(buffer, getattr(Append, name).offset, view(array), name)
+            _put(buffer, getattr(Append, name).offset, view(array), name, _ALL, found)
     append = Append.from_buffer(buffer)
     append.device.type, append.device.index = found.device, found.index
     for name, array in (("cache_seqlens", cache_seqlens), ("cache_batch_idx", cache_batch_idx),
                         ("leftpad_k", leftpad_k)):
-        setattr(append, name, _lengths(array, name, found.device, keep))
+        setattr(append, name, _lengths(array, name, found, keep))
     if block_table is not None:
-        append.pages = Pages(_lengths(block_table, "block_table", found.device, keep), 0, block_table.shape[1], 0)
+        append.pages = Pages(_lengths(block_table, "block_table", found, keep), 0, block_table.shape[1], 0)
     if rotary_cos is not None:
         start = Append.rotary.offset
-        _put(buffer, start + Rotary.cos.offset, view(rotary_cos), "rotary_cos", (0, 1))
-        _put(buffer, start + Rotary.sin.offset, view(rotary_sin), "rotary_sin", (0, 1))
+        _put(buffer, start + Rotary.cos.offset, view(rotary_cos), "rotary_cos", (0, 1), found)
+        _put(buffer, start + Rotary.sin.offset, view(rotary_sin), "rotary_sin", (0, 1), found)
         append.rotary.interleaved = interleaved
     append.q_at_end = q_at_end
     run = Exec(stream=_stream(found)) if found.device == _native.CUDA else None
@@ -355,10 +365,10 @@ def merge(parts, out=None, lse=None):
     if lse is None:
         lse = empty_like(first_lse, tuple(first_lse.shape))
     buffer = ctypes.create_string_buffer(size * (len(parts) + 1))
-    for n, (part, part_lse) in enumerate([*parts, (out, lse)]):
-        _put(buffer, n * size + Partial.o.offset, view(part), "o")
-        _put(buffer, n * size + Partial.lse.offset, view(part_lse), "lse", (0, 1, 2))
     found = view(first)
+    for n, (part, part_lse) in enumerate([*parts, (out, lse)]):
+        _put(buffer, n * size + Partial.o.offset, view(part), "o", _ALL, found)
+        _put(buffer, n * size + Partial.lse.offset, view(part_lse), "lse", (0, 1, 2), found)
     run = Exec(stream=_stream(found)) if found.device == _native.CUDA else None
     start = ctypes.addressof(buffer)
     check(lib.flash_attn_merge(_native.context, _native.Device(found.device, found.index), start, len(parts),

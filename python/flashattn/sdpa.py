@@ -44,6 +44,10 @@ def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scal
     """
     if is_causal and attn_mask is not None:
         raise RuntimeError("sdpa: attn_mask and is_causal=True exclude each other")
+    if torch.is_autocast_enabled(query.device.type):  # PyTorch's own is on autocast's list
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value, attn_mask = (t.to(dtype) if t is not None and t.dtype == torch.float32 else t
+                                        for t in (query, key, value, attn_mask))
     q, k, v, lead = query, key, value, None
     if not q.dim() == k.dim() == v.dim() == 4 or not q.shape[0] == k.shape[0] == v.shape[0]:
         if min(q.dim(), k.dim(), v.dim()) < 2:

@@ -1,10 +1,11 @@
 """PyTorch: custom operators with fake kernels and autograd, so torch.compile, export, checkpointing and DDP see through.
 
-flashattn::forward   -> out, softmax_lse, rng_state
+flashattn::forward   -> out, softmax_lse
 flashattn::backward  -> dq, dk, dv, dbias, dsinks (empty where not wanted)
 
-Dropout's seed is drawn inside the forward from PyTorch's default CPU generator and handed on as rng_state (int64
-[seed, offset]), so torch.manual_seed repeats it, checkpointing restores it, and both passes drop the same pairs.
+Dropout's seed is drawn before the forward from PyTorch's default CPU generator, by an operator of PyTorch's own, and handed to
+both passes as rng_state (int64 [seed, offset], on the CPU): torch.manual_seed repeats it, checkpointing restores it, a
+compiler knows what is random, and both passes drop the same pairs. Without dropout rng_state is None.
 """
 
 from typing import Optional, Tuple
@@ -21,13 +22,15 @@ _DOUBLE_BACKWARD = "flashattn: the backward has no gradient of its own (double b
 
 
 def _draw_seed(dropout_p):
-    state = torch.zeros(2, dtype=torch.int64)
-    return state.random_(0, 2**62) if dropout_p > 0 else state
+    # The device is said, since torch.set_default_device may name another.
+    return torch.randint(2**62, (2,), dtype=torch.int64, device="cpu") if dropout_p > 0 else None
 
 
 def _call(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices, slice_offsets,
-          max_seqlen_q, max_seqlen_k, scale, causal, window_left, window_right, softcap, dropout_p, deterministic,
-          rng_state):
+          rng_state, max_seqlen_q, max_seqlen_k, scale, causal, window_left, window_right, softcap, dropout_p,
+          deterministic):
+    if dropout_p > 0 and rng_state is None:
+        raise _native.InvalidError("dropout needs an rng_state: int64 [seed, offset] on the CPU")
     seed, offset = rng_state.tolist() if dropout_p > 0 else (0, 0)
     return Call(q, k, v, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, cu_seqlens_q=cu_seqlens_q,
                 cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, slices=slices,
@@ -39,14 +42,12 @@ def _call(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, sequse
 def _run_forward(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], alibi_slopes: Optional[Tensor],
                  sinks: Optional[Tensor], cu_seqlens_q: Optional[Tensor], cu_seqlens_k: Optional[Tensor],
                  seqused_q: Optional[Tensor], seqused_k: Optional[Tensor], slices: Optional[Tensor],
-                 slice_offsets: Optional[Tensor], max_seqlen_q: int, max_seqlen_k: int, scale: float, causal: bool,
-                 window_left: int, window_right: int, softcap: float, dropout_p: float,
-                 deterministic: bool) -> Tuple[Tensor, Tensor, Tensor]:
-    rng_state = _draw_seed(dropout_p)
-    out, lse = _call(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices,
-                     slice_offsets, max_seqlen_q, max_seqlen_k, scale, causal, window_left, window_right, softcap,
-                     dropout_p, deterministic, rng_state).forward()
-    return out, lse, rng_state
+                 slice_offsets: Optional[Tensor], rng_state: Optional[Tensor], max_seqlen_q: int, max_seqlen_k: int,
+                 scale: float, causal: bool, window_left: int, window_right: int, softcap: float, dropout_p: float,
+                 deterministic: bool) -> Tuple[Tensor, Tensor]:
+    return _call(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices,
+                 slice_offsets, rng_state, max_seqlen_q, max_seqlen_k, scale, causal, window_left, window_right, softcap,
+                 dropout_p, deterministic).forward()
 
 
 forward = torch.library.custom_op("flashattn::forward", _run_forward, mutates_args=())
@@ -54,22 +55,21 @@ forward = torch.library.custom_op("flashattn::forward", _run_forward, mutates_ar
 
 @forward.register_fake
 def _(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices, slice_offsets,
-      max_seqlen_q, max_seqlen_k, scale, causal, window_left, window_right, softcap, dropout_p, deterministic):
+      rng_state, max_seqlen_q, max_seqlen_k, scale, causal, window_left, window_right, softcap, dropout_p, deterministic):
     rows = (q.shape[1], q.shape[0]) if cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
-    return (q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(rows, dtype=torch.float32),
-            torch.empty(2, dtype=torch.int64))
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(rows, dtype=torch.float32)
 
 
-def _run_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rng_state: Tensor,
-                  bias: Optional[Tensor], alibi_slopes: Optional[Tensor], sinks: Optional[Tensor],
-                  cu_seqlens_q: Optional[Tensor], cu_seqlens_k: Optional[Tensor], seqused_q: Optional[Tensor],
-                  seqused_k: Optional[Tensor], slices: Optional[Tensor], slice_offsets: Optional[Tensor],
+def _run_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Optional[Tensor],
+                  alibi_slopes: Optional[Tensor], sinks: Optional[Tensor], cu_seqlens_q: Optional[Tensor],
+                  cu_seqlens_k: Optional[Tensor], seqused_q: Optional[Tensor], seqused_k: Optional[Tensor],
+                  slices: Optional[Tensor], slice_offsets: Optional[Tensor], rng_state: Optional[Tensor],
                   max_seqlen_q: int, max_seqlen_k: int, scale: float, causal: bool, window_left: int, window_right: int,
                   softcap: float, dropout_p: float, deterministic: bool, want_dbias: bool,
                   want_dsinks: bool) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     call = _call(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices,
-                 slice_offsets, max_seqlen_q, max_seqlen_k, scale, causal, window_left, window_right, softcap,
-                 dropout_p, deterministic, rng_state)
+                 slice_offsets, rng_state, max_seqlen_q, max_seqlen_k, scale, causal, window_left, window_right, softcap,
+                 dropout_p, deterministic)
     grads = _empty_grads(q, k, v, bias, sinks, want_dbias, want_dsinks)
     dq, dk, dv, dbias, dsinks = grads
     call.backward(dout, out, lse, dq, dk, dv, dbias if want_dbias else None, dsinks if want_dsinks else None)
@@ -88,8 +88,8 @@ def _empty_grads(q, k, v, bias, sinks, want_dbias, want_dsinks):
 
 
 @backward.register_fake
-def _(dout, q, k, v, out, lse, rng_state, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-      slices, slice_offsets, max_seqlen_q, max_seqlen_k, scale, causal, window_left, window_right, softcap, dropout_p,
+def _(dout, q, k, v, out, lse, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices,
+      slice_offsets, rng_state, max_seqlen_q, max_seqlen_k, scale, causal, window_left, window_right, softcap, dropout_p,
       deterministic, want_dbias, want_dsinks):
     return _empty_grads(q, k, v, bias, sinks, want_dbias, want_dsinks)
 
@@ -101,26 +101,28 @@ def _raise_double_backward(ctx, *grads):
 backward.register_autograd(_raise_double_backward, setup_context=lambda ctx, inputs, output: None)
 
 
+_TENSORS = 13  # of the forward's arguments: q, k, v up to rng_state
+
+
 def _setup_context(ctx, inputs, output):
-    q, k, v, bias, alibi_slopes, sinks, *lengths = inputs[:12]
-    out, lse, rng_state = output
-    ctx.options = inputs[12:]
-    ctx.save_for_backward(q, k, v, out, lse, rng_state, bias, alibi_slopes, sinks, *lengths)
-    ctx.mark_non_differentiable(lse, rng_state)
+    out, lse = output
+    ctx.options = inputs[_TENSORS:]
+    ctx.save_for_backward(*inputs[:3], out, lse, *inputs[3:_TENSORS])
+    ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dout, dlse, drng_state):
+def _backward(ctx, dout, dlse):
     if dout is None:
-        return (None,) * (12 + len(ctx.options))
-    q, k, v, out, lse, rng_state, bias, alibi_slopes, sinks, *lengths = saved = ctx.saved_tensors
+        return (None,) * (_TENSORS + len(ctx.options))
+    q, k, v, out, lse, bias, alibi_slopes, sinks, *others = saved = ctx.saved_tensors
     want_dbias = bias is not None and ctx.needs_input_grad[3]
     want_dsinks = sinks is not None and ctx.needs_input_grad[5]
     run = _run_backward if _may_call(dout, *saved) else torch.ops.flashattn.backward
-    dq, dk, dv, dbias, dsinks = run(dout, q, k, v, out, lse, rng_state, bias, alibi_slopes, sinks, *lengths, *ctx.options,
-                                    want_dbias, want_dsinks)
+    dq, dk, dv, dbias, dsinks = run(dout, q, k, v, out, lse, bias, alibi_slopes, sinks, *others, *ctx.options, want_dbias,
+                                    want_dsinks)
     return (dq, dk, dv, dbias if want_dbias else None, None, dsinks.to(sinks.dtype) if want_dsinks else None,
-            *(None,) * (6 + len(ctx.options)))
+            *(None,) * (_TENSORS - 6 + len(ctx.options)))
 
 
 forward.register_autograd(_backward, setup_context=_setup_context)
@@ -139,9 +141,10 @@ _forward_ad = torch.autograd.forward_ad
 
 
 def _eager(tensors):
-    """No compiler, tracer, transform or tensor subclass: the C call may be made directly. Tensors may be None."""
+    """No compiler, tracer, transform, tensor subclass or view that negates what it shows: the C call may be made directly.
+    Tensors may be None."""
     for t in tensors:
-        if type(t) is not Tensor and t is not None and type(t) is not torch.nn.Parameter:
+        if t is not None and (type(t) is not Tensor and type(t) is not torch.nn.Parameter or t.is_neg()):
             return False
     return not _modes() and _transforms() is None and _is_tracing() is None
 
@@ -191,9 +194,9 @@ def _short_gradients(ctx, dout, q, k, v, out, lse, cu_seqlens, grads=None):
         if done is not None:
             return done
     _, scale, causal, window, softcap = ctx.short
-    options = _options(q, None, None, None, *(cu_seqlens or (None, None)), None, None, None, None, *ctx.max_seqlens, scale,
-                       causal, window, softcap, 0.0, False)
-    return torch.ops.flashattn.backward(dout, q, k, v, out, lse, _draw_seed(0.0), *options, False, False)[:3]
+    options = _options(q, None, None, None, *(cu_seqlens or (None, None)), None, None, None, None, None, *ctx.max_seqlens,
+                       scale, causal, window, softcap, 0.0, False)
+    return torch.ops.flashattn.backward(dout, q, k, v, out, lse, *options, False, False)[:3]
 
 
 class _ShortFunction(torch.autograd.Function):
@@ -253,9 +256,9 @@ class _EagerFunction(torch.autograd.Function):
 
 
 def _options(q, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices, slice_offsets,
-             max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, dropout_p, deterministic):
+             rng_state, max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, dropout_p, deterministic):
     """The operators' arguments after the tensors that each has first."""
-    return (bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices, slice_offsets,
+    return (bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices, slice_offsets, rng_state,
             max_seqlen_q or 0, max_seqlen_k or 0, float(q.shape[-1] ** -0.5 if scale is None else scale), causal, window[0],
             window[1], float(softcap), float(dropout_p), deterministic)
 
@@ -305,15 +308,14 @@ def attention(q, k, v, *, bias=None, alibi_slopes=None, sinks=None, cu_seqlens_q
                 short = dtype, scale, causal, window, softcap
                 done = _ShortFunction.apply(q, k, v, cu_seqlens, max_seqlens, short, want_lse)
                 return (*done, None) if want_lse else (done, None, None)
-    options = _options(q, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices,
-                       slice_offsets, max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, dropout_p, deterministic)
+    rng_state = _draw_seed(dropout_p)
+    options = _options(q, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices, slice_offsets,
+                       rng_state, max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, dropout_p, deterministic)
     if not eager:
-        return torch.ops.flashattn.forward(q, k, v, *options)
+        return *torch.ops.flashattn.forward(q, k, v, *options), rng_state
     if grad or _grad_enabled() and any(t is not None and t.requires_grad for t in (bias, sinks)):
-        return _EagerFunction.apply(q, k, v, *options)
-    rng_state = _draw_seed(dropout_p) if dropout_p > 0 else None
-    out, lse = _call(q, k, v, *options, rng_state).forward(want_lse=want_lse)
-    return out, lse, rng_state
+        return *_EagerFunction.apply(q, k, v, *options), rng_state
+    return *_call(q, k, v, *options).forward(want_lse=want_lse), rng_state
 
 
 __all__ = ["attention", "attention_packed", "forward", "backward"]

@@ -82,6 +82,8 @@ def _check_apart(mask, cu_seq_lens):
 
 def _note_lengths(mask, padding):
     """Remember on a mask that all it says is how long each sequence is: what is padded is then not computed at all."""
+    if padding.is_cuda and torch.cuda.is_current_stream_capturing():
+        return  # to look would be to wait for the GPU, which a graph forbids
     lengths = padding.sum(1, dtype=torch.int32)
     if torch.equal(torch.arange(padding.shape[1], device=padding.device) < lengths.unsqueeze(1), padding):
         mask.flashattn_lengths = lengths, mask._version

@@ -25,8 +25,8 @@ def qkv(*shape, dtype=torch.float32, grad=True, heads_k=None, seed=0):
 def plain_options(**changes):
     """The arguments of flashattn::forward after q, k and v."""
     options = dict(bias=None, alibi_slopes=None, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None,
-                   seqused_k=None, slices=None, slice_offsets=None, max_seqlen_q=0, max_seqlen_k=0, scale=0.3, causal=True,
-                   window_left=-1, window_right=-1, softcap=0.0, dropout_p=0.0, deterministic=False)
+                   seqused_k=None, slices=None, slice_offsets=None, rng_state=None, max_seqlen_q=0, max_seqlen_k=0, scale=0.3,
+                   causal=True, window_left=-1, window_right=-1, softcap=0.0, dropout_p=0.0, deterministic=False)
     assert set(changes) <= set(options)
     return tuple({**options, **changes}.values())
 
@@ -37,6 +37,7 @@ CASES = {
     "bias_and_sinks": (qkv(2, 9, 4, 16), plain_options(bias=torch.randn(1, 4, 9, 9).requires_grad_(),
                                                       sinks=torch.randn(4).requires_grad_())),
     "bfloat16_window_softcap": (qkv(1, 9, 2, 16, dtype=torch.bfloat16), plain_options(window_left=3, softcap=2.0)),
+    "dropout": (qkv(2, 9, 2, 16), plain_options(dropout_p=0.3, rng_state=torch.tensor([5, 0]))),
     "varlen": ([t.detach()[0].requires_grad_() for t in qkv(1, 12, 2, 8)],
                plain_options(cu_seqlens_q=CU, cu_seqlens_k=CU, max_seqlen_q=9, max_seqlen_k=9)),
 }
@@ -51,10 +52,10 @@ def test_opcheck_forward(case):
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck_backward(case):
     inputs, options = CASES[case]
-    out, lse, state = torch.ops.flashattn.forward(*inputs, *options)
+    out, lse = torch.ops.flashattn.forward(*inputs, *options)
     want = [t is not None for t in (options[0], options[2])]
     arguments = [t.detach() if isinstance(t, torch.Tensor) else t
-                 for t in (torch.randn_like(out), *inputs, out, lse, state, *options, *want)]
+                 for t in (torch.randn_like(out), *inputs, out, lse, *options, *want)]
     torch.library.opcheck(torch.ops.flashattn.backward.default, tuple(arguments))
 
 
@@ -217,12 +218,12 @@ def test_an_eager_call_is_the_operator(name, layout):
         leaves = list(torch.randn(2, 9, 3, 4, 16).unbind(2))
         leaves = [t.requires_grad_() for t in leaves]
     torch.manual_seed(3)
-    out, lse, _ = torch_ops.attention(*leaves, **options)
-    torch.manual_seed(3)
+    out, lse, rng_state = torch_ops.attention(*leaves, **options)
+    assert (rng_state is None) == (name != "dropout")
     window = options.get("window", (-1, -1))
     changes = {key: value for key, value in options.items() if key not in ("window", "scale")}
-    ours = torch.ops.flashattn.forward(*leaves, *plain_options(**{"causal": False, **changes}, window_left=window[0],
-                                                              window_right=window[1], scale=options.get("scale", 0.25)))
+    ours = torch.ops.flashattn.forward(*leaves, *plain_options(**{"causal": False, **changes}, rng_state=rng_state,
+                                                              window_left=window[0], window_right=window[1], scale=options.get("scale", 0.25)))
     assert "flashattn" not in type(out.grad_fn).__name__ and "flashattn" in type(ours[0].grad_fn).__name__
     assert torch.equal(out, ours[0]) and torch.equal(lse, ours[1]) and not lse.requires_grad
     dout = torch.randn(2, 9, 16, 4).transpose(2, 3)
