@@ -5,6 +5,7 @@
 #     make test       build and run every test
 #     make test-gpu   build and run the GPU's tests; skipped, with the reason, where there is no GPU
 #     make test-python  install the Python package and PyTorch into build/venv and run the package's tests
+#     make test-python-gpu  the package's tests on CUDA tensors, with the PyTorch of $(PYTHON); skipped without a GPU
 #     make demo       build, check, train a small GPT for a minute, print the bench table: under three minutes
 #     make check      compare this machine's kernels with the reference
 #     make bench      time attention on this machine
@@ -15,6 +16,7 @@
 BUILD   ?= build
 PREFIX  ?= /usr/local
 JOBS    ?= $(shell nproc 2>/dev/null || echo 2)
+PYTHON  ?= python3
 SECONDS_OF_TRAINING ?= 60
 FLAGS   ?=
 CTEST_FLAGS ?=
@@ -24,7 +26,7 @@ ifneq ($(wildcard $(BUILD)/CMakeCache.txt),)
 GENERATOR :=
 endif
 
-.PHONY: all build test test-gpu test-python demo check bench install format clean setup-build setup-test setup-format
+.PHONY: all build test test-gpu test-python test-python-gpu demo check bench install format clean setup-build setup-test setup-format
 
 all: build
 
@@ -58,6 +60,13 @@ test-python: setup-build setup-python
 	@[ -x $(BUILD)/venv/bin/python ] || python3 -m venv $(BUILD)/venv
 	$(BUILD)/venv/bin/pip install -q --disable-pip-version-check ".[test]"
 	$(BUILD)/venv/bin/python -m pytest -q $(PYTEST_FLAGS)
+
+# Nothing is installed: whoever has a GPU has a PyTorch for it. Where pytest-xdist is there, kernels compile side by side.
+test-python-gpu: build
+	@if $(PYTHON) -c 'import torch, pytest, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+	    FLASHATTN_LIBRARY=$(abspath $(BUILD)/libflashattn.so) PYTHONPATH=python $(PYTHON) -m pytest -q python/tests/test_cuda.py \
+	        $$($(PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses=4) $(PYTEST_FLAGS); \
+	else echo "skipped: $(PYTHON) needs pytest and a PyTorch that sees a GPU (PYTHON=... names another)"; fi
 
 demo: build
 	$(BUILD)/cli/flashattn check --quick

@@ -53,6 +53,8 @@ def _of_torch(tensor):
     dtype = _torch_dtypes.get(tensor.dtype)
     if dtype is None:
         dtype = _torch_dtype(tensor.dtype)
+    if tensor.is_neg():
+        raise _native.InvalidError("the tensor is a view that negates what it shows: call resolve_neg() first")
     device, index = (_native.CPU, 0) if kind == "cpu" else (_native.CUDA, tensor.device.index or 0)
     return View(tensor.data_ptr(), dtype, tensor.shape, tensor.stride(), device, index, tensor)
 

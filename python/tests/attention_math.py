@@ -1,8 +1,16 @@
-"""Attention as the formula says, in PyTorch: in double for the truth, in the inputs' own precision for the yardstick."""
+"""Attention as the formula says, in PyTorch: in double for the truth, in the inputs' own precision for the yardstick.
+
+Everything is made on PyTorch's default device, so that `with torch.device("cuda")` runs any of these tests there.
+"""
 
 import math
 
 import torch
+
+
+def seeded(seed):
+    """A generator of PyTorch's default device."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
 def visible(seqlen_q, seqlen_k, causal=False, window=(-1, -1), query_padding=None, key_padding=None, leftpad=None):
@@ -69,3 +77,15 @@ def assert_close(ours, truth, plain, what, factor=2):
         rounding = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[ours.dtype] * largest
         bound = factor * (plain.double() - truth).abs().max().item() + rounding
     assert error <= bound, f"{what}: error {error:.3g}, allowed {bound:.3g}"  # NaN fails
+
+
+def assert_same(ours, expected, what="gradient"):
+    """Bit for bit on the CPU. A GPU adds the parts of dQ in the order in which they come: there to within a rounding."""
+    assert ours.shape == expected.shape and ours.dtype == expected.dtype, what
+    if ours.is_cpu:
+        assert torch.equal(ours, expected), what
+    elif ours.numel():
+        step = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}.get(ours.dtype, 2.0**-20)
+        a, b = ours.double(), expected.double()
+        bound = step * b.abs() + step * b.abs().max() / 16
+        assert ((a - b).abs() <= bound).all(), f"{what}: {((a - b).abs() - bound).max().item():.3g} beyond a rounding"

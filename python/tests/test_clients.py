@@ -1,5 +1,6 @@
 """Real programs on flashattn: transformers with real weights and with a KV cache, a nanoGPT in training."""
 
+import attention_math as math_
 import clients
 import flashattn
 import flashattn.compat
@@ -35,7 +36,7 @@ def test_minilm_embeddings_are_pytorchs(dtype, tolerance):
 def test_wherever_the_padding_is(padding):
     _, theirs = clients.minilm("eager")
     _, ours = clients.minilm("fattn")
-    ids = torch.randint(1000, 20000, (3, 21), generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(1000, 20000, (3, 21), generator=math_.seeded(2))
     mask = torch.ones_like(ids)
     if padding == "right":
         mask[0, 9:], mask[2, 20:] = 0, 0
@@ -65,7 +66,7 @@ def encoders():
 @needs_transformers
 @pytest.mark.parametrize("padding", ["right", "left", "holes", "none", "one is empty"])
 def test_an_encoder_without_its_padding_gives_the_same(padding):
-    ids = torch.randint(5, 101, (4, 30), generator=torch.Generator().manual_seed(5))
+    ids = torch.randint(5, 101, (4, 30), generator=math_.seeded(5))
     mask = torch.ones_like(ids)
     if padding == "right":
         mask = (torch.arange(30) < torch.tensor([[30], [7], [1], [19]])).long()
@@ -75,7 +76,7 @@ def test_an_encoder_without_its_padding_gives_the_same(padding):
         mask[0, 4:7], mask[1, 0], mask[2, 15:] = 0, 0, 0
     elif padding == "one is empty":
         mask[2], mask[0, 20:] = 0, 0
-    rows_seen = []
+    rows_seen, looser = [], 1 if ids.is_cpu else 5  # a GPU's products round otherwise
     for label, (theirs, ours) in encoders():
         handles = flashattn.transformers.unpad(ours)
         linear = next(m for m in (ours.encoder if hasattr(ours, "encoder") else ours.transformer).modules()
@@ -83,13 +84,13 @@ def test_an_encoder_without_its_padding_gives_the_same(padding):
         spy = linear.register_forward_hook(lambda module, args, output: rows_seen.append(args[0].shape[:2].numel()))
         a, b = (m(ids, attention_mask=mask).last_hidden_state for m in (theirs, ours))
         assert rows_seen[-1] == mask.sum(), label  # the padding was not computed
-        assert (a - b)[mask.bool()].abs().max() < 5e-6, label
+        assert (a - b)[mask.bool()].abs().max() < 5e-6 * looser, label
         assert (b[mask == 0] == 0).all(), label
         # Gradients go through.
         for m in (theirs, ours):
             m(ids, attention_mask=mask).last_hidden_state[mask.bool()].square().mean().backward()
         for (name, x), y in zip(theirs.named_parameters(), ours.parameters()):
-            assert x.grad is None and y.grad is None or torch.allclose(x.grad, y.grad, atol=1e-6), (label, name)
+            assert x.grad is None and y.grad is None or torch.allclose(x.grad, y.grad, atol=1e-6 * looser), (label, name)
         # What it cannot do unpadded it does as before.
         states = ours(ids, attention_mask=mask, output_hidden_states=True)
         assert rows_seen[-1] == ids.numel()
@@ -136,7 +137,7 @@ def test_who_cannot_run_without_padding_says_so():
 def test_lengths_that_a_collator_gives():
     """transformers' own way to train without padding: sequences one after another and their cu_seq_lens."""
     theirs, ours = clients.llama("eager"), clients.llama("fattn")
-    ids = torch.randint(2, 211, (1, 23), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(2, 211, (1, 23), generator=math_.seeded(1))
     cu, positions = torch.tensor([0, 9, 10, 23], dtype=torch.int32), torch.cat([torch.arange(n) for n in (9, 1, 13)])
     kwargs = dict(cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=13, max_length_k=13)
     alone = torch.cat([theirs(part).logits for part in ids.split([9, 1, 13], 1)], 1)
@@ -159,7 +160,7 @@ def test_lengths_that_a_collator_gives():
 def test_a_compiled_model_is_the_model():
     torch._dynamo.reset()
     _, model = clients.minilm("fattn")
-    ids = torch.randint(1000, 20000, (3, 21), generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(1000, 20000, (3, 21), generator=math_.seeded(2))
     mask = torch.ones_like(ids)
     mask[0, 9:] = 0
     compiled = torch.compile(model, backend="aot_eager")
@@ -194,7 +195,7 @@ def test_a_mask_that_was_written_to_is_read_again():
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_a_llama_writes_the_same_tokens(cache):
     theirs, ours = clients.llama("eager"), clients.llama("fattn")
-    ids = torch.randint(2, 211, (3, 12), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(2, 211, (3, 12), generator=math_.seeded(1))
     mask = torch.ones_like(ids)
     mask[0, :5] = mask[2, :1] = 0  # padded on the left
     ids = ids.masked_fill(mask == 0, 0)
@@ -215,7 +216,7 @@ def test_sliding_windows_softcap_and_sinks_reach_the_kernel():
     transformers = clients.transformers
     tiny = dict(vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
                 num_key_value_heads=2, head_dim=16, sliding_window=6, max_position_embeddings=64)
-    ids = torch.randint(0, 97, (2, 23), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 97, (2, 23), generator=math_.seeded(1))
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
     for config in (transformers.Gemma2Config(**tiny, attn_logit_softcapping=2.0, query_pre_attn_scalar=16),

@@ -84,7 +84,7 @@ def test_batch_index_and_left_padding():
     for b in range(2):
         keys, values = (c[index[b], pad[b] : held[b]].unsqueeze(0) for c in (cache_k, cache_v))
         alone = flashattn.flash_attn_func(q[b : b + 1], keys, values)
-        assert torch.allclose(out[b], alone[0], atol=1e-6)
+        assert torch.allclose(out[b], alone[0], atol=1e-6 if out.is_cpu else 1e-5)
 
 
 def test_a_page_out_of_range_is_refused_and_nothing_is_lost():

@@ -92,7 +92,7 @@ def test_varlen_is_each_sequence_alone(lengths, causal):
         single = flashattn.flash_attn_func(*alone, causal=causal)
         assert torch.equal(single[0], out[rows])  # bit for bit
         for own, whole, s in zip(torch.autograd.grad(single, alone, dout[rows].unsqueeze(0)), grads, (rows, keys, keys)):
-            assert torch.equal(own[0], whole[s])
+            math_.assert_same(own[0], whole[s])
 
 
 def test_packed_forms_are_the_plain_one():
@@ -104,7 +104,7 @@ def test_packed_forms_are_the_plain_one():
     grads = torch.autograd.grad(plain, (q, k, v), dout)
     packed = flashattn.flash_attn_qkvpacked_func(qkv, causal=True)
     assert torch.equal(packed, plain)
-    assert torch.equal(torch.autograd.grad(packed, qkv, dout)[0], torch.stack(grads, 2))
+    math_.assert_same(torch.autograd.grad(packed, qkv, dout)[0], torch.stack(grads, 2))
     assert torch.equal(flashattn.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), causal=True), plain)
     cu = torch.tensor([0, 50, 100], dtype=torch.int32)
     flat = flashattn.flash_attn_varlen_qkvpacked_func(qkv.detach().flatten(0, 1), cu, 50, causal=True)
@@ -124,12 +124,12 @@ def test_gradients_of_views_that_are_not_contiguous():
     flat = [t.detach().contiguous().requires_grad_() for t in (q, k, v)]
     expected = torch.autograd.grad(flashattn.flash_attn_func(*flat), flat, dout.contiguous())
     for a, b in zip(ours, expected):
-        assert torch.equal(a, b)
+        math_.assert_same(a, b)
     # A gradient that is broadcast: of out.sum()
     summed = torch.autograd.grad(flashattn.flash_attn_func(*flat).sum(), flat)
     ones = torch.autograd.grad(flashattn.flash_attn_func(*flat), flat, torch.ones_like(out))
     for a, b in zip(summed, ones):
-        assert torch.equal(a, b)
+        math_.assert_same(a, b)
 
 
 def test_dropout_drops_p_and_both_passes_agree():

@@ -1,5 +1,6 @@
 """flashattn.sdpa is torch.nn.functional.scaled_dot_product_attention, wherever that has an answer."""
 
+import attention_math as math_
 import flashattn
 import pytest
 import torch
@@ -9,7 +10,7 @@ THEIRS = torch.nn.functional.scaled_dot_product_attention
 
 
 def make(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+    return torch.randn(*shape, generator=math_.seeded(seed)).to(dtype).requires_grad_()
 
 
 def same(q, k, v, mask=None, tolerance=1e-5, **options):
@@ -126,3 +127,18 @@ def test_the_context_manager_routes_and_gives_back():
             raise KeyError
     except KeyError:
         assert torch.nn.functional.scaled_dot_product_attention is THEIRS
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_autocast_is_heeded(device):
+    """As PyTorch's own, which is on autocast's list: float32 inputs are rounded, and the answer is of autocast's dtype."""
+    with torch.device(device):
+        q, k, v = (make(1, 2, 9, 16, seed=n) for n in range(3))
+        mask = make(9, 9, seed=3).detach()
+        with torch.autocast(device, dtype=torch.bfloat16):
+            for given in (None, mask, mask > 0.5):
+                ours, theirs = sdpa(q, k.bfloat16(), v, attn_mask=given), THEIRS(q, k.bfloat16(), v, attn_mask=given)
+                assert ours.dtype == theirs.dtype == torch.bfloat16
+                seen = torch.ones(9, dtype=torch.bool) if given is None or given.dtype != torch.bool else given.any(-1)
+                assert torch.allclose(ours[..., seen, :].float(), theirs[..., seen, :].float(), atol=2e-2)
+        assert torch.autograd.grad(ours.float().sum(), q)[0].dtype == torch.float32

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 
+import attention_math as math_
 import flashattn
 import pytest
 import torch
@@ -17,7 +18,7 @@ torch.manual_seed(0)
 
 
 def qkv(*shape, dtype=torch.float32, grad=True, heads_k=None, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = math_.seeded(seed)
     other = shape if heads_k is None else (*shape[:2], heads_k, shape[3])
     return [torch.randn(s, generator=generator).to(dtype).requires_grad_(grad) for s in (shape, other, other)]
 
@@ -31,27 +32,30 @@ def plain_options(**changes):
     return tuple({**options, **changes}.values())
 
 
-CU = torch.tensor([0, 3, 3, 12], dtype=torch.int32)
+def lengths():
+    return torch.tensor([0, 3, 3, 12], dtype=torch.int32)
+
+
 CASES = {
-    "causal": (qkv(2, 9, 4, 16, heads_k=2), plain_options()),
-    "bias_and_sinks": (qkv(2, 9, 4, 16), plain_options(bias=torch.randn(1, 4, 9, 9).requires_grad_(),
-                                                      sinks=torch.randn(4).requires_grad_())),
-    "bfloat16_window_softcap": (qkv(1, 9, 2, 16, dtype=torch.bfloat16), plain_options(window_left=3, softcap=2.0)),
-    "dropout": (qkv(2, 9, 2, 16), plain_options(dropout_p=0.3, rng_state=torch.tensor([5, 0]))),
-    "varlen": ([t.detach()[0].requires_grad_() for t in qkv(1, 12, 2, 8)],
-               plain_options(cu_seqlens_q=CU, cu_seqlens_k=CU, max_seqlen_q=9, max_seqlen_k=9)),
+    "causal": lambda: (qkv(2, 9, 4, 16, heads_k=2), plain_options()),
+    "bias_and_sinks": lambda: (qkv(2, 9, 4, 16), plain_options(bias=torch.randn(1, 4, 9, 9).requires_grad_(),
+                                                              sinks=torch.randn(4).requires_grad_())),
+    "bfloat16_window_softcap": lambda: (qkv(1, 9, 2, 16, dtype=torch.bfloat16), plain_options(window_left=3, softcap=2.0)),
+    "dropout": lambda: (qkv(2, 9, 2, 16), plain_options(dropout_p=0.3, rng_state=torch.tensor([5, 0], device="cpu"))),
+    "varlen": lambda: ([t.detach()[0].requires_grad_() for t in qkv(1, 12, 2, 8)],
+                       plain_options(cu_seqlens_q=lengths(), cu_seqlens_k=lengths(), max_seqlen_q=9, max_seqlen_k=9)),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck_forward(case):
-    inputs, options = CASES[case]
+    inputs, options = CASES[case]()
     torch.library.opcheck(torch.ops.flashattn.forward.default, (*inputs, *options), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck_backward(case):
-    inputs, options = CASES[case]
+    inputs, options = CASES[case]()
     out, lse = torch.ops.flashattn.forward(*inputs, *options)
     want = [t is not None for t in (options[0], options[2])]
     arguments = [t.detach() if isinstance(t, torch.Tensor) else t
@@ -101,8 +105,9 @@ def test_compile_of_varlen_and_sdpa():
     torch._dynamo.reset()
     from flashattn.sdpa import sdpa
 
-    q, k, v = CASES["varlen"][0]
-    varlen = lambda q, k, v: flashattn.flash_attn_varlen_func(q, k, v, CU, CU, 9, 9, causal=True)
+    q, k, v = CASES["varlen"]()[0]
+    cu = lengths()
+    varlen = lambda q, k, v: flashattn.flash_attn_varlen_func(q, k, v, cu, cu, 9, 9, causal=True)
     compiled = torch.compile(varlen, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q, k, v), varlen(q, k, v))
     heads_first = [t.detach().transpose(1, 2) for t in qkv(2, 9, 4, 16)]
@@ -143,7 +148,48 @@ def test_checkpointing_drops_the_same_pairs_again(reentrant):
     assert torch.equal(plain, again)
     again.square().sum().backward()
     for t, expected in zip(inputs, grads):
-        assert torch.equal(t.grad, expected)
+        math_.assert_same(t.grad, expected)
+
+
+def test_a_compiler_knows_that_dropout_is_random():
+    """Two equal calls drop different pairs, and a checkpoint that a compiler recomputes drops the same again."""
+    torch._dynamo.reset()
+    q, k, v = qkv(1, 33, 2, 16)
+    run = lambda q, k, v: flashattn.flash_attn_func(q, k, v, dropout_p=0.4)
+    twice = torch.compile(lambda *t: run(*t) - run(*t), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert (twice(q, k, v) != 0).any()
+    torch._dynamo.reset()
+    again = torch.compile(lambda *t: checkpoint(run, *t, use_reentrant=False), fullgraph=True, backend="aot_eager")
+    torch.manual_seed(11)
+    out = run(q, k, v)
+    torch.manual_seed(11)
+    ours = again(q, k, v)
+    assert torch.equal(out, ours)
+    for a, b in zip(torch.autograd.grad(ours.square().sum(), (q, k, v)), torch.autograd.grad(out.square().sum(), (q, k, v))):
+        math_.assert_same(a, b)
+
+
+def test_a_view_that_negates_is_read_as_what_it_shows():
+    q, k, v = (torch.randn(1, 5, 2, 8, dtype=torch.complex64).conj().imag for _ in range(3))
+    assert q.is_neg()
+    expected = flashattn.flash_attn_func(*(t.resolve_neg() for t in (q, k, v)))
+    assert torch.equal(flashattn.flash_attn_func(q, k, v), expected)
+    leaves = [t.resolve_neg().requires_grad_() for t in (q, k, v)]
+    out = flashattn.flash_attn_func(*leaves)
+    dout = torch.randn(1, 5, 2, 8, dtype=torch.complex64).conj().imag
+    for a, b in zip(torch.autograd.grad(out, leaves, dout, retain_graph=True),
+                    torch.autograd.grad(out, leaves, dout.resolve_neg())):
+        math_.assert_same(a, b)
+
+
+def test_the_default_device_changes_nothing():
+    inputs = qkv(1, 9, 2, 8)
+    torch.manual_seed(2)
+    expected = flashattn.flash_attn_func(*inputs, dropout_p=0.5)
+    torch.manual_seed(2)
+    with torch.device("meta"):
+        assert torch.equal(flashattn.flash_attn_func(*inputs, dropout_p=0.5), expected)
 
 
 def test_double_backward_says_that_it_cannot():
@@ -162,7 +208,7 @@ def test_only_the_gradients_that_are_wanted():
     q, k, v = qkv(1, 7, 2, 8)
     full = torch.autograd.grad(flashattn.flash_attn_func(q, k, v).square().sum(), (q, k, v))
     alone, = torch.autograd.grad(flashattn.flash_attn_func(q.detach(), k.detach(), v).square().sum(), v)
-    assert torch.equal(alone, full[2])
+    math_.assert_same(alone, full[2])
 
 
 def test_vmap_is_a_loop():
@@ -202,14 +248,14 @@ def test_the_short_way_is_the_long_way():
 
 
 EAGER = {"plain": dict(causal=True, window=(7, -1), softcap=2.0), "scale": dict(scale=0.0), "dropout": dict(dropout_p=0.3),
-         "alibi": dict(alibi_slopes=torch.tensor([0.1, 0.2, 0.3, 0.4]))}
+         "alibi": dict(alibi_slopes=[0.1, 0.2, 0.3, 0.4])}
 
 
 @pytest.mark.parametrize("name", EAGER)
 @pytest.mark.parametrize("layout", ["contiguous", "heads_first", "packed"])
 def test_an_eager_call_is_the_operator(name, layout):
     """Eager calls skip torch.library; what they give and their gradients are the operator's, bit for bit."""
-    options = EAGER[name]
+    options = {key: torch.tensor(value) if key == "alibi_slopes" else value for key, value in EAGER[name].items()}
     if layout == "contiguous":
         leaves = qkv(2, 9, 4, 16, heads_k=2)
     elif layout == "heads_first":
@@ -230,24 +276,25 @@ def test_an_eager_call_is_the_operator(name, layout):
     for wanted in (leaves, leaves[1:2]):
         for a, b in zip(torch.autograd.grad(out, wanted, dout, retain_graph=True),
                         torch.autograd.grad(ours[0], wanted, dout, retain_graph=True)):
-            assert torch.equal(a, b)
+            math_.assert_same(a, b)
 
 
 def test_an_eager_call_of_varlen_is_the_operator():
-    leaves, options = CASES["varlen"]
-    run = lambda: torch_ops.attention(*leaves, cu_seqlens_q=CU, cu_seqlens_k=CU, max_seqlen_q=9, max_seqlen_k=9, causal=True,
+    leaves, options = CASES["varlen"]()
+    cu = lengths()
+    run = lambda: torch_ops.attention(*leaves, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=9, max_seqlen_k=9, causal=True,
                                       scale=0.3)[:2]
     out, lse = run()
     ours = torch.ops.flashattn.forward(*leaves, *options)
     assert torch.equal(out, ours[0]) and torch.equal(lse, ours[1])
     dout = torch.randn_like(out)
     for a, b in zip(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(ours[0], leaves, dout)):
-        assert torch.equal(a, b)
+        math_.assert_same(a, b)
     with torch.no_grad():
         assert torch.equal(run()[0], out)
-    wide = torch.stack([CU, CU], 1)  # lengths that are not contiguous, or of another integer type, are copied
-    for lengths in (wide[:, 0], CU.long()):
-        again = flashattn.flash_attn_varlen_func(*leaves, lengths, lengths, 9, 9, softmax_scale=0.3, causal=True)
+    wide = torch.stack([cu, cu], 1)  # lengths that are not contiguous, or of another integer type, are copied
+    for other in (wide[:, 0], cu.long()):
+        again = flashattn.flash_attn_varlen_func(*leaves, other, other, 9, 9, softmax_scale=0.3, causal=True)
         assert torch.equal(again, out)
 
 
@@ -258,23 +305,24 @@ def test_gradients_of_packed_tensors_are_those_of_their_parts(kind):
     packed = torch.randn(*shape[:-1], 24)[..., :16].requires_grad_()  # its rows are not side by side
     q = torch.randn(*shape[:-3], 4, 16, requires_grad=True) if own_q else None
     name = f"flash_attn_{'varlen_' if varlen else ''}{'kvpacked' if own_q else 'qkvpacked'}_func"
-    lengths = () if not varlen else (CU, CU, 9, 9) if own_q else (CU, 9)
-    run = lambda: getattr(flashattn, name)(*([q] if own_q else []), packed, *lengths, causal=True, return_attn_probs=True)[:2]
+    cu = lengths()
+    rows = () if not varlen else (cu, cu, 9, 9) if own_q else (cu, 9)
+    run = lambda: getattr(flashattn, name)(*([q] if own_q else []), packed, *rows, causal=True, return_attn_probs=True)[:2]
     out, lse = run()
     views = ([q] if own_q else []) + list(packed.unbind(-3))
     plain = flashattn.flash_attn_varlen_func if varlen else flashattn.flash_attn_func
-    expected = plain(*views, *((CU, CU, 9, 9) if varlen else ()), causal=True)
+    expected = plain(*views, *((cu, cu, 9, 9) if varlen else ()), causal=True)
     assert torch.equal(out, expected) and not lse.requires_grad
     leaves = [packed] + ([q] if own_q else [])
     for dout in (torch.randn_like(out), torch.ones(()).expand_as(out)):  # the second is the gradient of out.sum()
         for a, b in zip(torch.autograd.grad(out, leaves, dout, retain_graph=True),
                         torch.autograd.grad(expected, leaves, dout, retain_graph=True)):
-            assert torch.equal(a, b)
+            math_.assert_same(a, b)
     dpacked, = torch.autograd.grad(run()[0].square().sum(), packed, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward is not supported"):
         dpacked.sum().backward()
     with pytest.raises(flashattn.InvalidError, match="third last"):
-        getattr(flashattn, name)(*([q] if own_q else []), packed[..., :1, :, :], *lengths)
+        getattr(flashattn, name)(*([q] if own_q else []), packed[..., :1, :, :], *rows)
 
 
 class Recorder(TorchDispatchMode):
@@ -311,10 +359,9 @@ def test_who_looks_on_sees_the_operators():
 
 def test_what_was_written_to_between_the_passes_is_an_error():
     for changed in range(4):
-        inputs = [t * 1 for t in CASES["varlen"][0]]
-        lengths = CU.clone()
-        out = flashattn.flash_attn_varlen_func(*inputs, lengths, lengths, 9, 9)
-        (*inputs, lengths)[changed].zero_()
+        inputs, cu = [t * 1 for t in CASES["varlen"]()[0]], lengths()
+        out = flashattn.flash_attn_varlen_func(*inputs, cu, cu, 9, 9)
+        (*inputs, cu)[changed].zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
 
