@@ -163,6 +163,48 @@ static void a_sequence_has_the_same_bits_alone_and_in_varlen(void **state)
     for_each_tier_and_dtype(varlen);
 }
 
+/* How the work is cut depends on the context's threads: long enough for several blocks of queries and tiles of keys. NaN
+ * in a value and in a query: what is left out of packed memory must not depend on who packs. */
+static void cut(const tier *t, flash_attn_dtype dtype)
+{
+    static const test_case shapes[] = {
+        {.heads_q = 2, .seqlen_q = 700, .seqlen_k = 1100, .head_dim = 16, .mask = FLASH_ATTN_CAUSAL},
+        {.batch    = 4,
+         .heads_q  = 4,
+         .heads_k  = 2,
+         .seqlen_q = 400,
+         .seqlen_k = 600,
+         .head_dim = 16,
+         .varlen_q = LENGTHS_MIXED,
+         .varlen_k = LENGTHS_MIXED},
+    };
+    static const int threads[] = {1, 2, 5, 16};
+    for (size_t n = 0; n < sizeof shapes / sizeof shapes[0]; n++) {
+        fixture  f     = fixture_make(&shapes[n], dtype, 25);
+        uint64_t first = 0;
+        set(&f.p.v, 0, f.p.v.shape[1] / 2, 0, 3, NAN);
+        set(&f.p.q, 0, f.p.q.shape[1] / 3, 0, 5, NAN);
+        for (size_t m = 0; m < sizeof threads / sizeof threads[0]; m++) {
+            flash_attn_options options = {.num_threads = threads[m], .max_isa = t->isa};
+            tier               own     = *t;
+            expect_status(flash_attn_create(&own.context, &options), FLASH_ATTN_OK, "create");
+            fixture_run(&f, &own, threads[m]);
+            flash_attn_destroy(own.context);
+            uint64_t hash = hash_of_outputs(&f);
+            first         = m == 0 ? hash : first;
+            if (hash != first)
+                fail_msg("%s: shape %zu, a context of %d threads: other bits", t->name, n, threads[m]);
+        }
+        fixture_free(&f);
+    }
+}
+
+static void contexts_of_any_size_give_the_same_bits(void **state)
+{
+    (void)state;
+    for_each_tier_and_dtype(cut);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -170,6 +212,7 @@ int main(void)
         cmocka_unit_test(a_thousand_small_backwards_have_the_same_bits),
         cmocka_unit_test(a_sequence_has_the_same_bits_alone_and_in_a_batch),
         cmocka_unit_test(a_sequence_has_the_same_bits_alone_and_in_varlen),
+        cmocka_unit_test(contexts_of_any_size_give_the_same_bits),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -17,7 +17,6 @@
 #include "cpu/gradient.h"
 #include "cpu/passes.h"
 
-#include <sched.h>
 #include <stdio.h>
 
 /* ---- memory ---- */
@@ -119,16 +118,6 @@ static size_t carve_run(run *r, char *base)
     return arena.used;
 }
 
-/* ---- waiting for another thread, which is running ---- */
-
-static void wait_for(atomic_int *value, int wanted)
-{
-    for (int round = 0; atomic_load_explicit(value, memory_order_acquire) != wanted; round++) {
-        if (round > 256)
-            sched_yield(); /* more threads than processors, perhaps */
-    }
-}
-
 /* ---- tiles of queries ---- */
 
 /* Tiles of keys that may see these queries: numbers; empty if none. */
@@ -186,7 +175,7 @@ static void need_packed(const run *r, const fa_tile *tile, const query_tile *t, 
         pack_queries(r, tile, t, s);
         atomic_store_explicit(&state->packed, 2, memory_order_release);
     } else {
-        wait_for(&state->packed, 2);
+        fa_wait_for(&state->packed, 2);
     }
 }
 
@@ -335,7 +324,7 @@ static void run_composed(const step *t)
 static void take_turn(const step *t, query_state *state, fa_range turns, int turn, bool fused)
 {
     const plan *p = &t->run->plan;
-    wait_for(&state->turn, turn);
+    fa_wait_for(&state->turn, turn);
     if (turn == turns.begin) {
         if (p->composed)
             memset(t->query.dq, 0, sizeof(float) * (size_t)fa_tile_rows(&t->tile) * (size_t)p->ldq);
@@ -444,7 +433,7 @@ static void run_task(run *r, scratch *s, int64_t b, int64_t task)
     t.scale      = fa_score_scale(call, b, t.tile.head_k);
     int64_t pair = b * call->heads_k + t.tile.head_k;
     for (int64_t user = pair - p->slots; user >= 0; user -= p->slots) /* all who used the slot must have left */
-        wait_for(&r->tasks_left[user], 0);
+        fa_wait_for(&r->tasks_left[user], 0);
 
     fa_range all      = {0, t.tile.seq.seqlen_q};
     fa_range seeing   = fa_queries_seeing(call->window, t.tile.seq.diagonal, all, t.tile.keys);

@@ -1,198 +1,20 @@
 /*
- * Algorithm 1 over tiles. A task is some tiles of queries of one key head (a block); it walks over the keys, packs each
- * tile of K and V once and uses it for all its queries, also those of the group's other heads:
+ * Algorithm 1 over tiles. A task is some tiles of queries of one key head (a block); it walks over the keys and uses
+ * each tile of K and V for all its queries, also those of the group's other heads:
  *
  *     for each tile of keys        pack K, V
  *         for each tile of queries     S = Q K^T;  P, m, l = softmax step(S);  O = O * rescale + P V
  *
+ * A head with one block packs its keys as it goes, into memory that stays in the cache. Where several threads work at
+ * blocks of one head, K and V are packed once for all: those tasks come first, and a block waits for a tile that is not
+ * ready (a task that was handed out earlier is always running).
+ *
  * What a row computes depends on the row, the keys and the positions of key tiles alone, so blocks may be cut to suit
  * the number of threads and no bit changes. Few queries on long keys: tasks are also parts of the keys (decode.c).
  */
+#include "cpu/forward.h"
 #include "cpu/passes.h"
 #include "cpu/split.h"
-#include "cpu/tile.h"
-
-#include <stdio.h>
-
-#define MAX_PARTS_BYTES (32 << 20)
-
-/* ---- how a sequence is cut ---- */
-
-typedef struct shape {
-    const fa_kernels *kernels;
-    bool              few; /* rows are so few that K and V are read in place */
-    fa_tile_shape     tile;
-    int               heads_per_tile, head_tiles, tiles;
-    int64_t           blocks;
-    int               splits, split_keys;
-    bool              parts_are_tasks; /* else a task does all parts of its block */
-} shape;
-
-/* Sizes that hold for every sequence of the call. */
-typedef struct plan {
-    const fa_cpu  *cpu;
-    const fa_call *call;
-    int            threads;
-    int            tiles_per_block;
-    bool           parallel_splits;
-    int            max_splits;
-    size_t         q_bytes, k_bytes, v_bytes, fused_bytes;
-    int            tile_q, tile_k, ldo;
-} plan;
-
-/* The direct path reads whole vectors in place. */
-static bool readable_in_place(const flash_attn_tensor *t)
-{
-    return t->stride[3] == 1 && t->shape[3] % 16 == 0 && t->dtype != FLASH_ATTN_F8E4M3;
-}
-
-static shape shape_of(const plan *p, int seqlen_q, int seqlen_k)
-{
-    const fa_call    *call   = p->call;
-    const fa_kernels *vector = p->cpu->vector;
-    int64_t           rows   = call->group * seqlen_q;
-    shape             s      = {0};
-    s.few                    = rows <= vector->few_rows && readable_in_place(&call->k) && readable_in_place(&call->v);
-    s.kernels                = s.few ? vector : fa_forward_kernels(p->cpu, call, rows, seqlen_k);
-    s.tile                   = fa_tiles(p->cpu, s.kernels, call);
-    s.heads_per_tile  = seqlen_q < s.tile.q ? fa_min_int((int)call->group, s.tile.q / fa_max_int(seqlen_q, 1)) : 1;
-    s.head_tiles      = ((int)call->group + s.heads_per_tile - 1) / s.heads_per_tile;
-    s.tiles           = fa_max_int(1, (seqlen_q + s.tile.q - 1) / s.tile.q) * s.head_tiles;
-    s.blocks          = (s.tiles + p->tiles_per_block - 1) / p->tiles_per_block;
-    s.split_keys      = fa_split_keys(call->num_splits, p->cpu->tuning.split_keys, rows, s.tile, seqlen_k);
-    s.splits          = fa_max_int(1, (seqlen_k + s.split_keys - 1) / s.split_keys);
-    s.parts_are_tasks = p->parallel_splits && s.tiles == 1 && s.splits > 1;
-    return s;
-}
-
-static int64_t tasks_per_head(const shape *s) { return s->parts_are_tasks ? s->splits : s->blocks; }
-
-static void add_table_sizes(plan *p, const fa_kernels *kernels)
-{
-    int           d = (int)p->call->head_dim, dv = (int)p->call->head_dim_v;
-    fa_tile_shape tile  = fa_tiles(p->cpu, kernels, p->call);
-    size_t        fused = 0, q = kernels->packed_bytes(FA_ROLE_Q, tile.q, d);
-    size_t        k = kernels->packed_bytes(FA_ROLE_K, tile.k, d), v = kernels->packed_bytes(FA_ROLE_V, tile.k, dv);
-    if (kernels->forward_scratch_bytes)
-        fused = kernels->forward_scratch_bytes(tile.q, tile.k, d, dv);
-    p->q_bytes     = q > p->q_bytes ? q : p->q_bytes;
-    p->k_bytes     = k > p->k_bytes ? k : p->k_bytes;
-    p->v_bytes     = v > p->v_bytes ? v : p->v_bytes;
-    p->fused_bytes = fused > p->fused_bytes ? fused : p->fused_bytes;
-    p->tile_q      = fa_max_int(p->tile_q, tile.q);
-    p->tile_k      = fa_max_int(p->tile_k, tile.k);
-}
-
-/* As many tiles as fill half of the second-level cache (or what was measured) with Q and O, but no fewer than four tasks for each of the
- * context's threads. */
-static int choose_tiles_per_block(const plan *p)
-{
-    const fa_call *call     = p->call;
-    int64_t        l2       = p->cpu->isa.l2_bytes > 0 ? p->cpu->isa.l2_bytes : 512 << 10;
-    int64_t        bytes    = (int64_t)p->q_bytes + (int64_t)p->tile_q * p->ldo * 4;
-    int64_t        share    = p->cpu->tuning.block_l2_percent ? p->cpu->tuning.block_l2_percent : 50;
-    int64_t        fit      = l2 * share / 100 / bytes;
-    int64_t        rows     = call->q.shape[0] * call->q.shape[1] * call->heads_q;
-    int64_t        balanced = rows / p->tile_q / (p->cpu->num_threads > 1 ? 4 * p->cpu->num_threads : 1);
-    int64_t        longest  = (call->max_seqlen_q / p->tile_q + 1) * call->group; /* no block has more */
-    int64_t        tiles    = fit < balanced ? fit : balanced;
-    tiles                   = tiles < longest ? tiles : longest;
-    return (int)(tiles < 1 ? 1 : tiles > 64 ? 64 : tiles);
-}
-
-/* Rows of a split sequence: at most a tile, or all there are. */
-static int64_t part_rows(const plan *p)
-{
-    int64_t rows = p->call->group * p->call->max_seqlen_q;
-    return rows < p->tile_q ? rows : p->tile_q;
-}
-
-static plan plan_make(const fa_cpu *cpu, const fa_call *call, int threads)
-{
-    plan p = {.cpu = cpu, .call = call, .threads = threads, .ldo = fa_accumulator_ld(call->head_dim_v)};
-    add_table_sizes(&p, cpu->kernels[call->q.dtype]);
-    add_table_sizes(&p, cpu->vector);
-    p.tiles_per_block = choose_tiles_per_block(&p);
-    p.max_splits      = fa_max_splits(call->num_splits, cpu->tuning.split_keys, 16, call->max_seqlen_k);
-    if (p.max_splits > 1) {
-        /* Parts as tasks: threads have something to do, and tasks of the same keys follow one another, which saves page
-         * walks where heads lie side by side. With many heads neither is worth the memory. */
-        int64_t heads = call->batch * call->heads_k, rows = part_rows(&p);
-        p.parallel_splits = heads < 4 * cpu->num_threads || heads * p.max_splits * rows * p.ldo * 4 <= MAX_PARTS_BYTES;
-    }
-    return p;
-}
-
-/* ---- memory ---- */
-
-typedef struct scratch {
-    fa_tile     *tiles; /* [tiles_per_block] */
-    char        *q;     /* packed, [tiles_per_block] */
-    float       *o, *m, *l;
-    void        *k, *v;
-    float       *s, *rescale, *temp;
-    const void **row_q, **row_k, **row_v;
-    fa_rows      k_rows, v_rows; /* the key tile at hand */
-    int         *bad, num_bad;
-    int32_t     *slices;
-    void        *fused;
-    float       *sum_o, *sum_m, *sum_l; /* as o, m, l: over the parts of a split sequence */
-} scratch;
-
-static scratch carve_scratch(fa_arena *arena, const plan *p)
-{
-    int64_t tiles = p->tiles_per_block, rows = fa_row_array(p->tile_q), sums = p->max_splits > 1 ? tiles : 0;
-    scratch s = {0};
-    s.tiles   = fa_carve(arena, (size_t)tiles * sizeof(fa_tile));
-    s.q       = fa_carve(arena, (size_t)tiles * p->q_bytes);
-    s.o       = fa_carve_floats(arena, tiles * p->tile_q * p->ldo);
-    s.m       = fa_carve_floats(arena, tiles * rows);
-    s.l       = fa_carve_floats(arena, tiles * rows);
-    s.k       = fa_carve(arena, p->k_bytes);
-    s.v       = fa_carve(arena, p->v_bytes);
-    s.s       = fa_carve_floats(arena, (int64_t)p->tile_q * fa_score_ld(p->tile_k));
-    s.rescale = fa_carve_floats(arena, rows);
-    s.temp    = fa_carve_floats(arena, p->ldo);
-    s.row_q   = fa_carve(arena, (size_t)p->tile_q * sizeof(void *));
-    s.row_k   = fa_carve(arena, (size_t)p->tile_k * sizeof(void *));
-    s.row_v   = fa_carve(arena, (size_t)p->tile_k * sizeof(void *));
-    s.bad     = fa_carve(arena, (size_t)p->tile_k * sizeof(int));
-    s.slices  = fa_carve(arena, (size_t)p->call->slices.count * sizeof(int32_t));
-    s.fused   = fa_carve(arena, p->fused_bytes);
-    s.sum_o   = fa_carve_floats(arena, sums * p->tile_q * p->ldo);
-    s.sum_m   = fa_carve_floats(arena, sums * rows);
-    s.sum_l   = fa_carve_floats(arena, sums * rows);
-    return s;
-}
-
-typedef struct run {
-    plan         plan;
-    int64_t     *task_begin; /* [batch + 1] */
-    atomic_llong next;
-    char        *scratch; /* of all threads */
-    size_t       scratch_bytes;
-    float       *parts; /* [batch, heads_k, max_splits] of part_floats */
-    int64_t      part_floats;
-    int          part_rows;
-    atomic_int  *parts_done; /* [batch, heads_k] */
-} run;
-
-/* Lay out a call's memory; base NULL: only measure. */
-static size_t carve_run(run *r, char *base)
-{
-    const plan *p     = &r->plan;
-    int64_t     heads = p->parallel_splits ? p->call->batch * p->call->heads_k : 0, rows = part_rows(p);
-    fa_arena    arena = {base, 0}, one = {NULL, 0};
-    carve_scratch(&one, p);
-    r->part_rows     = (int)rows;
-    r->part_floats   = rows * p->ldo + 2 * fa_row_array((int)rows);
-    r->scratch_bytes = one.used;
-    r->task_begin    = fa_carve(&arena, (size_t)(p->call->batch + 1) * sizeof(int64_t));
-    r->scratch       = fa_carve(&arena, r->scratch_bytes * (size_t)p->threads);
-    r->parts         = fa_carve_floats(&arena, heads * p->max_splits * r->part_floats);
-    r->parts_done    = fa_carve(&arena, (size_t)heads * sizeof(atomic_int));
-    return arena.used;
-}
 
 /* ---- one tile of queries against one tile of keys: Algorithm 1, lines 8 to 10 ---- */
 
@@ -212,8 +34,8 @@ static bool fused_step(const step *t, const scratch *s)
 {
     const fa_tile   *tile  = t->tile;
     fa_forward_block block = {.q          = t->q,
-                              .k          = s->k,
-                              .v          = s->v,
+                              .k          = s->keys.k,
+                              .v          = s->keys.v,
                               .o          = t->o,
                               .ldo        = t->ldo,
                               .m          = t->m,
@@ -236,15 +58,16 @@ static void add_bad_rows_after_fused(const step *t, const scratch *s)
 {
     int   rows = fa_tile_rows(t->tile), keys = fa_tile_keys(t->tile);
     float multiplier = fa_multiplier(t->call, t->scale);
-    t->kernels->scores(s->s, t->lds, t->q, s->k, rows, keys, (int)t->call->head_dim);
+    t->kernels->scores(s->s, t->lds, t->q, s->keys.k, rows, keys, (int)t->call->head_dim);
     fa_apply_options(t->kernels, t->call, t->tile, t->visible, t->scale, s->s, NULL, t->lds);
     for (int r = 0; r < rows; r++) {
-        for (int n = 0; n < s->num_bad; n++) {
-            float *p = s->s + (int64_t)r * t->lds + s->bad[n];
+        for (int n = 0; n < *s->keys.num_bad; n++) {
+            float *p = s->s + (int64_t)r * t->lds + s->keys.bad[n];
             *p       = *p == -INFINITY || t->m[r] == -INFINITY ? 0.0f : exp2f(*p * multiplier - t->m[r]);
         }
     }
-    fa_add_bad_rows(t->kernels, t->o, t->ldo, rows, s->s, t->lds, 1, &s->v_rows, s->bad, s->num_bad, s->temp);
+    fa_add_bad_rows(t->kernels, t->o, t->ldo, rows, s->s, t->lds, 1, &s->v_rows, s->keys.bad, *s->keys.num_bad,
+                    s->temp);
 }
 
 static void forward_step(const step *t, const scratch *s)
@@ -252,17 +75,17 @@ static void forward_step(const step *t, const scratch *s)
     const fa_kernels *k    = t->kernels;
     const fa_call    *call = t->call;
     int               rows = fa_tile_rows(t->tile), keys = fa_tile_keys(t->tile);
-    bool window = t->visible == FA_VISIBLE_ALL || call->slices.count == 0; /* all that masks this tile */
-    bool plain  = window && !fa_has_options(call, t->scale) && call->dropout.threshold == 0;
+    bool              window = t->visible == FA_VISIBLE_ALL || call->slices.count == 0; /* all that masks this tile */
+    bool              plain  = window && !fa_has_options(call, t->scale) && call->dropout.threshold == 0;
     if (plain && k->forward_block && !t->in_place && fused_step(t, s)) {
-        if (s->num_bad > 0)
+        if (*s->keys.num_bad > 0)
             add_bad_rows_after_fused(t, s);
         return;
     }
     if (t->in_place)
         k->scores_few(s->s, t->lds, t->q, &s->k_rows, rows, &s->v_rows);
     else
-        k->scores(s->s, t->lds, t->q, s->k, rows, keys, (int)call->head_dim);
+        k->scores(s->s, t->lds, t->q, s->keys.k, rows, keys, (int)call->head_dim);
     fa_apply_options(k, call, t->tile, t->visible, t->scale, s->s, NULL, t->lds);
     k->softmax(s->s, t->lds, rows, keys, fa_multiplier(call, t->scale), t->m, t->l, s->rescale);
     if (call->dropout.threshold)
@@ -271,8 +94,8 @@ static void forward_step(const step *t, const scratch *s)
         k->accumulate_few(t->o, t->ldo, s->rescale, s->s, t->lds, &s->v_rows, rows);
         return;
     }
-    k->accumulate(t->o, t->ldo, s->rescale, s->s, t->lds, s->v, rows, keys, (int)call->head_dim_v, s->fused);
-    fa_add_bad_rows(k, t->o, t->ldo, rows, s->s, t->lds, 1, &s->v_rows, s->bad, s->num_bad, s->temp);
+    k->accumulate(t->o, t->ldo, s->rescale, s->s, t->lds, s->keys.v, rows, keys, (int)call->head_dim_v, s->fused);
+    fa_add_bad_rows(k, t->o, t->ldo, rows, s->s, t->lds, 1, &s->v_rows, s->keys.bad, *s->keys.num_bad, s->temp);
 }
 
 /* ---- a block: some tiles of queries of one key head ---- */
@@ -334,6 +157,29 @@ static void begin_block(block *b, int first)
     }
 }
 
+/* K and V of the tile at hand, packed: this thread's own work, or all threads'. The caller's rows of V are known where
+ * `keys` says that some of them are not in it. */
+static void need_packed(const block *b, const fa_tile *tile)
+{
+    const run        *r       = b->run;
+    const fa_call    *call    = r->plan.call;
+    const fa_kernels *kernels = b->shape->kernels;
+    scratch          *s       = b->s;
+    if (b->shape->shared) {
+        int64_t number = tile->keys.begin / b->shape->tile.k, pair = tile->b * call->heads_k + tile->head_k;
+        fa_wait_for(&r->shared_done[pair * r->plan.shared_tiles + number], 2);
+        s->keys = fa_forward_shared_keys(r, tile->b, tile->head_k, number);
+        if (*s->keys.num_bad > 0)
+            s->v_rows = fa_key_rows(call, &call->v, tile, s->row_v);
+        return;
+    }
+    s->k_rows        = fa_key_rows(call, &call->k, tile, s->row_k);
+    s->v_rows        = fa_key_rows(call, &call->v, tile, s->row_v);
+    s->keys          = s->own;
+    *s->keys.num_bad = kernels->pack(FA_ROLE_V, s->keys.v, &s->v_rows, s->keys.bad);
+    kernels->pack(FA_ROLE_K, s->keys.k, &s->k_rows, NULL);
+}
+
 /* One tile of keys for all tiles of the block. Packed when the first needs it. */
 static void walk_key_tile(const block *b, fa_range keys)
 {
@@ -342,23 +188,21 @@ static void walk_key_tile(const block *b, fa_range keys)
     const fa_kernels *kernels   = b->shape->kernels;
     scratch          *s         = b->s;
     bool              have_rows = false, packed = false;
-    s->num_bad = 0;
     for (int t = 0; t < b->tiles; t++) {
         fa_tile *tile      = &s->tiles[t];
         tile->keys         = keys;
         fa_visible visible = fa_tile_visible(call, tile);
         if (visible == FA_VISIBLE_NONE)
             continue;
-        if (!have_rows) {
+        bool in_place = b->shape->few && visible == FA_VISIBLE_ALL;
+        if (in_place && !have_rows) {
             s->k_rows = fa_key_rows(call, &call->k, tile, s->row_k);
             s->v_rows = fa_key_rows(call, &call->v, tile, s->row_v);
             have_rows = true;
         }
-        bool in_place = b->shape->few && visible == FA_VISIBLE_ALL;
         if (!in_place && !packed) {
-            kernels->pack(FA_ROLE_K, s->k, &s->k_rows, NULL);
-            s->num_bad = kernels->pack(FA_ROLE_V, s->v, &s->v_rows, s->bad);
-            packed     = true;
+            need_packed(b, tile);
+            packed = true;
         }
         fa_partial result = tile_result(b, t, false);
         step       one    = {kernels,
@@ -504,16 +348,15 @@ static void run_task(run *r, scratch *s, int64_t b, int64_t task)
 {
     const plan *p     = &r->plan;
     fa_sequence seq   = fa_sequence_at(p->call, b);
-    shape       shape = shape_of(p, seq.seqlen_q, seq.seqlen_k);
-    int64_t     slot = tasks_per_head(&shape) - 1 - task / p->call->heads_k, first = slot * p->tiles_per_block;
+    shape       shape = fa_forward_shape(p, seq.seqlen_q, seq.seqlen_k);
+    int64_t     slot  = fa_forward_tasks_per_head(&shape) - 1 - task / p->call->heads_k;
+    fa_range    tiles = fa_forward_block_tiles(p, &shape, shape.parts_are_tasks ? 0 : slot);
     block one = {.run = r, .s = s, .shape = &shape, .at = {.b = b, .head_k = task % p->call->heads_k, .seq = seq}};
-    if (shape.parts_are_tasks)
-        first = 0;
     one.scale = fa_score_scale(p->call, b, one.at.head_k);
     one.to_natural =
         (fa_has_options(p->call, one.scale) ? 1.0 : (double)one.scale) / (double)fa_multiplier(p->call, one.scale);
-    one.tiles = fa_min_int(p->tiles_per_block, shape.tiles - (int)first);
-    begin_block(&one, (int)first);
+    one.tiles = tiles.end - tiles.begin;
+    begin_block(&one, tiles.begin);
     if (slot == 0)
         store_unused_rows(&one);
     if (shape.parts_are_tasks)
@@ -522,16 +365,46 @@ static void run_task(run *r, scratch *s, int64_t b, int64_t task)
         run_block(&one);
 }
 
+/* K or V of one tile that all blocks of its head share. First tiles of all heads come first: blocks begin there. */
+static void run_pack(run *r, scratch *s, int64_t task)
+{
+    const plan    *p     = &r->plan;
+    const fa_call *call  = p->call;
+    int64_t        pairs = call->batch * call->heads_k, pair = task / 2 % pairs, number = task / 2 / pairs;
+    fa_tile        tile = {.b = pair / call->heads_k, .head_k = pair % call->heads_k};
+    tile.seq            = fa_sequence_at(call, tile.b);
+    shape    shape      = fa_forward_shape(p, tile.seq.seqlen_q, tile.seq.seqlen_k);
+    fa_range queries = {0, tile.seq.seqlen_q}, keys = {tile.seq.key_begin, tile.seq.seqlen_k};
+    fa_range seen  = fa_keys_seen(call->window, tile.seq.diagonal, queries, keys);
+    int64_t  begin = number * shape.tile.k, end = begin + shape.tile.k;
+    if (!shape.shared || begin >= seen.end || end <= seen.begin)
+        return;
+    tile.keys          = (fa_range){fa_max_int((int)begin, keys.begin), fa_min_int((int)end, keys.end)};
+    packed_keys packed = fa_forward_shared_keys(r, tile.b, tile.head_k, number);
+    if (task % 2 == 0) {
+        fa_rows rows = fa_key_rows(call, &call->k, &tile, s->row_k);
+        shape.kernels->pack(FA_ROLE_K, packed.k, &rows, NULL);
+    } else {
+        fa_rows rows    = fa_key_rows(call, &call->v, &tile, s->row_v);
+        *packed.num_bad = shape.kernels->pack(FA_ROLE_V, packed.v, &rows, packed.bad);
+    }
+    atomic_fetch_add_explicit(&r->shared_done[pair * p->shared_tiles + number], 1, memory_order_release);
+}
+
 static void run_thread(void *arg, int64_t index)
 {
     run              *r       = arg;
     const fa_call    *call    = r->plan.call;
     fa_arena          arena   = {r->scratch + (size_t)index * r->scratch_bytes, 0};
-    scratch           s       = carve_scratch(&arena, &r->plan);
+    scratch           s       = fa_forward_carve_scratch(&arena, &r->plan);
     const fa_kernels *kernels = r->plan.cpu->kernels[call->q.dtype];
     int64_t           b       = 0, task;
     bool              entered = false;
-    while ((task = atomic_fetch_add(&r->next, 1)) < r->task_begin[call->batch]) {
+    while ((task = atomic_fetch_add(&r->next, 1) - r->pack_tasks) < r->task_begin[call->batch]) {
+        if (task < 0) {
+            run_pack(r, &s, task + r->pack_tasks);
+            continue;
+        }
         if (!entered && kernels->enter)
             kernels->enter();
         entered = true;
@@ -543,62 +416,18 @@ static void run_thread(void *arg, int64_t index)
         kernels->leave();
 }
 
-static int64_t count_tasks(run *r)
-{
-    const fa_call *call  = r->plan.call;
-    int64_t        total = 0;
-    for (int64_t b = 0; b < call->batch; b++) {
-        fa_sequence seq   = fa_sequence_at(call, b);
-        shape       shape = shape_of(&r->plan, seq.seqlen_q, seq.seqlen_k);
-        r->task_begin[b]  = total;
-        total += seq.rows_q > 0 ? tasks_per_head(&shape) * call->heads_k : 0;
-    }
-    r->task_begin[call->batch] = total;
-    return total;
-}
-
-/* ---- the entry points ---- */
-
-size_t fa_forward_bytes(const fa_cpu *cpu, const fa_call *call, int threads)
-{
-    run r = {.plan = plan_make(cpu, call, threads)};
-    return carve_run(&r, NULL);
-}
-
-void fa_forward_explain(const fa_cpu *cpu, const fa_call *call, int threads, flash_attn_explanation *explanation)
-{
-    run         r   = {.plan = plan_make(cpu, call, threads)};
-    fa_sequence seq = {0};
-    carve_run(&r, NULL);
-    for (int64_t b = 0; b < call->batch; b++) {
-        fa_sequence one   = fa_sequence_at(call, b);
-        shape       shape = shape_of(&r.plan, one.seqlen_q, one.seqlen_k);
-        explanation->num_tasks += one.rows_q > 0 ? tasks_per_head(&shape) * call->heads_k : 0;
-        if ((int64_t)one.seqlen_q * one.seqlen_k >= (int64_t)seq.seqlen_q * seq.seqlen_k)
-            seq = one;
-    }
-    shape shape                = shape_of(&r.plan, seq.seqlen_q, seq.seqlen_k);
-    explanation->tile_q        = shape.tile.q;
-    explanation->tile_k        = shape.tile.k;
-    explanation->num_splits    = shape.splits;
-    explanation->scratch_bytes = (int64_t)r.scratch_bytes;
-    snprintf(explanation->kernel, sizeof explanation->kernel, "%s_%s", shape.few ? "decode" : "forward",
-             shape.kernels->name);
-    snprintf(explanation->reason, sizeof explanation->reason, "%s; %d tiles of queries share a packed tile of keys%s",
-             shape.few ? "few rows: K and V are read in place" : "K and V are packed by tiles", r.plan.tiles_per_block,
-             fa_tiles_origin(cpu, shape.kernels, call));
-}
-
 flash_attn_status fa_cpu_forward(fa_cpu *cpu, const fa_call *call, const fa_exec *exec)
 {
     int       threads = fa_min_int(exec->num_threads, cpu->num_threads);
-    run       r       = {.plan = plan_make(cpu, call, threads)};
+    run       r       = {.plan = fa_forward_plan(cpu, call, threads)};
     fa_memory memory;
-    FA_TRY(fa_memory_get(&memory, exec, carve_run(&r, NULL)));
-    carve_run(&r, memory.base);
+    FA_TRY(fa_memory_get(&memory, exec, fa_forward_carve_run(&r, NULL)));
+    fa_forward_carve_run(&r, memory.base);
     if (r.plan.parallel_splits)
         memset(r.parts_done, 0, (size_t)(call->batch * call->heads_k) * sizeof(atomic_int));
-    int64_t tasks = count_tasks(&r);
+    for (int64_t n = 0; n < call->batch * call->heads_k * r.plan.shared_tiles; n++)
+        atomic_store_explicit(&r.shared_done[n], 0, memory_order_relaxed);
+    int64_t tasks = fa_forward_count_tasks(&r) + r.pack_tasks;
     atomic_store(&r.next, 0);
     fa_threads_run(cpu->threads, (int)(tasks < threads ? tasks : threads), run_thread, &r);
     fa_memory_free(&memory);

@@ -4,6 +4,8 @@
 
 #include "cpu/cpu.h"
 
+#include <sched.h>
+
 /* ---- memory: sizes are found by carving from NULL ---- */
 
 typedef struct fa_arena {
@@ -32,6 +34,16 @@ typedef struct fa_memory {
 #define FA_ALIGN_SLACK 63
 flash_attn_status fa_memory_get(fa_memory *memory, const fa_exec *exec, size_t bytes);
 void              fa_memory_free(fa_memory *memory);
+
+/* ---- waiting for another thread, which is running ---- */
+
+static inline void fa_wait_for(atomic_int *value, int wanted)
+{
+    for (int round = 0; atomic_load_explicit(value, memory_order_acquire) != wanted; round++) {
+        if (round > 256)
+            sched_yield(); /* more threads than processors, perhaps */
+    }
+}
 
 /* ---- a tile ---- */
 

@@ -1,0 +1,82 @@
+/* What a call of the forward holds: forward_plan.c cuts the work and lays out the memory, forward.c runs it. */
+#ifndef FA_CPU_FORWARD_H
+#define FA_CPU_FORWARD_H
+
+#include "cpu/tile.h"
+
+/* How one sequence is cut. */
+typedef struct shape {
+    const fa_kernels *kernels;
+    bool              few; /* rows are so few that K and V are read in place */
+    fa_tile_shape     tile;
+    int               heads_per_tile, head_tiles, tiles;
+    int               small, small_tiles; /* the first so many tiles are cut into blocks of `small` */
+    int64_t           blocks;
+    int               splits, split_keys;
+    bool              parts_are_tasks; /* else a task does all parts of its block */
+    bool              shared;          /* its packed keys are made once for all blocks */
+} shape;
+
+/* Sizes that hold for every sequence of the call. */
+typedef struct plan {
+    const fa_cpu  *cpu;
+    const fa_call *call;
+    int            threads;
+    int            tiles_per_block;
+    bool           parallel_splits;
+    int            max_splits;
+    size_t         q_bytes, k_bytes, v_bytes, fused_bytes;
+    int            tile_q, tile_k, ldo;
+    int64_t shared_tiles; /* of keys of one head, at most, that are packed once for all blocks; 0: each block packs */
+} plan;
+
+/* A tile of keys and values, packed. */
+typedef struct packed_keys {
+    void *k, *v;
+    int  *bad;     /* rows that are left out of v */
+    int  *num_bad; /* [1] */
+} packed_keys;
+
+typedef struct scratch {
+    fa_tile     *tiles; /* [tiles_per_block] */
+    char        *q;     /* packed, [tiles_per_block] */
+    float       *o, *m, *l;
+    packed_keys  own;  /* for blocks that pack for themselves */
+    packed_keys  keys; /* the key tile at hand: own, or one that all share */
+    float       *s, *rescale, *temp;
+    const void **row_q, **row_k, **row_v;
+    fa_rows      k_rows, v_rows; /* of the key tile at hand, where they are needed */
+    int32_t     *slices;
+    void        *fused;
+    float       *sum_o, *sum_m, *sum_l; /* as o, m, l: over the parts of a split sequence */
+} scratch;
+
+typedef struct run {
+    plan         plan;
+    int64_t     *task_begin; /* [batch + 1] */
+    int64_t      pack_tasks; /* come before the others */
+    atomic_llong next;
+    char        *scratch; /* of all threads */
+    size_t       scratch_bytes;
+    float       *parts; /* [batch, heads_k, max_splits] of part_floats */
+    int64_t      part_floats;
+    int          part_rows;
+    atomic_int  *parts_done; /* [batch, heads_k] */
+    char        *shared;     /* [batch, heads_k, shared_tiles] of shared_bytes */
+    size_t       shared_bytes;
+    atomic_int  *shared_done; /* likewise: how many of K and V are packed */
+} run;
+
+plan    fa_forward_plan(const fa_cpu *cpu, const fa_call *call, int threads);
+shape   fa_forward_shape(const plan *p, int seqlen_q, int seqlen_k);
+int64_t fa_forward_tasks_per_head(const shape *s);
+/* The tiles of a block. */
+fa_range fa_forward_block_tiles(const plan *p, const shape *s, int64_t block);
+/* Fills task_begin and pack_tasks; returns how many tasks there are beside those that pack. */
+int64_t fa_forward_count_tasks(run *r);
+
+/* Lay out memory from `base`, NULL: only measure. */
+size_t      fa_forward_carve_run(run *r, char *base);
+scratch     fa_forward_carve_scratch(fa_arena *arena, const plan *p);
+packed_keys fa_forward_shared_keys(const run *r, int64_t b, int64_t head_k, int64_t number);
+#endif

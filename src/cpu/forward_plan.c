@@ -1,0 +1,254 @@
+/*
+ * How the forward cuts a call into tasks, and what memory it takes. Sequences are cut by their own shape; how many
+ * tiles of queries make a block, and whether blocks share packed keys, depends on the threads too and changes no bit.
+ */
+#include "cpu/forward.h"
+#include "cpu/passes.h"
+#include "cpu/split.h"
+
+#include <stdio.h>
+
+#define MAX_PARTS_BYTES (32 << 20)
+#define MAX_SHARED_BYTES (64 << 20)
+
+/* ---- one sequence ---- */
+
+/* The direct path reads whole vectors in place. */
+static bool readable_in_place(const flash_attn_tensor *t)
+{
+    return t->stride[3] == 1 && t->shape[3] % 16 == 0 && t->dtype != FLASH_ATTN_F8E4M3;
+}
+
+/* Blocks that share packed keys: the first quarter of the tiles, whose tasks come last, in blocks a quarter as long, so
+ * that threads finish together. */
+static void cut_blocks(const plan *p, shape *s)
+{
+    s->small       = fa_max_int(1, p->tiles_per_block / 4);
+    s->small_tiles = s->shared ? fa_min_int(s->tiles, (int)fa_round_up(s->tiles / 4, s->small)) : 0;
+    s->blocks      = (s->small_tiles + s->small - 1) / s->small +
+                (s->tiles - s->small_tiles + p->tiles_per_block - 1) / p->tiles_per_block;
+}
+
+fa_range fa_forward_block_tiles(const plan *p, const shape *s, int64_t block)
+{
+    int64_t small = (s->small_tiles + s->small - 1) / s->small, first = block * s->small, size = s->small;
+    if (block >= small)
+        first = s->small_tiles + (block - small) * p->tiles_per_block, size = p->tiles_per_block;
+    int64_t most = block < small ? s->small_tiles : s->tiles, end = first + size;
+    return (fa_range){(int)first, (int)(end < most ? end : most)};
+}
+
+shape fa_forward_shape(const plan *p, int seqlen_q, int seqlen_k)
+{
+    const fa_call    *call   = p->call;
+    const fa_kernels *vector = p->cpu->vector;
+    int64_t           rows   = call->group * seqlen_q;
+    shape             s      = {0};
+    s.few                    = rows <= vector->few_rows && readable_in_place(&call->k) && readable_in_place(&call->v);
+    s.kernels                = s.few ? vector : fa_forward_kernels(p->cpu, call, rows, seqlen_k);
+    s.tile                   = fa_tiles(p->cpu, s.kernels, call);
+    s.heads_per_tile  = seqlen_q < s.tile.q ? fa_min_int((int)call->group, s.tile.q / fa_max_int(seqlen_q, 1)) : 1;
+    s.head_tiles      = ((int)call->group + s.heads_per_tile - 1) / s.heads_per_tile;
+    s.tiles           = fa_max_int(1, (seqlen_q + s.tile.q - 1) / s.tile.q) * s.head_tiles;
+    s.shared          = p->shared_tiles > 0 && !s.few && s.tiles > p->tiles_per_block;
+    s.split_keys      = fa_split_keys(call->num_splits, p->cpu->tuning.split_keys, rows, s.tile, seqlen_k);
+    s.splits          = fa_max_int(1, (seqlen_k + s.split_keys - 1) / s.split_keys);
+    s.parts_are_tasks = p->parallel_splits && s.tiles == 1 && s.splits > 1;
+    cut_blocks(p, &s);
+    return s;
+}
+
+int64_t fa_forward_tasks_per_head(const shape *s) { return s->parts_are_tasks ? s->splits : s->blocks; }
+
+/* ---- the call ---- */
+
+static void add_table_sizes(plan *p, const fa_kernels *kernels)
+{
+    int           d = (int)p->call->head_dim, dv = (int)p->call->head_dim_v;
+    fa_tile_shape tile  = fa_tiles(p->cpu, kernels, p->call);
+    size_t        fused = 0, q = kernels->packed_bytes(FA_ROLE_Q, tile.q, d);
+    size_t        k = kernels->packed_bytes(FA_ROLE_K, tile.k, d), v = kernels->packed_bytes(FA_ROLE_V, tile.k, dv);
+    if (kernels->forward_scratch_bytes)
+        fused = kernels->forward_scratch_bytes(tile.q, tile.k, d, dv);
+    p->q_bytes     = q > p->q_bytes ? q : p->q_bytes;
+    p->k_bytes     = k > p->k_bytes ? k : p->k_bytes;
+    p->v_bytes     = v > p->v_bytes ? v : p->v_bytes;
+    p->fused_bytes = fused > p->fused_bytes ? fused : p->fused_bytes;
+    p->tile_q      = fa_max_int(p->tile_q, tile.q);
+    p->tile_k      = fa_max_int(p->tile_k, tile.k);
+}
+
+/* Rows of a split sequence: at most a tile, or all there are. */
+static int64_t part_rows(const plan *p)
+{
+    int64_t rows = p->call->group * p->call->max_seqlen_q;
+    return rows < p->tile_q ? rows : p->tile_q;
+}
+
+static packed_keys carve_keys(fa_arena *arena, const plan *p)
+{
+    packed_keys keys;
+    keys.k       = fa_carve(arena, p->k_bytes);
+    keys.v       = fa_carve(arena, p->v_bytes);
+    keys.bad     = fa_carve(arena, (size_t)p->tile_k * sizeof(int));
+    keys.num_bad = fa_carve(arena, sizeof(int));
+    return keys;
+}
+
+static size_t packed_keys_bytes(const plan *p)
+{
+    fa_arena arena = {NULL, 0};
+    carve_keys(&arena, p);
+    return arena.used;
+}
+
+/* Tiles of keys of one head, at most; 0 if packing them for all heads takes too much memory. */
+static int64_t tiles_to_share(const plan *p)
+{
+    const fa_call *call  = p->call;
+    int            least = p->tile_k; /* keys of the shortest tile that a sequence may have */
+    for (int n = 0; n < 2; n++)
+        least = fa_min_int(least, fa_tiles(p->cpu, n ? p->cpu->vector : p->cpu->kernels[call->q.dtype], call).k);
+    int64_t tiles = (call->max_seqlen_k + least - 1) / least, pairs = call->batch * call->heads_k;
+    return pairs * tiles <= MAX_SHARED_BYTES / (int64_t)packed_keys_bytes(p) ? tiles : 0;
+}
+
+/* As many tiles as fill half of the second-level cache (or what was measured) with Q and O, but enough blocks for the
+ * context's threads. Where these cut heads into short blocks, the blocks share packed keys: two for each thread, the
+ * last of them cut smaller (cut_blocks), for a block still reads all its keys. Else four, to be even. */
+static void choose_blocks(plan *p)
+{
+    const fa_call *call  = p->call;
+    int64_t        l2    = p->cpu->isa.l2_bytes > 0 ? p->cpu->isa.l2_bytes : 512 << 10;
+    int64_t        bytes = (int64_t)p->q_bytes + (int64_t)p->tile_q * p->ldo * 4;
+    int64_t        share = p->cpu->tuning.block_l2_percent ? p->cpu->tuning.block_l2_percent : 50;
+    int64_t        fit = l2 * share / 100 / bytes, threads = p->cpu->num_threads;
+    int64_t        all     = call->q.shape[0] * call->q.shape[1] * call->heads_q / p->tile_q;
+    int64_t        longest = (call->max_seqlen_q / p->tile_q + 1) * call->group; /* no block has more */
+    int64_t        tiles   = threads > 1 ? all / (2 * threads) : all;
+    if (threads > 1 && tiles < fit && tiles < longest)
+        p->shared_tiles = tiles_to_share(p);
+    if (threads > 1 && p->shared_tiles == 0)
+        tiles = all / (4 * threads);
+    tiles              = tiles < fit ? tiles : fit;
+    tiles              = tiles < longest ? tiles : longest;
+    p->tiles_per_block = (int)(tiles < 1 ? 1 : tiles > 64 ? 64 : tiles);
+}
+
+plan fa_forward_plan(const fa_cpu *cpu, const fa_call *call, int threads)
+{
+    plan p = {.cpu = cpu, .call = call, .threads = threads, .ldo = fa_accumulator_ld(call->head_dim_v)};
+    add_table_sizes(&p, cpu->kernels[call->q.dtype]);
+    add_table_sizes(&p, cpu->vector);
+    choose_blocks(&p);
+    p.max_splits = fa_max_splits(call->num_splits, cpu->tuning.split_keys, 16, call->max_seqlen_k);
+    if (p.max_splits > 1) {
+        /* Parts as tasks: threads have something to do, and tasks of the same keys follow one another, which saves page
+         * walks where heads lie side by side. With many heads neither is worth the memory. */
+        int64_t heads = call->batch * call->heads_k, rows = part_rows(&p);
+        p.parallel_splits = heads < 4 * cpu->num_threads || heads * p.max_splits * rows * p.ldo * 4 <= MAX_PARTS_BYTES;
+    }
+    return p;
+}
+
+int64_t fa_forward_count_tasks(run *r)
+{
+    const fa_call *call  = r->plan.call;
+    int64_t        total = 0;
+    for (int64_t b = 0; b < call->batch; b++) {
+        fa_sequence seq   = fa_sequence_at(call, b);
+        shape       shape = fa_forward_shape(&r->plan, seq.seqlen_q, seq.seqlen_k);
+        r->task_begin[b]  = total;
+        total += seq.rows_q > 0 ? fa_forward_tasks_per_head(&shape) * call->heads_k : 0;
+    }
+    r->task_begin[call->batch] = total;
+    r->pack_tasks              = 2 * call->batch * call->heads_k * r->plan.shared_tiles;
+    return total;
+}
+
+/* ---- memory ---- */
+
+scratch fa_forward_carve_scratch(fa_arena *arena, const plan *p)
+{
+    int64_t tiles = p->tiles_per_block, rows = fa_row_array(p->tile_q), sums = p->max_splits > 1 ? tiles : 0;
+    scratch s = {0};
+    s.tiles   = fa_carve(arena, (size_t)tiles * sizeof(fa_tile));
+    s.q       = fa_carve(arena, (size_t)tiles * p->q_bytes);
+    s.o       = fa_carve_floats(arena, tiles * p->tile_q * p->ldo);
+    s.m       = fa_carve_floats(arena, tiles * rows);
+    s.l       = fa_carve_floats(arena, tiles * rows);
+    s.own     = carve_keys(arena, p);
+    s.s       = fa_carve_floats(arena, (int64_t)p->tile_q * fa_score_ld(p->tile_k));
+    s.rescale = fa_carve_floats(arena, rows);
+    s.temp    = fa_carve_floats(arena, p->ldo);
+    s.row_q   = fa_carve(arena, (size_t)p->tile_q * sizeof(void *));
+    s.row_k   = fa_carve(arena, (size_t)p->tile_k * sizeof(void *));
+    s.row_v   = fa_carve(arena, (size_t)p->tile_k * sizeof(void *));
+    s.slices  = fa_carve(arena, (size_t)p->call->slices.count * sizeof(int32_t));
+    s.fused   = fa_carve(arena, p->fused_bytes);
+    s.sum_o   = fa_carve_floats(arena, sums * p->tile_q * p->ldo);
+    s.sum_m   = fa_carve_floats(arena, sums * rows);
+    s.sum_l   = fa_carve_floats(arena, sums * rows);
+    return s;
+}
+
+size_t fa_forward_carve_run(run *r, char *base)
+{
+    const plan *p     = &r->plan;
+    int64_t     pairs = p->call->batch * p->call->heads_k, heads = p->parallel_splits ? pairs : 0, rows = part_rows(p);
+    fa_arena    arena = {base, 0}, one = {NULL, 0};
+    fa_forward_carve_scratch(&one, p);
+    r->part_rows     = (int)rows;
+    r->part_floats   = rows * p->ldo + 2 * fa_row_array((int)rows);
+    r->scratch_bytes = one.used;
+    r->shared_bytes  = packed_keys_bytes(p);
+    r->task_begin    = fa_carve(&arena, (size_t)(p->call->batch + 1) * sizeof(int64_t));
+    r->scratch       = fa_carve(&arena, r->scratch_bytes * (size_t)p->threads);
+    r->parts         = fa_carve_floats(&arena, heads * p->max_splits * r->part_floats);
+    r->parts_done    = fa_carve(&arena, (size_t)heads * sizeof(atomic_int));
+    r->shared_done   = fa_carve(&arena, (size_t)(pairs * p->shared_tiles) * sizeof(atomic_int));
+    r->shared        = fa_carve(&arena, (size_t)(pairs * p->shared_tiles) * r->shared_bytes);
+    return arena.used;
+}
+
+packed_keys fa_forward_shared_keys(const run *r, int64_t b, int64_t head_k, int64_t number)
+{
+    const plan *p     = &r->plan;
+    int64_t     index = (b * p->call->heads_k + head_k) * p->shared_tiles + number;
+    fa_arena    arena = {r->shared + (size_t)index * r->shared_bytes, 0};
+    return carve_keys(&arena, p);
+}
+
+/* ---- what cpu.c asks ---- */
+
+size_t fa_forward_bytes(const fa_cpu *cpu, const fa_call *call, int threads)
+{
+    run r = {.plan = fa_forward_plan(cpu, call, threads)};
+    return fa_forward_carve_run(&r, NULL);
+}
+
+void fa_forward_explain(const fa_cpu *cpu, const fa_call *call, int threads, flash_attn_explanation *explanation)
+{
+    run         r   = {.plan = fa_forward_plan(cpu, call, threads)};
+    fa_sequence seq = {0};
+    fa_forward_carve_run(&r, NULL);
+    for (int64_t b = 0; b < call->batch; b++) {
+        fa_sequence one   = fa_sequence_at(call, b);
+        shape       shape = fa_forward_shape(&r.plan, one.seqlen_q, one.seqlen_k);
+        explanation->num_tasks += one.rows_q > 0 ? fa_forward_tasks_per_head(&shape) * call->heads_k : 0;
+        if ((int64_t)one.seqlen_q * one.seqlen_k >= (int64_t)seq.seqlen_q * seq.seqlen_k)
+            seq = one;
+    }
+    shape shape                = fa_forward_shape(&r.plan, seq.seqlen_q, seq.seqlen_k);
+    explanation->tile_q        = shape.tile.q;
+    explanation->tile_k        = shape.tile.k;
+    explanation->num_splits    = shape.splits;
+    explanation->scratch_bytes = (int64_t)r.scratch_bytes;
+    snprintf(explanation->kernel, sizeof explanation->kernel, "%s_%s", shape.few ? "decode" : "forward",
+             shape.kernels->name);
+    snprintf(explanation->reason, sizeof explanation->reason, "%s; %d tiles of queries share a packed tile of keys%s",
+             shape.few      ? "few rows: K and V are read in place"
+             : shape.shared ? "K and V are packed once by tiles, for all blocks"
+                            : "K and V are packed by tiles",
+             r.plan.tiles_per_block, fa_tiles_origin(cpu, shape.kernels, call));
+}
