@@ -13,24 +13,22 @@ static int tiles_of(int n, int step) { return (n + step - 1) / step; }
 FA_AMX_INLINE bool is_left(fa_role role) { return role == FA_ROLE_Q || role == FA_ROLE_DO; }
 FA_AMX_INLINE bool is_keys(fa_role role) { return role == FA_ROLE_K || role == FA_ROLE_V_T; }
 
-/* The fused backward works on S^T = K Q^T, so with one piece its operands are also kept the other way round: K and V as
- * left operands after K_RIGHT and V_T, Q and dO as keys after Q_RIGHT and DO_RIGHT. Behind K's comes K^T as left
- * operand of dQ^T, an even number of tiles of columns. */
-FA_AMX_INLINE bool has_turned_form(fa_role role, int pieces)
+/* The fused backward works on S^T = K Q^T, so its operands are also kept the other way round: K and V as left operands
+ * after K_RIGHT and V_T, Q and dO as keys after Q_RIGHT and DO_RIGHT. Behind K's comes K^T as left operand of dQ^T, an
+ * even number of tiles of columns. */
+FA_AMX_INLINE bool has_turned_form(fa_role role)
 {
-    return pieces == 1 &&
-           (role == FA_ROLE_K_RIGHT || role == FA_ROLE_V_T || role == FA_ROLE_Q_RIGHT || role == FA_ROLE_DO_RIGHT);
+    return role == FA_ROLE_K_RIGHT || role == FA_ROLE_V_T || role == FA_ROLE_Q_RIGHT || role == FA_ROLE_DO_RIGHT;
 }
 
 FA_AMX_INLINE size_t bytes_of(fa_role role, int rows, int cols, int pieces)
 {
-    size_t turned =
-        has_turned_form(role, pieces) ? (size_t)(tiles_of(rows, 32) * 2 * tiles_of(cols, 32)) * FA_AMX_TILE : 0;
-    int tiles = is_left(role) || is_keys(role) ? tiles_of(rows, 16) * tiles_of(cols, 32)
-                                               : tiles_of(rows, 32) * tiles_of(cols, 16);
+    int turned = has_turned_form(role) ? tiles_of(rows, 32) * 2 * tiles_of(cols, 32) : 0;
+    int tiles  = is_left(role) || is_keys(role) ? tiles_of(rows, 16) * tiles_of(cols, 32)
+                                                : tiles_of(rows, 32) * tiles_of(cols, 16);
     if (role == FA_ROLE_K_RIGHT)
         turned *= 2; /* K and K^T: as many tiles */
-    return turned + (size_t)tiles * (size_t)pieces * FA_AMX_TILE;
+    return (size_t)(turned + tiles) * (size_t)pieces * FA_AMX_TILE;
 }
 
 /* 16 rows from `first` on by 32 columns, as dwords of two columns. */
@@ -166,13 +164,13 @@ FA_AMX_INLINE int pack_along_rows(char *out, const fa_rows *src, int pieces, int
 
 /* K^T as left operand [cols / 16][rows / 32] from K as right operand [rows / 32][cols / 16]: the same dwords, turned.
  */
-static void pack_k_t(char *out, const char *values, int rows, int cols)
+static void pack_k_t(char *out, const char *values, int rows, int cols, int pieces)
 {
     int strips = tiles_of(rows, 32), columns = tiles_of(cols, 16);
     for (int col = 0; col < tiles_of(cols, 32) * 2; col++) {
-        for (int strip = 0; strip < strips; strip++, out += FA_AMX_TILE) {
+        for (int n = 0; n < strips * pieces; n++, out += FA_AMX_TILE) {
             __m512i     tile[16];
-            const char *from = values + ((int64_t)strip * columns + col) * FA_AMX_TILE;
+            const char *from = values + (((int64_t)(n / pieces) * columns + col) * pieces + n % pieces) * FA_AMX_TILE;
             for (int r = 0; r < 16; r++)
                 tile[r] = col < columns ? _mm512_load_si512(from + 64 * r) : _mm512_setzero_si512();
             fa_amx_transpose(tile);
@@ -184,10 +182,11 @@ static void pack_k_t(char *out, const char *values, int rows, int cols)
 
 FA_AMX_INLINE int pack_any(fa_role role, void *packed, const fa_rows *src, int *bad, int pieces)
 {
-    if (has_turned_form(role, pieces)) {
+    size_t step = (size_t)pieces * FA_AMX_TILE;
+    if (has_turned_form(role)) {
         int   count  = role == FA_ROLE_V_T ? tiles_of(src->count, 16) * tiles_of(src->cols, 32)
                                            : tiles_of(src->count, 32) * tiles_of(src->cols, 16);
-        char *turned = (char *)packed + (size_t)count * FA_AMX_TILE;
+        char *turned = (char *)packed + (size_t)count * step;
         pack_along_columns(turned, src, pieces, role == FA_ROLE_Q_RIGHT || role == FA_ROLE_DO_RIGHT);
     }
     if (is_left(role))
@@ -196,10 +195,10 @@ FA_AMX_INLINE int pack_any(fa_role role, void *packed, const fa_rows *src, int *
         pack_along_columns(packed, src, pieces, true);
     else {
         int num_bad = pack_along_rows(packed, src, pieces, bad);
-        if (role == FA_ROLE_K_RIGHT && pieces == 1) {
-            int64_t strips = tiles_of(src->count, 32),
-                    tiles  = strips * tiles_of(src->cols, 16) + strips * 2 * tiles_of(src->cols, 32);
-            pack_k_t((char *)packed + tiles * FA_AMX_TILE, packed, src->count, src->cols);
+        if (role == FA_ROLE_K_RIGHT) {
+            int strips = tiles_of(src->count, 32),
+                tiles  = strips * tiles_of(src->cols, 16) + strips * 2 * tiles_of(src->cols, 32);
+            pack_k_t((char *)packed + (size_t)tiles * step, packed, src->count, src->cols, pieces);
         }
         return num_bad;
     }
@@ -332,6 +331,41 @@ FA_AMX_INLINE size_t p_bytes(int rows, int keys, int pieces)
     return (size_t)tiles_of(rows, 32) * 2 * (size_t)tiles_of(keys, 32) * 2 * (size_t)pieces * FA_AMX_TILE;
 }
 
+/* Where a is 0, b counts as 0 whatever it holds. */
+static float dot_of_nonzero(const fa_rows *a, const fa_rows *b, int row)
+{
+    float sum = 0.0f;
+    for (int col = 0; col < a->cols; col++) {
+        float x = fa_load(a->row[row], col * a->stride, a->dtype);
+        sum += x == 0.0f ? 0.0f : x * fa_load(b->row[row], col * b->stride, b->dtype);
+    }
+    return sum;
+}
+
+/* Row r of b times row r of a by the products of S and dP, added up in their order: where a is V's row of a key that
+ * has all the weight, dP - Delta is 0 exactly. */
+FA_AMX_INLINE void row_dots_pieces(float *out, const fa_rows *a, const fa_rows *b, int pieces)
+{
+    for (int first = 0; first < a->count; first += 16) {
+        _Alignas(64) float   c[FA_AMX_TILE_FLOATS];
+        _Alignas(64) __m512i left[MAX_PIECES][16], right[MAX_PIECES][16];
+        matrix               sums = {c, 16, 16, 16};
+        memset(c, 0, sizeof c);
+        for (int col = 0; col < a->cols; col += 32) {
+            load_pairs(left, b, first, col, pieces);
+            load_pairs(right, a, first, col, pieces);
+            for (int n = 0; n < pieces; n++)
+                fa_amx_transpose(right[n]);
+            operand x = {(const char *)left, 0, 0}, y = {(const char *)right, 0, 0};
+            multiply(&sums, &x, &y, 1, pieces, true);
+        }
+        for (int r = 0; r < 16 && first + r < a->count; r++)
+            out[first + r] = isfinite(c[17 * r]) ? c[17 * r] : dot_of_nonzero(a, b, first + r);
+    }
+}
+
+static void row_dots_3(float *out, const fa_rows *a, const fa_rows *b) { row_dots_pieces(out, a, b, 3); }
+
 /* ---- tiles are configured once a thread and region ---- */
 
 typedef struct tile_config {
@@ -378,18 +412,17 @@ static void leave(void) { __asm__ volatile("tilerelease" ::); }
     {                                                                                                                  \
         (void)head_dim, (void)head_dim_v;                                                                              \
         return p_bytes(rows, keys, N);                                                                                 \
+    }                                                                                                                  \
+    static size_t backward_scratch_##N(int rows, int keys, int head_dim, int head_dim_v)                               \
+    {                                                                                                                  \
+        (void)head_dim, (void)head_dim_v;                                                                              \
+        size_t composed = p_bytes(rows, keys, N), fused = fa_amx_backward_scratch(rows, keys, N);                      \
+        return composed > fused ? composed : fused;                                                                    \
     }
 
 DEFINE_PIECES(1)
 DEFINE_PIECES(2)
 DEFINE_PIECES(3)
-
-static size_t backward_scratch_1(int rows, int keys, int head_dim, int head_dim_v)
-{
-    (void)head_dim, (void)head_dim_v;
-    size_t composed = p_bytes(rows, keys, 1), fused = fa_amx_backward_scratch(rows, keys);
-    return composed > fused ? composed : fused;
-}
 
 static size_t forward_scratch_1(int rows, int keys, int head_dim, int head_dim_v)
 {
@@ -407,8 +440,8 @@ static fa_tile_shape tiles(flash_attn_pass pass, int64_t head_dim)
 
 static fa_tile_shape tiles_pieces(flash_attn_pass pass, int64_t head_dim)
 {
-    (void)pass, (void)head_dim;
-    return (fa_tile_shape){128, 128};
+    (void)head_dim;
+    return pass == FLASH_ATTN_FORWARD ? (fa_tile_shape){128, 128} : (fa_tile_shape){128, 256};
 }
 
 static fa_kernels     tables[MAX_PIECES + 1];
@@ -421,7 +454,9 @@ static pthread_once_t tables_once = PTHREAD_ONCE_INIT;
     tables[N].accumulate             = accumulate_##N;                                                                 \
     tables[N].accumulate_t           = accumulate_t_##N;                                                               \
     tables[N].forward_scratch_bytes  = p_scratch_##N;                                                                  \
-    tables[N].backward_scratch_bytes = p_scratch_##N;
+    tables[N].backward_block         = fa_amx_backward_block_##N;                                                      \
+    tables[N].backward_dq            = fa_amx_backward_dq_##N;                                                         \
+    tables[N].backward_scratch_bytes = backward_scratch_##N;
 
 static void fill_tables(void)
 {
@@ -435,18 +470,16 @@ static void fill_tables(void)
         t->few_rows       = 0;
         t->scores_few     = NULL;
         t->accumulate_few = NULL;
+        t->untile         = fa_amx_untile;
         t->enter          = enter;
         t->leave          = leave;
     }
     FILL_PIECES(1)
     FILL_PIECES(2)
     FILL_PIECES(3)
-    tables[1].forward_block          = fa_amx_forward_block;
-    tables[1].forward_scratch_bytes  = forward_scratch_1;
-    tables[1].backward_block         = fa_amx_backward_block;
-    tables[1].backward_dq            = fa_amx_backward_dq;
-    tables[1].untile                 = fa_amx_untile;
-    tables[1].backward_scratch_bytes = backward_scratch_1;
+    tables[3].row_dots              = row_dots_3;
+    tables[1].forward_block         = fa_amx_forward_block;
+    tables[1].forward_scratch_bytes = forward_scratch_1;
 }
 
 const fa_kernels *fa_kernels_amx(const fa_kernels *base, flash_attn_dtype dtype)

@@ -153,10 +153,14 @@ FA_AMX_INLINE void fa_amx_transpose(__m512i r[16])
 bool   fa_amx_forward_block(const fa_forward_block *block);
 size_t fa_amx_forward_scratch(int rows, int keys, int head_dim, int head_dim_v);
 
-/* amx_backward.c: operands of one piece, with their turned forms. */
-void   fa_amx_backward_block(const fa_backward_block *block);
-void   fa_amx_backward_dq(const fa_backward_block *block);
+/* amx_backward.c: operands of 1, 2 or 3 pieces, with their turned forms. */
+void   fa_amx_backward_block_1(const fa_backward_block *block);
+void   fa_amx_backward_block_2(const fa_backward_block *block);
+void   fa_amx_backward_block_3(const fa_backward_block *block);
+void   fa_amx_backward_dq_1(const fa_backward_block *block);
+void   fa_amx_backward_dq_2(const fa_backward_block *block);
+void   fa_amx_backward_dq_3(const fa_backward_block *block);
 void   fa_amx_untile(float *out, int ld, const float *tiled, int rows, int cols, bool turned);
-size_t fa_amx_backward_scratch(int rows, int keys);
+size_t fa_amx_backward_scratch(int rows, int keys, int pieces);
 
 #endif

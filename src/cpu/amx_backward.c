@@ -17,9 +17,13 @@
  * of a block are stored among the first products of the next one (struct pending). Sums are kept in tiles of 16 x 16
  * ("tiled", cpu.h): rows of 64 bytes next to each other. docs/cpu-amx.md has the measurements.
  */
+#include "cpu/amx_gradient.h"
 #include "cpu/amx_multiply.h"
 
-enum { CELL = 32, STRIP_CELLS = 4, MAX_CELLS = STRIP_CELLS * FA_MAX_TILE / CELL };
+enum { CELL = 32, MAX_STRIP = 4, MAX_CELLS = MAX_STRIP * FA_MAX_TILE / CELL };
+
+/* Cells of keys in a strip, so that its P and dS stay in the second-level cache. */
+#define STRIP_CELLS(pieces) ((pieces) == 1 ? 4 : 2)
 
 /* ---- memory ---- */
 
@@ -31,85 +35,33 @@ typedef struct scratch {
 
 static int cells(int n) { return (n + CELL - 1) / CELL; }
 
-size_t fa_amx_backward_scratch(int rows, int keys)
+size_t fa_amx_backward_scratch(int rows, int keys, int pieces)
 {
-    int tiles = 2 * STRIP_CELLS * 2 * cells(rows) + 2 * cells(rows) * cells(keys);
-    return sizeof(scratch) + (size_t)tiles * FA_AMX_TILE;
-}
-
-/* ---- the vector stage ---- */
-
-/* P = 2^y is made in the integer domain: i = (y - 1) 2^23 rounded, f = its fraction, and the bits of P are i plus those
- * of h(1 + f) = 2 + (2^f - 1 - f) + 2^-8, a cubic (1.1e-4). The 2^-8 is half a unit of bfloat16, so cutting rounds. */
-typedef struct exponential {
-    __m512  multiplier; /* 2^23 times that of the scores */
-    __m512i fraction, one, lowest;
-    __m512  c0, c1, c2, c3;
-} exponential;
-
-#define EXPONENT_UNIT 8388608.0f /* 2^23 */
-#define LSE_LARGE 65536.0f       /* here y still is right to 2^-7 */
-
-FA_AMX_INLINE exponential exponential_make(float multiplier)
-{
-    return (exponential){_mm512_set1_ps(multiplier * EXPONENT_UNIT),
-                         _mm512_set1_epi32(0x7FFFFF),
-                         _mm512_set1_epi32(0x3F800000),
-                         _mm512_set1_epi32(-127 * (1 << 23)), /* y = -126; below it P is 0 */
-                         _mm512_set1_ps(2.45284304f),
-                         _mm512_set1_ps(-0.51538504f),
-                         _mm512_set1_ps(-0.01274076f),
-                         _mm512_set1_ps(0.0790857f)};
-}
-
-typedef struct gradient {
-    exponential     e;
-    __m512          shift[2], delta[2]; /* of the cell's 2 x 16 queries */
-    const float    *s, *dp;
-    uint16_t       *p_t[2], *ds_t[2], *ds[2];
-    const uint32_t *seen;     /* [32] a bit for each query of a key */
-    __m512i         limit[2]; /* largest i of each query */
-} gradient;
-
-/* 16 queries of one key. special: pairs are masked, or LSE is NaN or so large that its rounding counts. Where nothing
- * is special both give the same bits. */
-FA_AMX_INLINE void gradient_vector(const gradient *g, int tile, int row, bool special, __m512 *p, __m512 *ds)
-{
-    const exponential *e    = &g->e;
-    const int          at   = tile * FA_AMX_TILE_FLOATS + 16 * row;
-    __m512             y    = _mm512_fmadd_ps(_mm512_load_ps(g->s + at), e->multiplier, g->shift[tile % 2]);
-    __m512i            i    = _mm512_cvtps_epi32(y);
-    __mmask16          seen = 0, nan = 0;
-    if (special) {
-        seen = (__mmask16)(g->seen[row + tile / 2 * 16] >> (tile % 2 * 16));
-        nan  = _mm512_mask_cmp_ps_mask(seen, y, y, _CMP_UNORD_Q);
-        i    = _mm512_min_epi32(i, g->limit[tile % 2]);
-    }
-    __m512    m    = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(i, e->fraction, e->one, 0xEA)); /* (i & f) | 1.0 */
-    __m512    h    = _mm512_fmadd_ps(_mm512_fmadd_ps(_mm512_fmadd_ps(e->c3, m, e->c2), m, e->c1), m, e->c0);
-    __mmask16 some = _mm512_cmpgt_epi32_mask(i, e->lowest);
-    if (special)
-        some = (some & seen) | nan;
-    *p = _mm512_castsi512_ps(_mm512_maskz_add_epi32(some, i, _mm512_castps_si512(h)));
-    if (special)
-        *p = _mm512_mask_mov_ps(*p, nan, y);
-    *ds = _mm512_maskz_mul_ps(some, *p, _mm512_sub_ps(_mm512_load_ps(g->dp + at), g->delta[tile % 2]));
-}
-
-/* Keys `row` and `row` + 16 of a cell. */
-FA_AMX_INLINE void gradient_row(const gradient *g, int row, bool special)
-{
-    __m512 p[4], ds[4];
-    _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++) gradient_vector(g, t, row, special, &p[t], &ds[t]);
-    _mm512_store_si512(g->p_t[0] + 32 * row, fa_amx_pair(p[0], p[1]));
-    _mm512_store_si512(g->p_t[1] + 32 * row, fa_amx_pair(p[2], p[3]));
-    _mm512_store_si512(g->ds_t[0] + 32 * row, fa_amx_pair(ds[0], ds[1]));
-    _mm512_store_si512(g->ds_t[1] + 32 * row, fa_amx_pair(ds[2], ds[3]));
-    _mm512_store_si512(g->ds[0] + 32 * row, fa_amx_pair(ds[0], ds[2]));
-    _mm512_store_si512(g->ds[1] + 32 * row, fa_amx_pair(ds[1], ds[3]));
+    int tiles = 2 * STRIP_CELLS(pieces) * 2 * cells(rows) + 2 * cells(rows) * cells(keys);
+    return sizeof(scratch) + (size_t)(tiles * pieces) * FA_AMX_TILE;
 }
 
 /* ---- the tile stage: blocks of 2 x 2 tiles of C ---- */
+
+/* Which products of pieces a block adds up. turned: left and right trade places in the list, so that S^T and dP^T are
+ * the bits of S and dP. Of float16 ll' is 2^-18 of the whole: with logits of 1e4 S needs it, nothing else does. */
+typedef struct piece_sum {
+    int  pieces;
+    bool turned, all;
+} piece_sum;
+
+static const fa_amx_product float16_products[3] = {{0, 1}, {0, 0}, {1, 0}};
+
+FA_AMX_INLINE int num_products(piece_sum sum)
+{
+    return sum.pieces == 2 && !sum.all ? 3 : fa_amx_num_products[sum.pieces];
+}
+
+FA_AMX_INLINE fa_amx_product product_at(piece_sum sum, int n)
+{
+    fa_amx_product x = sum.pieces == 2 && !sum.all ? float16_products[n] : fa_amx_products[sum.pieces][n];
+    return sum.turned ? (fa_amx_product){x.right, x.left} : x;
+}
 
 /* Four tiles of C that still are in registers 0 to 3. c NULL: none. */
 typedef struct pending {
@@ -133,37 +85,51 @@ typedef struct block {
     else                                                                                                               \
         TILE_ZERO(t)
 
-FA_AMX_INLINE void run_block(const block *x, int steps, pending *last)
+/* One step of the contraction. last: C begins here, and what was in its registers is stored. */
+FA_AMX_INLINE void block_step(const block *x, const char *a, const char *b, const pending *last, piece_sum sum)
 {
-    const char *a = x->a, *b = x->b;
-    TILE_LOAD(4, a, 64);
-    TILE_LOAD(6, b, 64);
-    STORE_PENDING(0, 0);
-    BEGIN_C(0, 0);
-    TILE_DOT(0, 4, 6);
-    TILE_LOAD(7, b + x->b_col, 64);
-    STORE_PENDING(1, last->col);
-    BEGIN_C(1, x->c.col);
-    TILE_DOT(1, 4, 7);
-    TILE_LOAD(5, a + x->a_row, 64);
-    STORE_PENDING(2, last->row);
-    BEGIN_C(2, x->c.row);
-    TILE_DOT(2, 5, 6);
-    STORE_PENDING(3, last->row + last->col);
-    BEGIN_C(3, x->c.row + x->c.col);
-    TILE_DOT(3, 5, 7);
-    for (int n = 1; n < steps; n++) {
-        a += x->a_step;
-        b += x->b_step;
-        TILE_LOAD(4, a, 64);
-        TILE_LOAD(6, b, 64);
+    _Pragma("GCC unroll 6") for (int n = 0; n < num_products(sum); n++)
+    {
+        const fa_amx_product now = product_at(sum, n), before = product_at(sum, n == 0 ? 0 : n - 1);
+        const char          *a0 = a + now.left * FA_AMX_TILE, *b0 = b + now.right * FA_AMX_TILE;
+        const bool           new_a = n == 0 || now.left != before.left, new_b = n == 0 || now.right != before.right;
+        const bool           begin = last && n == 0;
+        if (new_a)
+            TILE_LOAD(4, a0, 64);
+        if (new_b)
+            TILE_LOAD(6, b0, 64);
+        if (begin) {
+            STORE_PENDING(0, 0);
+            BEGIN_C(0, 0);
+        }
         TILE_DOT(0, 4, 6);
-        TILE_LOAD(7, b + x->b_col, 64);
+        if (new_b)
+            TILE_LOAD(7, b0 + x->b_col, 64);
+        if (begin) {
+            STORE_PENDING(1, last->col);
+            BEGIN_C(1, x->c.col);
+        }
         TILE_DOT(1, 4, 7);
-        TILE_LOAD(5, a + x->a_row, 64);
+        if (new_a)
+            TILE_LOAD(5, a0 + x->a_row, 64);
+        if (begin) {
+            STORE_PENDING(2, last->row);
+            BEGIN_C(2, x->c.row);
+        }
         TILE_DOT(2, 5, 6);
+        if (begin) {
+            STORE_PENDING(3, last->row + last->col);
+            BEGIN_C(3, x->c.row + x->c.col);
+        }
         TILE_DOT(3, 5, 7);
     }
+}
+
+FA_AMX_INLINE void run_block(const block *x, int steps, pending *last, piece_sum sum)
+{
+    block_step(x, x->a, x->b, last, sum);
+    for (int n = 1; n < steps; n++)
+        block_step(x, x->a + n * x->a_step, x->b + n * x->b_step, NULL, sum);
     *last = x->c;
 }
 
@@ -190,25 +156,40 @@ typedef struct walk {
     uint16_t (*ds)[FA_AMX_TILE_HALVES];                               /* [16 queries][strip] */
 } walk;
 
-static walk walk_make(const fa_backward_block *b)
+FA_AMX_INLINE walk walk_make(const fa_backward_block *b, int pieces)
 {
-    walk w      = {.in        = b,
-                   .own       = b->scratch,
-                   .strips    = (b->keys + CELL - 1) / CELL,
-                   .groups    = (b->rows + CELL - 1) / CELL,
-                   .depth     = (b->head_dim + 31) / 32,
-                   .depth_v   = (b->head_dim_v + 31) / 32,
-                   .columns   = (b->head_dim + 15) / 16,
-                   .columns_v = (b->head_dim_v + 15) / 16};
-    w.p_t       = w.own->operands;
-    w.ds_t      = w.p_t + 2 * STRIP_CELLS * w.groups;
-    w.ds        = w.ds_t + 2 * STRIP_CELLS * w.groups;
-    w.k_left    = (const char *)b->k_right + (int64_t)w.strips * w.columns * FA_AMX_TILE;
-    w.k_t_left  = w.k_left + (int64_t)w.strips * 2 * w.depth * FA_AMX_TILE;
-    w.v_left    = (const char *)b->v_t + (int64_t)((b->keys + 15) / 16) * w.depth_v * FA_AMX_TILE;
-    w.q_keys    = (const char *)b->q_right + (int64_t)w.groups * w.columns * FA_AMX_TILE;
-    w.dout_keys = (const char *)b->dout_right + (int64_t)w.groups * w.columns_v * FA_AMX_TILE;
+    walk    w      = {.in        = b,
+                      .own       = b->scratch,
+                      .strips    = (b->keys + CELL - 1) / CELL,
+                      .groups    = (b->rows + CELL - 1) / CELL,
+                      .depth     = (b->head_dim + 31) / 32,
+                      .depth_v   = (b->head_dim_v + 31) / 32,
+                      .columns   = (b->head_dim + 15) / 16,
+                      .columns_v = (b->head_dim_v + 15) / 16};
+    int64_t number = pieces * FA_AMX_TILE;
+    w.p_t          = w.own->operands;
+    w.ds_t         = w.p_t + 2 * STRIP_CELLS(pieces) * w.groups * pieces;
+    w.ds           = w.ds_t + 2 * STRIP_CELLS(pieces) * w.groups * pieces;
+    w.k_left       = (const char *)b->k_right + w.strips * w.columns * number;
+    w.k_t_left     = w.k_left + w.strips * 2 * w.depth * number;
+    w.v_left       = (const char *)b->v_t + (b->keys + 15) / 16 * w.depth_v * number;
+    w.q_keys       = (const char *)b->q_right + w.groups * w.columns * number;
+    w.dout_keys    = (const char *)b->dout_right + w.groups * w.columns_v * number;
     return w;
+}
+
+/* Tiles in scratch, each of so many pieces. */
+FA_AMX_INLINE uint16_t *p_t_at(const walk *w, int key_half, int group, int pieces)
+{
+    return w->p_t[(key_half * w->groups + group) * pieces];
+}
+FA_AMX_INLINE uint16_t *ds_t_at(const walk *w, int key_half, int group, int pieces)
+{
+    return w->ds_t[(key_half * w->groups + group) * pieces];
+}
+FA_AMX_INLINE uint16_t *ds_at(const walk *w, int query_half, int strip, int pieces)
+{
+    return w->ds[(query_half * w->strips + strip) * pieces];
 }
 
 /* Cells of 32 in the range, of `limit` in all; what is left out sees nothing. */
@@ -240,19 +221,25 @@ typedef struct cell {
 } cell;
 
 /* keys x queries^T of a cell, over `depth` tiles of columns, to `to`. */
-FA_AMX_INLINE block cell_block(const char *keys, const char *queries, int depth, cell at, float *to)
+FA_AMX_INLINE block cell_block(const char *keys, const char *queries, int depth, cell at, float *to, int pieces)
 {
-    int64_t row = (int64_t)depth * FA_AMX_TILE;
-    return (block){keys + at.strip * 2 * row, queries + at.group * 2 * row, row, FA_AMX_TILE, row, FA_AMX_TILE,
-                   {to, 2 * FA_AMX_TILE_FLOATS, FA_AMX_TILE_FLOATS}, false};
+    int64_t step = pieces * FA_AMX_TILE, row = depth * step;
+    return (block){keys + at.strip * 2 * row,
+                   queries + at.group * 2 * row,
+                   row,
+                   step,
+                   row,
+                   step,
+                   {to, 2 * FA_AMX_TILE_FLOATS, FA_AMX_TILE_FLOATS},
+                   false};
 }
 
-FA_AMX_INLINE void cell_products(const walk *w, cell at, int parity, pending *last)
+FA_AMX_INLINE void cell_products(const walk *w, cell at, int parity, pending *last, int pieces)
 {
-    block s  = cell_block(w->k_left, w->q_keys, w->depth, at, w->own->s[parity]);
-    block dp = cell_block(w->v_left, w->dout_keys, w->depth_v, at, w->own->dp[parity]);
-    run_block(&s, w->depth, last);
-    run_block(&dp, w->depth_v, last);
+    block s  = cell_block(w->k_left, w->q_keys, w->depth, at, w->own->s[parity], pieces);
+    block dp = cell_block(w->v_left, w->dout_keys, w->depth_v, at, w->own->dp[parity], pieces);
+    run_block(&s, w->depth, last, (piece_sum){pieces, true, true});
+    run_block(&dp, w->depth_v, last, (piece_sum){pieces, true, false});
 }
 
 /* True if the cell is special: some pair is not seen, or an LSE is unusual. seen[] then holds what is. */
@@ -273,85 +260,79 @@ static bool cell_mask(const walk *w, cell at, uint32_t seen[CELL])
     return true;
 }
 
-/* The largest i of a query: P is at most 1, but for a rounding, where LSE is so large that y is not to be trusted. */
-FA_AMX_INLINE __m512i largest_exponent(__m512 lse)
-{
-    __mmask16 large = _mm512_cmp_ps_mask(_mm512_abs_ps(lse), _mm512_set1_ps(LSE_LARGE), _CMP_GT_OQ);
-    return _mm512_mask_mov_epi32(_mm512_set1_epi32((int)(-0.9375f * EXPONENT_UNIT)), large,
-                                 _mm512_set1_epi32(-(int)EXPONENT_UNIT));
-}
-
 /* The stores of dP^T of the next cell lie between the rows. */
-FA_AMX_INLINE void gradient_rows(const gradient *g, bool special, pending *last)
+FA_AMX_INLINE void gradient_rows(const gradient *g, bool special, pending *last, int pieces)
 {
     for (int row = 0; row < 4; row++)
-        gradient_row(g, row, special);
+        gradient_row(g, row, special, pieces);
     STORE_PENDING(0, 0);
     for (int row = 4; row < 8; row++)
-        gradient_row(g, row, special);
+        gradient_row(g, row, special, pieces);
     STORE_PENDING(1, last->col);
     for (int row = 8; row < 12; row++)
-        gradient_row(g, row, special);
+        gradient_row(g, row, special, pieces);
     STORE_PENDING(2, last->row);
     for (int row = 12; row < 16; row++)
-        gradient_row(g, row, special);
+        gradient_row(g, row, special, pieces);
     STORE_PENDING(3, last->row + last->col);
     last->c = NULL;
 }
 
-FA_AMX_INLINE void cell_gradient(const walk *w, const exponential *e, cell at, int parity, pending *last)
+FA_AMX_INLINE void cell_gradient(const walk *w, const exponential *e, cell at, int parity, pending *last, int pieces)
 {
     scratch *own      = w->own;
-    int      in_strip = at.strip % STRIP_CELLS;
+    int      in_strip = at.strip % STRIP_CELLS(pieces);
     uint32_t seen[CELL];
     gradient g = {.e = *e, .s = own->s[parity], .dp = own->dp[parity], .seen = seen};
     for (int half = 0; half < 2; half++) {
         __m512 lse    = _mm512_loadu_ps(w->in->lse_log2 + at.group * CELL + 16 * half);
         g.shift[half] = _mm512_mul_ps(_mm512_sub_ps(_mm512_set1_ps(-1.0f), lse), _mm512_set1_ps(EXPONENT_UNIT));
-        g.limit[half] = largest_exponent(lse);
+        g.limit[half] = largest_exponent(lse, pieces);
         g.delta[half] = _mm512_loadu_ps(w->in->delta + at.group * CELL + 16 * half);
-        g.p_t[half]   = w->p_t[(2 * in_strip + half) * w->groups + at.group];
-        g.ds_t[half]  = w->ds_t[(2 * in_strip + half) * w->groups + at.group];
-        g.ds[half]    = w->ds[(2 * at.group + half) * w->strips + at.strip];
+        g.p_t[half]   = p_t_at(w, 2 * in_strip + half, at.group, pieces);
+        g.ds_t[half]  = ds_t_at(w, 2 * in_strip + half, at.group, pieces);
+        g.ds[half]    = ds_at(w, 2 * at.group + half, at.strip, pieces);
     }
     if (cell_mask(w, at, seen))
-        gradient_rows(&g, true, last);
+        gradient_rows(&g, true, last, pieces);
     else
-        gradient_rows(&g, false, last);
+        gradient_rows(&g, false, last, pieces);
 }
 
 /* dV and dK of a strip; B: the column block's tiles of dO or Q, used by all cells before the next. */
-FA_AMX_INLINE void strip_sums(const walk *w, int first, const fa_range groups[STRIP_CELLS], bool keys, pending *last)
+FA_AMX_INLINE void strip_sums(const walk *w, int first, const fa_range groups[MAX_STRIP], bool keys, pending *last,
+                              int pieces)
 {
     int         columns = keys ? w->columns : w->columns_v;
     float      *sums    = keys ? w->in->dk : w->in->dv;
     const char *right   = keys ? w->in->q_right : w->in->dout_right;
+    int64_t     step    = pieces * FA_AMX_TILE;
     for (int col = 0; col < columns; col += 2) {
-        for (int n = 0; n < STRIP_CELLS; n++) {
+        for (int n = 0; n < STRIP_CELLS(pieces); n++) {
             fa_range    range = groups[n];
-            const void *left  = (keys ? w->ds_t : w->p_t)[2 * n * w->groups + range.begin];
+            const void *left  = keys ? ds_t_at(w, 2 * n, range.begin, pieces) : p_t_at(w, 2 * n, range.begin, pieces);
             block       x     = {left,
-                                 right + ((int64_t)range.begin * columns + col) * FA_AMX_TILE,
-                                 (int64_t)w->groups * FA_AMX_TILE,
-                                 FA_AMX_TILE,
-                                 FA_AMX_TILE,
-                                 (int64_t)columns * FA_AMX_TILE,
+                                 right + ((int64_t)range.begin * columns + col) * step,
+                                 w->groups * step,
+                                 step,
+                                 step,
+                                 columns * step,
                                  {sums + fa_tiled_at(columns * 16, (first + n) * CELL, col * 16),
                                   fa_tiled_at(columns * 16, 16, 0), FA_AMX_TILE_FLOATS},
                                  true};
             if (range.begin < range.end)
-                run_block(&x, range.end - range.begin, last);
+                run_block(&x, range.end - range.begin, last, (piece_sum){pieces, false, false});
         }
     }
 }
 
-static int list_cells(const walk *w, int first, fa_range groups[STRIP_CELLS], cell list[MAX_CELLS])
+FA_AMX_INLINE int list_cells(const walk *w, int first, fa_range groups[MAX_STRIP], cell list[MAX_CELLS], int pieces)
 {
     int count = 0;
-    for (int n = 0; n < STRIP_CELLS; n++)
+    for (int n = 0; n < STRIP_CELLS(pieces); n++)
         groups[n] = first + n < w->strips ? groups_seeing(w, first + n) : (fa_range){0, 0};
     for (int group = 0; group < w->groups; group++) {
-        for (int n = 0; n < STRIP_CELLS; n++) {
+        for (int n = 0; n < STRIP_CELLS(pieces); n++) {
             if (group >= groups[n].begin && group < groups[n].end)
                 list[count++] = (cell){first + n, group};
         }
@@ -359,19 +340,25 @@ static int list_cells(const walk *w, int first, fa_range groups[STRIP_CELLS], ce
     return count;
 }
 
+/* P of one pair, from its pieces. p_t: of its 16 keys and 32 queries. */
+static float p_of(const uint16_t *p_t, int key, int query, int pieces)
+{
+    float p = 0.0f;
+    for (int n = pieces - 1; n >= 0; n--)
+        p += fa_float_of_bf16(p_t[n * FA_AMX_TILE_HALVES + key * 32 + query % 16 * 2 + query / 16 % 2]);
+    return p;
+}
+
 /* Rows of dO that packing left out for NaN or Inf: dV of the keys that they see, from the strip's P. */
-static void add_bad_dout(const walk *w, int first, const fa_range groups[STRIP_CELLS])
+static void add_bad_dout(const walk *w, int first, const fa_range groups[MAX_STRIP], int pieces)
 {
     const fa_backward_block *b    = w->in;
-    int                      keys = fa_min_int(STRIP_CELLS * CELL, b->keys - first * CELL);
+    int                      keys = fa_min_int(STRIP_CELLS(pieces) * CELL, b->keys - first * CELL);
     for (int n = 0; n < b->num_bad_dout; n++) {
         int         row = b->bad_dout[n], group = row / CELL;
         const void *dout = b->dout_rows->row[row];
         for (int j = 0; j < keys; j++) {
-            const uint16_t *p_t  = w->p_t[j / 16 * w->groups + group] + j % 16 * 32;
-            uint32_t        bits = (uint32_t)p_t[row % 16 * 2 + row / 16 % 2] << 16;
-            float           p;
-            memcpy(&p, &bits, sizeof p);
+            float p = p_of(p_t_at(w, j / 16, group, pieces), j % 16, row % CELL, pieces);
             if (group < groups[j / CELL].begin || group >= groups[j / CELL].end || p == 0.0f)
                 continue;
             for (int col = 0; col < b->head_dim_v; col++)
@@ -381,24 +368,24 @@ static void add_bad_dout(const walk *w, int first, const fa_range groups[STRIP_C
     }
 }
 
-FA_AMX_INLINE void run_strip(const walk *w, const exponential *e, int first, pending *last)
+FA_AMX_INLINE void run_strip(const walk *w, const exponential *e, int first, pending *last, int pieces)
 {
-    fa_range groups[STRIP_CELLS];
+    fa_range groups[MAX_STRIP];
     cell     list[MAX_CELLS];
-    int      count = list_cells(w, first, groups, list);
+    int      count = list_cells(w, first, groups, list, pieces);
     if (count == 0)
         return;
-    cell_products(w, list[0], 0, last);
+    cell_products(w, list[0], 0, last, pieces);
     store_pending(last);
     for (int n = 0; n < count; n++) {
         if (n + 1 < count)
-            cell_products(w, list[n + 1], (n + 1) & 1, last);
-        cell_gradient(w, e, list[n], n & 1, last);
+            cell_products(w, list[n + 1], (n + 1) & 1, last, pieces);
+        cell_gradient(w, e, list[n], n & 1, last, pieces);
     }
     if (w->in->num_bad_dout > 0)
-        add_bad_dout(w, first, groups);
-    strip_sums(w, first, groups, false, last);
-    strip_sums(w, first, groups, true, last);
+        add_bad_dout(w, first, groups, pieces);
+    strip_sums(w, first, groups, false, last, pieces);
+    strip_sums(w, first, groups, true, last, pieces);
 }
 
 static bool has_unusual_lse(const fa_backward_block *b)
@@ -409,14 +396,14 @@ static bool has_unusual_lse(const fa_backward_block *b)
     return !usual;
 }
 
-void fa_amx_backward_block(const fa_backward_block *b)
+FA_AMX_INLINE void run_tile(const fa_backward_block *b, int pieces)
 {
-    walk        w    = walk_make(b);
-    exponential e    = exponential_make(b->multiplier);
+    walk        w    = walk_make(b, pieces);
+    exponential e    = exponential_make(b->multiplier, pieces);
     pending     last = {0};
     w.unusual_lse    = has_unusual_lse(b);
-    for (int first = 0; first < w.strips; first += STRIP_CELLS)
-        run_strip(&w, &e, first, &last);
+    for (int first = 0; first < w.strips; first += STRIP_CELLS(pieces))
+        run_strip(&w, &e, first, &last, pieces);
     store_pending(&last);
 }
 
@@ -459,38 +446,47 @@ FA_AMX_INLINE void dq_block(const char *a, int64_t a_row, const char *b, float *
     *last = x->c;
 }
 
-void fa_amx_backward_dq(const fa_backward_block *b)
+FA_AMX_INLINE void run_dq(const fa_backward_block *b, int pieces)
 {
-    walk    w     = walk_make(b);
-    pending last  = {0};
-    int64_t a_row = (int64_t)w.strips * FA_AMX_TILE, next_queries = fa_tiled_at(b->head_dim, 16, 0);
+    walk    w    = walk_make(b, pieces);
+    pending last = {0};
+    int64_t step = pieces * FA_AMX_TILE, row = w.strips * step, next_queries = fa_tiled_at(b->head_dim, 16, 0);
     int     col = 0;
-    for (; col + 3 < w.columns; col += 4) {
+    for (; pieces == 1 && col + 3 < w.columns; col += 4) {
         for (int n = 0; n < 2 * w.groups; n++) {
             fa_range strips = strips_seen(&w, n / 2);
             if (strips.begin < strips.end)
-                dq_block(w.k_t_left + col * a_row + (int64_t)strips.begin * FA_AMX_TILE, a_row,
-                         (const char *)w.ds[n * w.strips + strips.begin],
+                dq_block(w.k_t_left + col * row + strips.begin * step, row,
+                         (const char *)ds_at(&w, n, strips.begin, pieces),
                          b->dq + fa_tiled_at(b->head_dim, n * 16, col * 16), strips.end - strips.begin, &last);
         }
     }
     for (; col < w.columns; col += 2) {
         for (int group = 0; group < w.groups; group++) {
             fa_range strips = strips_seen(&w, group);
-            block    x      = {w.k_t_left + col * a_row + (int64_t)strips.begin * FA_AMX_TILE,
-                               (const char *)w.ds[2 * group * w.strips + strips.begin],
-                               a_row,
-                               FA_AMX_TILE,
-                               a_row,
-                               FA_AMX_TILE,
+            block    x      = {w.k_t_left + col * row + strips.begin * step,
+                               (const char *)ds_at(&w, 2 * group, strips.begin, pieces),
+                               row,
+                               step,
+                               row,
+                               step,
                                {b->dq + fa_tiled_at(b->head_dim, group * CELL, col * 16), FA_AMX_TILE_FLOATS, next_queries},
                                true};
             if (strips.begin < strips.end)
-                run_block(&x, strips.end - strips.begin, &last);
+                run_block(&x, strips.end - strips.begin, &last, (piece_sum){pieces, false, false});
         }
     }
     store_pending(&last);
 }
+
+/* ---- the entries, one pair for each number of pieces ---- */
+
+void fa_amx_backward_block_1(const fa_backward_block *b) { run_tile(b, 1); }
+void fa_amx_backward_block_2(const fa_backward_block *b) { run_tile(b, 2); }
+void fa_amx_backward_block_3(const fa_backward_block *b) { run_tile(b, 3); }
+void fa_amx_backward_dq_1(const fa_backward_block *b) { run_dq(b, 1); }
+void fa_amx_backward_dq_2(const fa_backward_block *b) { run_dq(b, 2); }
+void fa_amx_backward_dq_3(const fa_backward_block *b) { run_dq(b, 3); }
 
 /* ---- the sums, row major ---- */
 

@@ -19,105 +19,6 @@
 
 #include <stdio.h>
 
-/* ---- memory ---- */
-
-static plan plan_make(const fa_cpu *cpu, const fa_call *call, int threads)
-{
-    /* dP - Delta cancels; in float32 both must be the same sum, which bfloat16 pieces do not give. */
-    const fa_kernels *k = call->q.dtype == FLASH_ATTN_F32 ? cpu->vector : cpu->kernels[call->q.dtype];
-    int               d = (int)call->head_dim, dv = (int)call->head_dim_v;
-    plan              p = {.kernels = k, .call = call, .threads = threads, .tile = fa_tiles(cpu, k, call)};
-    p.query_tiles       = (call->max_seqlen_q + p.tile.q - 1) / p.tile.q;
-    p.pairs             = call->batch * call->heads_k;
-    p.slots             = p.pairs < threads + 1 ? p.pairs : threads + 1;
-    p.ldq               = fa_accumulator_ld(d);
-    p.ldv               = fa_accumulator_ld(dv);
-    p.fused             = k->backward_block && !call->dropout.threshold && !fa_has_options(call, 1.0f);
-    p.composed =
-        !p.fused || call->slices.count || !(call->scale > 0.0f) || call->descale_q.data || call->descale_k.data;
-    p.q_bytes          = k->packed_bytes(FA_ROLE_Q, p.tile.q, d);
-    p.q_right_bytes    = k->packed_bytes(FA_ROLE_Q_RIGHT, p.tile.q, d);
-    p.dout_bytes       = k->packed_bytes(FA_ROLE_DO, p.tile.q, dv);
-    p.dout_right_bytes = k->packed_bytes(FA_ROLE_DO_RIGHT, p.tile.q, dv);
-    return p;
-}
-
-static query_tile carve_query_tile(fa_arena *arena, const plan *p)
-{
-    query_tile t;
-    t.q          = fa_carve(arena, p->composed ? p->q_bytes : 0);
-    t.q_right    = p->q_right_bytes ? fa_carve(arena, p->q_right_bytes) : t.q;
-    t.dout       = fa_carve(arena, p->composed ? p->dout_bytes : 0);
-    t.dout_right = p->dout_right_bytes ? fa_carve(arena, p->dout_right_bytes) : t.dout;
-    t.dq         = fa_carve_floats(arena, p->call->dq.data && p->composed ? (int64_t)p->tile.q * p->ldq : 0);
-    t.dq_tiled   = fa_carve_floats(arena, p->call->dq.data && p->fused ? fa_tiled_floats(p->tile.q, p->ldq) : 0);
-    t.lse        = fa_carve_floats(arena, fa_row_array(p->tile.q));
-    t.lse_log2   = fa_carve_floats(arena, fa_row_array(p->tile.q));
-    t.row_delta  = fa_carve_floats(arena, fa_row_array(p->tile.q));
-    t.bad_q      = fa_carve(arena, (size_t)p->tile.q * sizeof(int));
-    t.bad_dout   = fa_carve(arena, (size_t)p->tile.q * sizeof(int));
-    t.num_bad    = fa_carve(arena, 2 * sizeof(int));
-    return t;
-}
-
-static size_t query_tile_bytes(const plan *p)
-{
-    fa_arena arena = {NULL, 0};
-    carve_query_tile(&arena, p);
-    return arena.used;
-}
-
-static scratch carve_scratch(fa_arena *arena, const plan *p)
-{
-    const fa_call    *call = p->call;
-    const fa_kernels *k    = p->kernels;
-    int               d = (int)call->head_dim, dv = (int)call->head_dim_v;
-    int64_t           scores = (int64_t)p->tile.q * fa_score_ld(p->tile.k);
-    scratch           s      = {0};
-    s.k                      = fa_carve(arena, p->composed ? k->packed_bytes(FA_ROLE_K, p->tile.k, d) : 0);
-    s.k_right                = fa_carve(arena, k->packed_bytes(FA_ROLE_K_RIGHT, p->tile.k, d));
-    s.v_t                    = fa_carve(arena, k->packed_bytes(FA_ROLE_V_T, p->tile.k, dv));
-    s.dk                     = fa_carve_floats(arena, p->composed ? (int64_t)p->tile.k * p->ldq : 0);
-    s.dv                     = fa_carve_floats(arena, p->composed ? (int64_t)p->tile.k * p->ldv : 0);
-    s.all =
-        fa_carve_floats(arena, p->fused ? (int64_t)fa_max_int(p->tile.q, p->tile.k) * fa_max_int(p->ldq, p->ldv) : 0);
-    s.dk_tiled = fa_carve_floats(arena, p->fused ? fa_tiled_floats(p->tile.k, d) : 0);
-    s.dv_tiled = fa_carve_floats(arena, p->fused ? fa_tiled_floats(p->tile.k, dv) : 0);
-    s.p        = fa_carve_floats(arena, p->composed ? scores : 0);
-    s.ds       = fa_carve_floats(arena, p->composed ? scores : 0);
-    s.slope    = fa_carve_floats(arena, call->softcap > 0.0f ? scores : 0);
-    s.dropped  = fa_carve_floats(arena, call->dropout.threshold ? scores : 0);
-    s.temp     = fa_carve_floats(arena, 2 * (int64_t)fa_max_int(p->ldq, p->ldv));
-    s.row      = fa_carve(arena, (size_t)fa_max_int(p->tile.q, p->tile.k) * sizeof(void *));
-    s.row_k    = fa_carve(arena, (size_t)p->tile.k * sizeof(void *));
-    s.bad_k    = fa_carve(arena, (size_t)p->tile.k * sizeof(int));
-    s.slices   = fa_carve(arena, (size_t)call->slices.count * sizeof(int32_t));
-    s.fused = fa_carve(arena, k->backward_scratch_bytes ? k->backward_scratch_bytes(p->tile.q, p->tile.k, d, dv) : 0);
-    return s;
-}
-
-/* Lay out a call's memory; base NULL: only measure. */
-static size_t carve_run(run *r, char *base)
-{
-    const plan    *p     = &r->plan;
-    const fa_call *call  = p->call;
-    fa_arena       arena = {base, 0}, one = {NULL, 0};
-    carve_scratch(&one, p);
-    r->scratch_bytes = one.used;
-    if (call->dbias.data) {
-        size_t bytes     = fa_dbias_scratch_bytes(p->kernels, p->tile, call);
-        r->scratch_bytes = bytes > one.used ? bytes : one.used;
-    }
-    r->slot_bytes = query_tile_bytes(p) * (size_t)(call->group * p->query_tiles);
-    r->task_begin = fa_carve(&arena, (size_t)(call->batch + 1) * sizeof(int64_t));
-    r->delta      = fa_carve_floats(&arena, call->q.shape[0] * call->heads_q * call->q.shape[1]);
-    r->state      = fa_carve(&arena, (size_t)(p->pairs * call->group * p->query_tiles) * sizeof(query_state));
-    r->tasks_left = fa_carve(&arena, (size_t)p->pairs * sizeof(atomic_int));
-    r->slots      = fa_carve(&arena, r->slot_bytes * (size_t)p->slots);
-    r->scratch    = fa_carve(&arena, r->scratch_bytes * (size_t)p->threads);
-    return arena.used;
-}
-
 /* ---- tiles of queries ---- */
 
 /* Tiles of keys that may see these queries: numbers; empty if none. */
@@ -144,8 +45,9 @@ static query_tile tile_in_slot(const run *r, int64_t pair, int64_t head_in_group
 {
     const plan *p     = &r->plan;
     size_t      index = (size_t)(head_in_group * p->query_tiles + number);
-    fa_arena    arena = {r->slots + (size_t)(pair % p->slots) * r->slot_bytes + index * query_tile_bytes(p), 0};
-    return carve_query_tile(&arena, p);
+    fa_arena    arena = {r->slots + (size_t)(pair % p->slots) * r->slot_bytes + index * fa_backward_query_tile_bytes(p),
+                         0};
+    return fa_backward_query_tile(&arena, p);
 }
 
 static void pack_queries(const run *r, const fa_tile *tile, const query_tile *t, scratch *s)
@@ -426,8 +328,8 @@ static void run_task(run *r, scratch *s, int64_t b, int64_t task)
 {
     const plan    *p    = &r->plan;
     const fa_call *call = p->call;
-    step    t = {.run = r, .s = s, .tile = {.b = b, .heads = 1, .seq = fa_sequence_at(call, b), .slices = s->slices}};
-    int     key_tile = take_task(p, &t.tile, task), first = key_tile * p->tile.k;
+    step t = {.run = r, .s = s, .tile = {.b = b, .heads = 1, .seq = fa_sequence_at(call, b), .slices = s->slices}};
+    int  key_tile = take_task(p, &t.tile, task), first = key_tile * p->tile.k;
     t.tile.keys =
         (fa_range){fa_max_int(first, t.tile.seq.key_begin), fa_min_int(first + p->tile.k, t.tile.seq.seqlen_k)};
     t.scale      = fa_score_scale(call, b, t.tile.head_k);
@@ -460,6 +362,12 @@ static void run_task(run *r, scratch *s, int64_t b, int64_t task)
 
 /* ---- before and after: Delta and the state of tiles; gradients of bias and sinks ---- */
 
+/* True if the run is the one of this sequence. */
+static bool takes(const plan *p, const fa_sequence *seq)
+{
+    return p->kernels == fa_backward_kernels(p->cpu, p->call, p->call->group * seq->seqlen_q, seq->seqlen_k);
+}
+
 /* One head of one sequence. */
 static void prepare_head(run *r, scratch *s, int64_t b, int64_t head)
 {
@@ -467,7 +375,11 @@ static void prepare_head(run *r, scratch *s, int64_t b, int64_t head)
     const fa_call *call = p->call;
     fa_sequence    seq  = fa_sequence_at(call, b);
     int64_t        pair = b * call->heads_k + head / call->group;
-    int            ld   = fa_max_int(p->ldq, p->ldv);
+    int ld = fa_max_int(p->ldq, p->ldv), tiles = seq.rows_k > 0 && takes(p, &seq) ? (int)key_tiles(p, &seq) : 0;
+    if (head % call->group == 0)
+        atomic_store_explicit(&r->tasks_left[pair], tiles, memory_order_relaxed);
+    if (!takes(p, &seq))
+        return;
     fa_fill_delta(p->kernels, call, r->delta, &seq, head, s->row, s->row_k, fa_min_int(p->tile.q, p->tile.k));
     memset(s->temp, 0, sizeof(float) * (size_t)ld);
     for (int number = 0; number * p->tile.q < seq.rows_q; number++) {
@@ -481,14 +393,12 @@ static void prepare_head(run *r, scratch *s, int64_t b, int64_t head)
             p->kernels->store(fa_at(&call->dq, seq.q_entry, seq.q_row + i, head, 0), call->dq.stride[3], call->dq.dtype,
                               s->temp, (int)call->head_dim, 1.0f);
     }
-    if (head % call->group == 0)
-        atomic_store_explicit(&r->tasks_left[pair], seq.rows_k > 0 ? (int)key_tiles(p, &seq) : 0, memory_order_relaxed);
 }
 
 static scratch thread_scratch(const run *r, int64_t index)
 {
     fa_arena arena = {r->scratch + (size_t)index * r->scratch_bytes, 0};
-    return carve_scratch(&arena, &r->plan);
+    return fa_backward_scratch(&arena, &r->plan);
 }
 
 static void prepare_thread(void *arg, int64_t index)
@@ -497,8 +407,12 @@ static void prepare_thread(void *arg, int64_t index)
     const fa_call *call = r->plan.call;
     scratch        s    = thread_scratch(r, index);
     int64_t        task;
+    if (r->plan.kernels->enter)
+        r->plan.kernels->enter();
     while ((task = atomic_fetch_add(&r->next_delta, 1)) < call->batch * call->heads_q)
         prepare_head(r, &s, task / call->heads_q, task % call->heads_q);
+    if (r->plan.kernels->leave)
+        r->plan.kernels->leave();
 }
 
 static void main_thread(void *arg, int64_t index)
@@ -514,7 +428,8 @@ static void main_thread(void *arg, int64_t index)
             b++;
         run_task(r, &s, b, task - r->task_begin[b]);
     }
-    int64_t bias_tasks = fa_dbias_tasks(r->plan.tile, call), sinks = call->dsinks.data ? call->heads_q : 0;
+    int64_t bias_tasks = r->last ? fa_dbias_tasks(r->plan.tile, call) : 0;
+    int64_t sinks      = r->last && call->dsinks.data ? call->heads_q : 0;
     while ((task = atomic_fetch_add(&r->next_bias, 1)) < bias_tasks)
         fa_dbias_task(r->plan.kernels, r->plan.tile, call, r->delta, task,
                       r->scratch + (size_t)index * r->scratch_bytes);
@@ -531,7 +446,7 @@ static int64_t count_tasks(run *r)
     for (int64_t b = 0; b < call->batch; b++) {
         fa_sequence seq  = fa_sequence_at(call, b);
         r->task_begin[b] = total;
-        total += seq.rows_k > 0 ? key_tiles(&r->plan, &seq) * call->heads_k : 0;
+        total += seq.rows_k > 0 && takes(&r->plan, &seq) ? key_tiles(&r->plan, &seq) * call->heads_k : 0;
     }
     r->task_begin[call->batch] = total;
     return total;
@@ -539,16 +454,37 @@ static int64_t count_tasks(run *r)
 
 /* ---- the entry points ---- */
 
+/* The tables that sequences of the call may take, the usual one first; sets how many. */
+typedef struct tables {
+    const fa_kernels *list[2];
+    int               count;
+} tables;
+
+static tables tables_of(const fa_cpu *cpu, const fa_call *call)
+{
+    const fa_kernels *large = fa_backward_kernels(cpu, call, FA_MAX_SEQLEN, FA_MAX_SEQLEN);
+    const fa_kernels *small = fa_backward_kernels(cpu, call, 1, 1);
+    return (tables){{large, small}, large == small ? 1 : 2};
+}
+
 size_t fa_backward_bytes(const fa_cpu *cpu, const fa_call *call, int threads)
 {
-    run r = {.plan = plan_make(cpu, call, threads)};
-    return carve_run(&r, NULL);
+    tables t     = tables_of(cpu, call);
+    size_t bytes = 0;
+    for (int n = 0; n < t.count; n++) {
+        run    r   = {.plan = fa_backward_plan(cpu, call, t.list[n], threads)};
+        size_t one = fa_backward_carve(&r, NULL);
+        bytes      = one > bytes ? one : bytes;
+    }
+    return bytes;
 }
 
 void fa_backward_explain(const fa_cpu *cpu, const fa_call *call, int threads, flash_attn_explanation *explanation)
 {
-    run r = {.plan = plan_make(cpu, call, threads)};
-    carve_run(&r, NULL);
+    const fa_kernels *k =
+        fa_backward_kernels(cpu, call, call->group * call->max_seqlen_q, call->max_seqlen_k); /* of the longest */
+    run r = {.plan = fa_backward_plan(cpu, call, k, threads)};
+    fa_backward_carve(&r, NULL);
     for (int64_t b = 0; b < call->batch; b++) {
         fa_sequence seq = fa_sequence_at(call, b);
         explanation->num_tasks += seq.rows_k > 0 ? key_tiles(&r.plan, &seq) * call->heads_k : 0;
@@ -562,21 +498,49 @@ void fa_backward_explain(const fa_cpu *cpu, const fa_call *call, int threads, fl
              fa_tiles_origin(cpu, r.plan.kernels, call));
 }
 
+/* True if some sequence takes the table, and of the first also if there is none. */
+static bool is_used(const fa_cpu *cpu, const fa_call *call, const tables *t, int n)
+{
+    bool any = false;
+    for (int64_t b = 0; b < call->batch && t->count > 1; b++) {
+        fa_sequence       seq = fa_sequence_at(call, b);
+        const fa_kernels *k   = fa_backward_kernels(cpu, call, call->group * seq.seqlen_q, seq.seqlen_k);
+        if (k == t->list[n])
+            return true;
+        any = true;
+    }
+    return n == 0 && !any;
+}
+
+/* The sequences of one table. */
+static void run_table(run *r, fa_cpu *cpu)
+{
+    const fa_call *call    = r->plan.call;
+    int            threads = r->plan.threads;
+    atomic_store(&r->next_delta, 0);
+    atomic_store(&r->next, 0);
+    atomic_store(&r->next_bias, 0);
+    atomic_store(&r->next_sink, 0);
+    int64_t heads = call->batch * call->heads_q,
+            tasks = count_tasks(r) + fa_dbias_tasks(r->plan.tile, call) + call->heads_q;
+    fa_threads_run(cpu->threads, (int)(heads < threads ? heads : threads), prepare_thread, r);
+    fa_threads_run(cpu->threads, (int)(tasks < threads ? tasks : threads), main_thread, r);
+}
+
 flash_attn_status fa_cpu_backward(fa_cpu *cpu, const fa_call *call, const fa_exec *exec)
 {
     int       threads = fa_min_int(exec->num_threads, cpu->num_threads);
-    run       r       = {.plan = plan_make(cpu, call, threads)};
+    tables    t       = tables_of(cpu, call);
     fa_memory memory;
-    FA_TRY(fa_memory_get(&memory, exec, carve_run(&r, NULL)));
-    carve_run(&r, memory.base);
-    atomic_store(&r.next_delta, 0);
-    atomic_store(&r.next, 0);
-    atomic_store(&r.next_bias, 0);
-    atomic_store(&r.next_sink, 0);
-    int64_t heads = call->batch * call->heads_q,
-            tasks = count_tasks(&r) + fa_dbias_tasks(r.plan.tile, call) + call->heads_q;
-    fa_threads_run(cpu->threads, (int)(heads < threads ? heads : threads), prepare_thread, &r);
-    fa_threads_run(cpu->threads, (int)(tasks < threads ? tasks : threads), main_thread, &r);
+    FA_TRY(fa_memory_get(&memory, exec, fa_backward_bytes(cpu, call, threads)));
+    bool second = t.count > 1 && is_used(cpu, call, &t, 1);
+    for (int n = 0; n < t.count; n++) {
+        if (n == 0 ? !is_used(cpu, call, &t, 0) : !second)
+            continue;
+        run r = {.plan = fa_backward_plan(cpu, call, t.list[n], threads), .last = n == 1 || !second};
+        fa_backward_carve(&r, memory.base);
+        run_table(&r, cpu);
+    }
     fa_memory_free(&memory);
     return FLASH_ATTN_OK;
 }

@@ -1,10 +1,11 @@
-/* What a call of the backward holds; backward.c alone includes it. */
+/* What a call of the backward holds: for backward.c and backward_plan.c. */
 #ifndef FA_CPU_BACKWARD_H
 #define FA_CPU_BACKWARD_H
 
 #include "cpu/tile.h"
 
 typedef struct plan {
+    const fa_cpu     *cpu;
     const fa_kernels *kernels;
     const fa_call    *call;
     int               threads;
@@ -53,7 +54,17 @@ typedef struct run {
     atomic_int  *tasks_left; /* [pairs] */
     char        *slots, *scratch;
     size_t       slot_bytes, scratch_bytes;
+    bool         last; /* the call's last run: what is of all its sequences */
     atomic_llong next, next_delta, next_bias, next_sink;
 } run;
+
+plan fa_backward_plan(const fa_cpu *cpu, const fa_call *call, const fa_kernels *kernels, int threads);
+
+/* Lay out the run's memory and return its size; base NULL: only measure. Where task_begin and delta lie depends on the
+ * call alone, not on the plan's kernels. */
+size_t     fa_backward_carve(run *r, char *base);
+scratch    fa_backward_scratch(fa_arena *arena, const plan *p);
+query_tile fa_backward_query_tile(fa_arena *arena, const plan *p);
+size_t     fa_backward_query_tile_bytes(const plan *p);
 
 #endif

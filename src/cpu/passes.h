@@ -14,5 +14,6 @@ void fa_backward_explain(const fa_cpu *cpu, const fa_call *call, int threads, fl
 
 /* The table for `rows` queries of a group on `keys` keys, cpu.c. */
 const fa_kernels *fa_forward_kernels(const fa_cpu *cpu, const fa_call *call, int64_t rows, int64_t keys);
+const fa_kernels *fa_backward_kernels(const fa_cpu *cpu, const fa_call *call, int64_t rows, int64_t keys);
 
 #endif

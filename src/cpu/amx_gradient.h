@@ -1,0 +1,110 @@
+/*
+ * The vector stage of the AMX backward: P and dS of a cell of 32 keys by 32 queries, from S^T and dP^T as tile stores
+ * leave them, cut into bfloat16 pieces as the products want them.
+ */
+#ifndef FA_CPU_AMX_GRADIENT_H
+#define FA_CPU_AMX_GRADIENT_H
+
+#include "cpu/amx.h"
+
+/* P = 2^y is made in the integer domain: i = (y - 1) 2^23 rounded, f = its fraction, and the bits of P are i plus those
+ * of h(1 + f) = 2 + (2^f - 1 - f), a polynomial. With one piece it is a cubic (1.1e-4) and holds 2^-8 more, half a unit
+ * of bfloat16, so that cutting rounds; with two it has degree 4 (3.4e-6), with three 5 (1.7e-7), and h(1) is 2 exactly:
+ * P of y = 0 is 1. */
+typedef struct exponential {
+    __m512  multiplier; /* 2^23 times that of the scores */
+    __m512i fraction, one, lowest;
+    __m512  c[6];
+} exponential;
+
+#define EXPONENT_UNIT 8388608.0f /* 2^23 */
+#define LSE_LARGE 65536.0f       /* here y still is right to 2^-7 */
+
+FA_AMX_INLINE exponential exponential_make(float multiplier, int pieces)
+{
+    static const float c[3][6] = {
+        {2.45284304f, -0.51538504f, -0.01274076f, 0.0790857f},
+        {0x1.414374p+1f, -0x1.602e4cp-1f, 0x1.553b56p-3f, -0x1.1f20acp-9f, 0x1.bc31d8p-7f},
+        {0x1.3fc85p+1f, -0x1.4ae4fap-1f, 0x1.b9c744p-4f, 0x1.3c9a78p-5f, -0x1.a94c9p-12f, 0x1.eca6f2p-10f},
+    };
+    exponential e = {_mm512_set1_ps(multiplier * EXPONENT_UNIT),
+                     _mm512_set1_epi32(0x7FFFFF),
+                     _mm512_set1_epi32(0x3F800000),
+                     _mm512_set1_epi32(-127 * (1 << 23)), /* y = -126; below it P is 0 */
+                     {{0}}};
+    for (int n = 0; n < 3 + pieces; n++)
+        e.c[n] = _mm512_set1_ps(c[pieces - 1][n]);
+    return e;
+}
+
+typedef struct gradient {
+    exponential     e;
+    __m512          shift[2], delta[2]; /* of the cell's 2 x 16 queries */
+    const float    *s, *dp;
+    uint16_t       *p_t[2], *ds_t[2], *ds[2]; /* first pieces; the others follow */
+    const uint32_t *seen;                     /* [32] a bit for each query of a key */
+    __m512i         limit[2];                 /* largest i of each query */
+} gradient;
+
+/* The largest i of a query. One piece: P is at most 1, but for a rounding, where LSE is so large that y is not to be
+ * trusted. More: P is at most 1. */
+FA_AMX_INLINE __m512i largest_exponent(__m512 lse, int pieces)
+{
+    __m512i   one   = _mm512_set1_epi32(-(int)EXPONENT_UNIT);
+    __mmask16 large = _mm512_cmp_ps_mask(_mm512_abs_ps(lse), _mm512_set1_ps(LSE_LARGE), _CMP_GT_OQ);
+    return pieces > 1 ? one : _mm512_mask_mov_epi32(_mm512_set1_epi32((int)(-0.9375f * EXPONENT_UNIT)), large, one);
+}
+
+/* 16 queries of one key. special: pairs are masked, or LSE is NaN or so large that its rounding counts. Where nothing
+ * is special both give the same bits. */
+FA_AMX_INLINE void gradient_vector(const gradient *g, int tile, int row, bool special, int pieces, __m512 *p,
+                                   __m512 *ds)
+{
+    const exponential *e    = &g->e;
+    const int          at   = tile * FA_AMX_TILE_FLOATS + 16 * row;
+    __m512             y    = _mm512_fmadd_ps(_mm512_load_ps(g->s + at), e->multiplier, g->shift[tile % 2]);
+    __m512i            i    = _mm512_cvtps_epi32(y);
+    __mmask16          seen = 0, nan = 0;
+    if (special) {
+        seen = (__mmask16)(g->seen[row + tile / 2 * 16] >> (tile % 2 * 16));
+        nan  = _mm512_mask_cmp_ps_mask(seen, y, y, _CMP_UNORD_Q);
+    }
+    if (special || pieces > 1)
+        i = _mm512_min_epi32(i, g->limit[tile % 2]);
+    __m512 m = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(i, e->fraction, e->one, 0xEA)); /* (i & f) | 1.0 */
+    __m512 h = e->c[2 + pieces];
+    _Pragma("GCC unroll 5") for (int n = 1 + pieces; n >= 0; n--) h = _mm512_fmadd_ps(h, m, e->c[n]);
+    __mmask16 some                                                  = _mm512_cmpgt_epi32_mask(i, e->lowest);
+    if (special)
+        some = (some & seen) | nan;
+    *p = _mm512_castsi512_ps(_mm512_maskz_add_epi32(some, i, _mm512_castps_si512(h)));
+    if (special)
+        *p = _mm512_mask_mov_ps(*p, nan, y);
+    *ds = _mm512_maskz_mul_ps(some, *p, _mm512_sub_ps(_mm512_load_ps(g->dp + at), g->delta[tile % 2]));
+}
+
+/* Keys `row` and `row` + 16 of a cell. */
+FA_AMX_INLINE void gradient_row(const gradient *g, int row, bool special, int pieces)
+{
+    __m512 p[4], ds[4];
+    _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++) gradient_vector(g, t, row, special, pieces, &p[t], &ds[t]);
+    _Pragma("GCC unroll 3") for (int n = 0; n < pieces; n++)
+    {
+        const int at = n * FA_AMX_TILE_HALVES + 32 * row;
+        _mm512_store_si512(g->p_t[0] + at, fa_amx_pair(p[0], p[1]));
+        _mm512_store_si512(g->p_t[1] + at, fa_amx_pair(p[2], p[3]));
+        _mm512_store_si512(g->ds_t[0] + at, fa_amx_pair(ds[0], ds[1]));
+        _mm512_store_si512(g->ds_t[1] + at, fa_amx_pair(ds[2], ds[3]));
+        _mm512_store_si512(g->ds[0] + at, fa_amx_pair(ds[0], ds[2]));
+        _mm512_store_si512(g->ds[1] + at, fa_amx_pair(ds[1], ds[3]));
+        if (n + 1 == pieces)
+            break;
+        _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++)
+        {
+            p[t]  = _mm512_sub_ps(p[t], fa_amx_cut(p[t]));
+            ds[t] = _mm512_sub_ps(ds[t], fa_amx_cut(ds[t]));
+        }
+    }
+}
+
+#endif
