@@ -5,9 +5,9 @@
 
 bfloat16, hidden dimension 2048, 16384 tokens, no mask and causal, forward and backward. Peers: PyTorch's SDPA backends (math:
 standard attention; efficient; flash, which is FlashAttention-2; cuDNN) and with --flex FlexAttention, which torch.compile makes
-through Triton, anew for each shape. TFLOP/s count 4 s^2 d h b, half when causal, 2.5
-times for the backward. Each answer is compared with float64 on one head first; a wrong one is shown as WRONG and makes the exit
-status 1. Every time is the median of several groups of launches between two events; ours and the peers take turns.
+through Triton, anew for each shape and pass. TFLOP/s count 4 s^2 d h b, half when causal, 2.5 times for the backward. Each answer
+is compared with float64 on one head first; a wrong one is shown as WRONG and makes the exit status 1. Every time is the median of
+several groups of launches between two events; ours and the peers take turns. FILE is written anew after each line.
 """
 
 import argparse
@@ -19,16 +19,18 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-os.environ.setdefault("FLASHATTN_LIBRARY", str(ROOT / "build" / "libflashattn.so"))
-sys.path.insert(0, str(ROOT / "python"))
+if (ROOT / "build" / "libflashattn.so").exists():  # else the installed package
+    os.environ.setdefault("FLASHATTN_LIBRARY", str(ROOT / "build" / "libflashattn.so"))
+    sys.path.insert(0, str(ROOT / "python"))
 
 import torch  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 
-from flashattn import _call  # noqa: E402
+import flashattn.torch_ops  # noqa: E402, F401 - so that kernels are compiled as for any user of PyTorch
+from flashattn import _call, _native  # noqa: E402
 
-TOKENS, HIDDEN = 16384, 2048
+DEVICE, TOKENS, HIDDEN = "cuda", 16384, 2048
 PEERS = {"math": SDPBackend.MATH, "efficient": SDPBackend.EFFICIENT_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
          "cudnn": SDPBackend.CUDNN_ATTENTION}
 
@@ -40,7 +42,7 @@ class Cell:
         self.d, self.seqlen, self.causal = d, seqlen, causal
         self.batch, self.heads = TOKENS // seqlen, HIDDEN // d
         shape = (self.batch, seqlen, self.heads, d)
-        self.q, self.k, self.v, self.dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+        self.q, self.k, self.v, self.dout = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
         q, k, v = (t[0, :, 0].double().requires_grad_() for t in (self.q, self.k, self.v))
         scores = q @ k.T * d**-0.5
         if causal:
@@ -70,7 +72,7 @@ def ours(cell):
     _, lse = call.forward(out)
 
     def forward():
-        _call.check(_call.lib.flash_attn_forward(None, call.address, call._exec()))
+        _call.check(_call.lib.flash_attn_forward(_native.context, call.address, call._exec()))
         return [out]
 
     def backward():
@@ -99,13 +101,15 @@ def peer(cell, backend):
 
 def flex(cell):
     """FlexAttention, with a block mask when causal. Compiled for exactly this shape."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch._functorch import config
+    from torch.nn.attention import flex_attention as module
 
     torch.compiler.reset()  # one shape's code at a time, or the compiler gives up after a few
-    compiled = torch.compile(flex_attention, dynamic=False)
+    config.donated_buffer = False  # a compiled backward may else run once only
+    compiled = torch.compile(module.flex_attention, dynamic=False)
     mask = None
     if cell.causal:
-        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, cell.seqlen, cell.seqlen, device="cuda")
+        mask = module.create_block_mask(lambda b, h, i, j: i >= j, None, None, cell.seqlen, cell.seqlen, device=DEVICE)
     leaves = [t.detach().requires_grad_() for t in (cell.q, cell.k, cell.v)]
     q, k, v = (t.transpose(1, 2) for t in leaves)
     dout = cell.dout.transpose(1, 2)
@@ -113,7 +117,7 @@ def flex(cell):
 
     def forward():
         with torch.no_grad():
-            return [compiled(q, k, v, block_mask=mask).transpose(1, 2)]
+            return [compiled(q.detach(), k.detach(), v.detach(), block_mask=mask).transpose(1, 2)]
 
     def backward():
         if not kept:
@@ -143,24 +147,47 @@ def time_by_turns(runs, groups):
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def bench_cell(cell, backward, names, groups):
-    """{name: TFLOP/s, "WRONG ..." or None where it has no kernel}"""
-    runs, row = {}, {}
+def first_line(problem):
+    return str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+
+
+def runs_of(cell, names):
+    """{name: (forward, backward), or None where it has no kernel}"""
+    runs = {}
     for name in names:
         try:
-            make = {"ours": ours, "flex": flex}.get(name) or (lambda cell: peer(cell, PEERS[name]))
-            run = make(cell)[backward]
-            error = cell.wrong(run(), 1 if backward else 0)
-            row[name] = None if error is None else f"WRONG {error:.1e}"
-            if error is None:
-                runs[name] = run
+            runs[name] = ours(cell) if name == "ours" else flex(cell) if name == "flex" else peer(cell, PEERS[name])
         except Exception as problem:  # no kernel, no memory, or a compiler that gave up
-            row[name] = None
+            runs[name] = None
             if name in ("ours", "flex"):
-                print(f"  {name}: {str(problem).splitlines()[0] if str(problem) else type(problem).__name__}")
-    for name, ms in time_by_turns(runs, groups).items():
+                print(f"  {name}: {first_line(problem)}")
+    return runs
+
+
+def bench_pass(cell, backward, runs, groups):
+    """{name: TFLOP/s, "WRONG ..." or None where it has no kernel}"""
+    right, row = {}, {}
+    for name, pair in runs.items():
+        row[name] = None
+        if pair is None:
+            continue
+        try:
+            error = cell.wrong(pair[backward](), 1 if backward else 0)
+        except Exception as problem:
+            if name in ("ours", "flex"):
+                print(f"  {name}: {first_line(problem)}")
+            continue
+        if error is None:
+            right[name] = pair[backward]
+        else:
+            row[name] = f"WRONG {error:.1e}"
+    for name, ms in time_by_turns(right, groups).items():
         row[name] = cell.flops(backward) / ms / 1e9
     return row
+
+
+def has_card():
+    return torch.cuda.is_available()
 
 
 def state_of_card():
@@ -182,13 +209,14 @@ def main():
     parser.add_argument("--quick", action="store_true", help="three lengths, three groups")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
+    if not has_card():
         print("skipped: no CUDA device")
         return 0
     seqlens = [512, 2048, 8192] if options.quick else [int(s) for s in options.seqlens.split(",")]
     groups = 3 if options.quick else options.groups
     torch.manual_seed(0)
-    print(f"before: {state_of_card()}; PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
+    card = state_of_card()
+    print(f"before: {card}; PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
     names = ["ours", *(["math"] if options.math else []), "efficient", *(["flex"] if options.flex else []), "flash", "cudnn"]
     header = f"{'pass':8} {'d':>3} {'causal':6} {'s':>5} | " + " ".join(f"{n:>9}" for n in names) + " | /flash  /best"
     print(header, "-" * len(header), sep="\n")
@@ -197,9 +225,9 @@ def main():
         for causal in (False, True):
             for seqlen in seqlens:
                 cell = Cell(d, seqlen, causal)
+                runs = runs_of(cell, [n for n in names if n != "math" or seqlen <= 2048])
                 for backward in (False, True):
-                    used = [n for n in names if n != "math" or seqlen <= 2048]
-                    row = bench_cell(cell, backward, used, groups)
+                    row = bench_pass(cell, backward, runs, groups)
                     speeds = {n: x for n, x in row.items() if isinstance(x, float)}
                     best = max((x for n, x in speeds.items() if n != "ours"), default=None)
                     over = [speeds["ours"] / x if "ours" in speeds and x else None for x in (speeds.get("flash"), best)]
@@ -211,14 +239,14 @@ def main():
                           " | " + "  ".join(f"{x:5.2f}" if x else "    -" for x in over), flush=True)
                     rows.append({"pass": "backward" if backward else "forward", "head_dim": d, "causal": causal,
                                  "seqlen": seqlen, "tflops": row})
-                del cell
+                    if options.json:
+                        report = {"schema": "flashattn-gpu-bench-1", "card": card, "torch": torch.__version__, "rows": rows}
+                        pathlib.Path(options.json).write_text(json.dumps(report, indent=1))
+                del cell, runs
     print(f"after: {state_of_card()}")
     if ratios:
         print(f"ours over flash: geometric mean {statistics.geometric_mean(ratios):.3f}, least {min(ratios):.3f}, "
               f"{len(ratios)} cells; {wrong} wrong answers")
-    if options.json:
-        pathlib.Path(options.json).write_text(json.dumps({"schema": "flashattn-gpu-bench-1", "card": state_of_card(),
-                                                          "torch": torch.__version__, "rows": rows}, indent=1))
     return 1 if wrong else 0
 
 

@@ -238,7 +238,7 @@ def draw_panel(axes, one, unit, look):
                 f"{value:.0f}" if top >= 20 else f"{value:.1f}",
                 ha="center",
                 va="bottom",
-                fontsize=5.5,
+                fontsize=5.2,
             )
     axes.set_xticks(range(len(one["groups"])), one["groups"], fontsize=7)
     axes.set_ylim(0, top * 1.12)
@@ -263,7 +263,7 @@ def draw(figure, paths):
     shown, axes = plt.subplots(
         lines,
         columns,
-        figsize=(max(7.0, columns * max(2.6, 0.17 * widest)), 0.7 + 2.1 * lines),
+        figsize=(max(7.0, columns * max(2.6, 0.2 * widest)), 0.7 + 2.1 * lines),
         squeeze=False,
         layout="constrained",
     )

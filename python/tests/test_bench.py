@@ -2,8 +2,10 @@
 
 import importlib.util
 import json
+import os
 import pathlib
 import sys
+import time
 
 import pytest
 
@@ -239,3 +241,88 @@ def test_pictures_are_drawn_and_repeat(report, monkeypatch, tmp_path):
         for panel in figure["panels"]:
             for value in [v for values in panel["bars"].values() for v in values if v]:
                 assert (f">{value:.0f}<" in picture) or (f">{value:.1f}<" in picture)
+
+
+# ---- gpu.py: what needs no GPU ----
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """bench/gpu.py on the CPU at a tiny size: its clock, its card and its device are another's, the rest is its own."""
+    pytest.importorskip("torch")
+    monkeypatch.setitem(os.environ, "FLASHATTN_LIBRARY", os.environ.get("FLASHATTN_LIBRARY", ""))  # undone afterwards
+    module = load("gpu")
+    monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(module, "TOKENS", 256)
+    monkeypatch.setattr(module, "HIDDEN", 64)
+    monkeypatch.setattr(module, "state_of_card", lambda: "A card, 1 MHz")
+    monkeypatch.setattr(module, "has_card", lambda: True)
+
+    def milliseconds(run, launches):
+        begin = time.perf_counter()
+        for _ in range(launches):
+            run()
+        return (time.perf_counter() - begin) * 1e3 / launches
+
+    monkeypatch.setattr(module, "milliseconds", milliseconds)
+    monkeypatch.setitem(module.PEERS, "efficient", module.SDPBackend.MATH)  # what the CPU has in its place
+    monkeypatch.setitem(module.PEERS, "cudnn", module.SDPBackend.MATH)
+    config = importlib.import_module("torch._functorch.config")
+    with config.patch(donated_buffer=config.donated_buffer):  # undone afterwards
+        yield module
+
+
+def plain_flex(q, k, v, block_mask=None):
+    """FlexAttention's place is taken by something that torch.compile can differentiate on the CPU."""
+    import torch
+
+    scores = q.float() @ k.float().transpose(-2, -1) * q.shape[-1] ** -0.5
+    if block_mask is not None:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+    return (scores.softmax(-1) @ v.float()).to(q.dtype)
+
+
+def test_the_gpu_bench_from_end_to_end(gpu, monkeypatch, tmp_path, capsys):
+    import torch
+    from torch.nn.attention import flex_attention
+
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: plain(f, backend="aot_eager", **options))
+    monkeypatch.setattr(flex_attention, "flex_attention", plain_flex)
+    file = tmp_path / "gpu.json"
+    words = ["--head-dims", "16", "--seqlens", "64,128", "--groups", "1", "--math", "--flex", "--json", file]
+    assert run(gpu, monkeypatch, *words) == 0
+    report, shown = json.loads(file.read_text()), capsys.readouterr().out
+    assert len(report["rows"]) == 2 * 2 * 2 and "8 cells; 0 wrong answers" in shown
+    for row in report["rows"]:
+        assert set(row["tflops"]) == {"ours", "math", "efficient", "flex", "flash", "cudnn"}
+        assert all(isinstance(speed, float) and speed > 0 for speed in row["tflops"].values()), (row, shown)
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(file), "--out", str(tmp_path)])
+    assert plot.main() == 0
+    assert all(f">{name}<" in (tmp_path / "gpu-both.svg").read_text() for name in ("FlexAttention", "flashattn", "cuDNN"))
+
+
+def test_a_wrong_or_missing_peer_is_said_and_not_timed(gpu, monkeypatch, tmp_path, capsys):
+    from torch.nn.attention import flex_attention
+
+    monkeypatch.setattr(gpu.torch, "compile", lambda f, **options: f)
+    monkeypatch.setattr(flex_attention, "flex_attention", lambda q, k, v, block_mask=None: plain_flex(q, k, v) * 1.1)
+    monkeypatch.setitem(gpu.PEERS, "cudnn", gpu.SDPBackend.CUDNN_ATTENTION)  # which the CPU lacks
+    file = tmp_path / "gpu.json"
+    assert run(gpu, monkeypatch, "--head-dims", "32", "--seqlens", "64", "--groups", "1", "--flex", "--json", file) == 1
+    for row in json.loads(file.read_text())["rows"]:
+        assert row["tflops"]["flex"].startswith("WRONG") and row["tflops"]["cudnn"] is None and row["tflops"]["ours"] > 0
+    shown = capsys.readouterr().out
+    assert "WRONG" in shown and "4 wrong answers" in shown
+
+
+@pytest.mark.slow
+def test_flex_attention_itself_agrees(gpu):
+    """Compiled for the CPU, where it has a forward only."""
+    for causal in (False, True):
+        cell = gpu.Cell(32, 128, causal)
+        forward, backward = gpu.flex(cell)
+        assert cell.wrong(forward(), 0) is None
+        with pytest.raises(Exception, match="CPU"):
+            backward()
