@@ -31,6 +31,32 @@ FA_AMX_INLINE size_t bytes_of(fa_role role, int rows, int cols, int pieces)
     return (size_t)(turned + tiles) * (size_t)pieces * FA_AMX_TILE;
 }
 
+/* What a piece leaves, exact; 0 where x is Inf, NaN where it is NaN. */
+FA_AMX_INLINE __m512 rest_of(__m512 x, __m512 piece)
+{
+    __mmask16 infinite = _mm512_fpclass_ps_mask(x, 0x18);
+    return _mm512_maskz_sub_ps((__mmask16)~infinite, x, piece);
+}
+
+/* Lane n: a[n] and b[n], each as its pieces of 8 bits: three hold a float32, two a float16, one a bfloat16. The first
+ * of two is the nearest bfloat16, so that products of the second ones are small: no float16 is too large for it. */
+FA_AMX_INLINE void split_pairs(__m512i piece[MAX_PIECES], __m512 a, __m512 b, int pieces)
+{
+    _Pragma("GCC unroll 3") for (int n = 0; n < pieces; n++)
+    {
+        bool   nearest = pieces == 2 && n == 0;
+        __m512 high_a = nearest ? fa_amx_half_up(a) : a, high_b = nearest ? fa_amx_half_up(b) : b;
+        piece[n] = fa_amx_pair(high_a, high_b);
+        if (n == 0 && pieces > 1) {
+            a = rest_of(a, fa_amx_cut(high_a));
+            b = rest_of(b, fa_amx_cut(high_b));
+        } else if (n + 1 < pieces) {
+            a = _mm512_sub_ps(a, fa_amx_cut(a));
+            b = _mm512_sub_ps(b, fa_amx_cut(b));
+        }
+    }
+}
+
 /* 16 rows from `first` on by 32 columns, as dwords of two columns. */
 FA_AMX_INLINE void load_pairs(__m512i piece[MAX_PIECES][16], const fa_rows *src, int first, int col, int pieces)
 {
@@ -45,13 +71,10 @@ FA_AMX_INLINE void load_pairs(__m512i piece[MAX_PIECES][16], const fa_rows *src,
             if (col + 16 < src->cols)
                 hi = fa_amx_load16(row, src->stride, src->dtype, col + 16, src->cols);
         }
-        for (int n = 0; n < pieces; n++) {
-            __m512 lo_piece = fa_amx_round(lo), hi_piece = fa_amx_round(hi);
-            piece[n][r] = fa_amx_pair(_mm512_permutex2var_ps(lo_piece, even, hi_piece),
-                                      _mm512_permutex2var_ps(lo_piece, odd, hi_piece));
-            lo          = fa_amx_rest(lo, lo_piece);
-            hi          = fa_amx_rest(hi, hi_piece);
-        }
+        __m512i split[MAX_PIECES];
+        split_pairs(split, _mm512_permutex2var_ps(lo, even, hi), _mm512_permutex2var_ps(lo, odd, hi), pieces);
+        for (int n = 0; n < pieces; n++)
+            piece[n][r] = split[n];
     }
 }
 
@@ -150,12 +173,10 @@ FA_AMX_INLINE int pack_along_rows(char *out, const fa_rows *src, int pieces, int
                 for (int h = 0; h < 2; h++)
                     x[h] = row[r + 16 * h] ? fa_amx_load16(row[r + 16 * h], src->stride, src->dtype, col, src->cols)
                                            : _mm512_setzero_ps();
-                for (int n = 0; n < pieces; n++) {
-                    __m512 a = fa_amx_round(x[0]), b = fa_amx_round(x[1]);
-                    _mm512_store_si512(out + n * FA_AMX_TILE + 64 * r, fa_amx_pair(a, b));
-                    x[0] = fa_amx_rest(x[0], a);
-                    x[1] = fa_amx_rest(x[1], b);
-                }
+                __m512i split[MAX_PIECES];
+                split_pairs(split, x[0], x[1], pieces);
+                for (int n = 0; n < pieces; n++)
+                    _mm512_store_si512(out + n * FA_AMX_TILE + 64 * r, split[n]);
             }
         }
     }
@@ -408,10 +429,11 @@ static void leave(void) { __asm__ volatile("tilerelease" ::); }
     {                                                                                                                  \
         accumulate_t_pieces(c, ldc, p, ldp, right, rows, keys, cols, scratch, N);                                      \
     }                                                                                                                  \
-    static size_t p_scratch_##N(int rows, int keys, int head_dim, int head_dim_v)                                      \
+    static bool   forward_block_##N(const fa_forward_block *block) { return fa_amx_forward_block(block, N); }          \
+    static size_t forward_scratch_##N(int rows, int keys, int head_dim, int head_dim_v)                                \
     {                                                                                                                  \
-        (void)head_dim, (void)head_dim_v;                                                                              \
-        return p_bytes(rows, keys, N);                                                                                 \
+        size_t composed = p_bytes(rows, keys, N), fused = fa_amx_forward_scratch(rows, keys, head_dim, head_dim_v);    \
+        return composed > fused ? composed : fused;                                                                    \
     }                                                                                                                  \
     static size_t backward_scratch_##N(int rows, int keys, int head_dim, int head_dim_v)                               \
     {                                                                                                                  \
@@ -424,14 +446,8 @@ DEFINE_PIECES(1)
 DEFINE_PIECES(2)
 DEFINE_PIECES(3)
 
-static size_t forward_scratch_1(int rows, int keys, int head_dim, int head_dim_v)
-{
-    size_t composed = p_bytes(rows, keys, 1), fused = fa_amx_forward_scratch(rows, keys, head_dim, head_dim_v);
-    return composed > fused ? composed : fused;
-}
-
-/* Many units a call keep the fused kernel's pipeline full, and O moves once a call or two; pieces make a tile that many
- * times larger. */
+/* Many units a call keep the fused kernels' pipelines full, and O moves once a call or two; pieces make a tile that
+ * many times larger, and K and V with Q and O are to stay in the second-level cache. */
 static fa_tile_shape tiles(flash_attn_pass pass, int64_t head_dim)
 {
     (void)head_dim;
@@ -440,8 +456,9 @@ static fa_tile_shape tiles(flash_attn_pass pass, int64_t head_dim)
 
 static fa_tile_shape tiles_pieces(flash_attn_pass pass, int64_t head_dim)
 {
-    (void)head_dim;
-    return pass == FLASH_ATTN_FORWARD ? (fa_tile_shape){128, 128} : (fa_tile_shape){128, 256};
+    if (pass == FLASH_ATTN_FORWARD)
+        return (fa_tile_shape){128, head_dim <= 128 ? 512 : 256};
+    return (fa_tile_shape){128, 256};
 }
 
 static fa_kernels     tables[MAX_PIECES + 1];
@@ -453,7 +470,8 @@ static pthread_once_t tables_once = PTHREAD_ONCE_INIT;
     tables[N].scores                 = scores_##N;                                                                     \
     tables[N].accumulate             = accumulate_##N;                                                                 \
     tables[N].accumulate_t           = accumulate_t_##N;                                                               \
-    tables[N].forward_scratch_bytes  = p_scratch_##N;                                                                  \
+    tables[N].forward_block          = forward_block_##N;                                                              \
+    tables[N].forward_scratch_bytes  = forward_scratch_##N;                                                            \
     tables[N].backward_block         = fa_amx_backward_block_##N;                                                      \
     tables[N].backward_dq            = fa_amx_backward_dq_##N;                                                         \
     tables[N].backward_scratch_bytes = backward_scratch_##N;
@@ -477,9 +495,7 @@ static void fill_tables(void)
     FILL_PIECES(1)
     FILL_PIECES(2)
     FILL_PIECES(3)
-    tables[3].row_dots              = row_dots_3;
-    tables[1].forward_block         = fa_amx_forward_block;
-    tables[1].forward_scratch_bytes = forward_scratch_1;
+    tables[3].row_dots = row_dots_3;
 }
 
 const fa_kernels *fa_kernels_amx(const fa_kernels *base, flash_attn_dtype dtype)

@@ -74,32 +74,10 @@ static const fa_amx_product fa_amx_products[MAX_PIECES + 1][6] = {
 };
 static const int fa_amx_num_products[MAX_PIECES + 1] = {0, 1, 4, 6};
 
-/* The nearest bfloat16, ties to even, as a float; finite stays finite; Inf and NaN stay. */
-FA_AMX_INLINE __m512 fa_amx_round(__m512 x)
-{
-    __m512i   bits = _mm512_castps_si512(x), high = _mm512_set1_epi32((int)0xFFFF0000);
-    __m512i   odd     = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i   rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
-    __mmask16 huge    = _mm512_cmpge_epu32_mask(_mm512_and_si512(rounded, _mm512_set1_epi32(0x7FFFFFFF)),
-                                                _mm512_set1_epi32(0x7F800000));
-    __mmask16 nan     = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    rounded           = _mm512_mask_mov_epi32(rounded, huge, bits); /* cut off instead: the next piece takes the rest */
-    rounded           = _mm512_mask_mov_epi32(rounded, nan, _mm512_or_si512(bits, _mm512_set1_epi32(0x400000)));
-    return _mm512_castsi512_ps(_mm512_and_si512(rounded, high));
-}
-
-/* A quicker next piece, for P and dS: its upper half. 8 bits a piece, so that three hold a float32 and two a float16
- * exactly. */
+/* A piece: the upper half, 8 bits of significand, so that three hold a float32 exactly. */
 FA_AMX_INLINE __m512 fa_amx_cut(__m512 x)
 {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0xFFFF0000)));
-}
-
-/* What is left of x for the next piece: exact; 0 where x is not finite. */
-FA_AMX_INLINE __m512 fa_amx_rest(__m512 x, __m512 piece)
-{
-    __mmask16 finite = _mm512_cmp_ps_mask(_mm512_sub_ps(x, x), _mm512_setzero_ps(), _CMP_EQ_OQ);
-    return _mm512_maskz_sub_ps(finite, x, piece);
 }
 
 /* x so that cutting it rounds to nearest. */
@@ -149,8 +127,8 @@ FA_AMX_INLINE void fa_amx_transpose(__m512i r[16])
 
 /* ---- fused entries ---- */
 
-/* amx_forward.c: operands of one piece. */
-bool   fa_amx_forward_block(const fa_forward_block *block);
+/* amx_forward.c: operands of so many pieces. */
+bool   fa_amx_forward_block(const fa_forward_block *block, int pieces);
 size_t fa_amx_forward_scratch(int rows, int keys, int head_dim, int head_dim_v);
 
 /* amx_backward.c: operands of 1, 2 or 3 pieces, with their turned forms. */

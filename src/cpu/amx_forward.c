@@ -1,5 +1,6 @@
 /*
- * Forward on AMX: one tile of queries against one tile of keys, products and softmax overlapped.
+ * Forward on AMX: one tile of queries against one tile of keys, products and softmax overlapped. bfloat16, and float16
+ * and float32 as two and three pieces of it.
  *
  * The work is a sequence of units, 32 queries by 32 keys each: all keys that 32 queries see, then the next queries.
  * Both products have 2 x 2 tiles of accumulators, so a tile product costs one tile load:
@@ -13,170 +14,9 @@
  * (head_dim 64, chunks of two units); else a chunk is eight units and its values follow it, so that O moves rarely.
  * What decides is cache lines: a store that misses the first level costs four cycles, a load 1.3; see docs/cpu-amx.md.
  */
-#include "cpu/amx_softmax.h"
+#include "cpu/amx_forward_unit.h"
 
-enum { SLOTS = 2, MOST_CHUNK = 16, P_TILES = 2 * MOST_CHUNK };
-
-/* ---- blocks of accumulators: tiles 0 to 3, [row tile][column tile] ---- */
-
-/* Where they belong in memory. */
-typedef struct target {
-    char   *at;
-    int64_t ld, right, down; /* bytes: from row to row, to the tile on the right, to the tile below */
-    int     columns;         /* 0: nothing, 1, 2 */
-    int     unit;            /* S of this unit; -1: O */
-} target;
-
-typedef struct operands {
-    const char *a[2], *b[2];
-} operands;
-
-#define STORE_TO(x, t) TILE_STORE(t, (x)->at + ((t) % 2) * (x)->right + ((t) / 2) * (x)->down, (x)->ld)
-#define LOAD_FROM(x, t) TILE_LOAD(t, (x)->at + ((t) % 2) * (x)->right + ((t) / 2) * (x)->down, (x)->ld)
-#define SWITCH_TILE(t, a, b)                                                                                           \
-    if (first && held->columns > (t) % 2)                                                                              \
-        STORE_TO(held, t);                                                                                             \
-    if (next->columns > (t) % 2) {                                                                                     \
-        if (first && next->unit >= 0)                                                                                  \
-            TILE_ZERO(t);                                                                                              \
-        if (first && next->unit < 0)                                                                                   \
-            LOAD_FROM(next, t);                                                                                        \
-        TILE_DOT(t, a, b);                                                                                             \
-    }
-
-/* Product t of the four of a step; first: tile t goes home to `held` and becomes next's. */
-FA_AMX_INLINE void product(int t, const operands *x, const target *held, const target *next, bool first)
-{
-    switch (t) {
-    case 0:
-        TILE_LOAD(4, x->a[0], 64);
-        TILE_LOAD(6, x->b[0], 64);
-        SWITCH_TILE(0, 4, 6) break;
-    case 1:
-        if (next->columns > 1)
-            TILE_LOAD(7, x->b[1], 64);
-        SWITCH_TILE(1, 4, 7)
-        break;
-    case 2: TILE_LOAD(5, x->a[1], 64); SWITCH_TILE(2, 5, 6) break;
-    default: SWITCH_TILE(3, 5, 7) break;
-    }
-}
-
-static void store_held(target *held)
-{
-    if (held->columns > 0) {
-        STORE_TO(held, 0);
-        STORE_TO(held, 2);
-    }
-    if (held->columns > 1) {
-        STORE_TO(held, 1);
-        STORE_TO(held, 3);
-    }
-    held->columns = 0;
-}
-
-/* ---- the values of a chunk ---- */
-
-typedef struct values {
-    const char *p, *v; /* P of the chunk: [row tile][unit], p_down bytes between; V from its first key */
-    int64_t     p_down;
-    float      *o;            /* 32 rows */
-    int         ldo, columns; /* tiles of 16 columns */
-    int         units, col;   /* col: the next column tile */
-} values;
-
-FA_AMX_INLINE target values_target(const values *v)
-{
-    return (target){(char *)(v->o + 16 * v->col), 4 * v->ldo, 64, 64 * v->ldo, fa_min_int(2, v->columns - v->col), -1};
-}
-
-FA_AMX_INLINE operands values_operands(const values *v, int unit)
-{
-    const char *p = v->p + unit * FA_AMX_TILE, *right = v->v + (unit * v->columns + v->col) * FA_AMX_TILE;
-    return (operands){{p, p + v->p_down}, {right, right + FA_AMX_TILE}};
-}
-
-/* What is left of a chunk's values, with nothing beside it. */
-static void finish_values(values *v, target *held)
-{
-    for (; v->col < v->columns; v->col += 2) {
-        target next = values_target(v);
-        for (int unit = 0; unit < v->units; unit++) {
-            operands x = values_operands(v, unit);
-            for (int t = 0; t < 4; t++)
-                product(t, &x, held, &next, unit == 0);
-        }
-        *held = next;
-    }
-}
-
-/* ---- a unit ---- */
-
-typedef struct unit {
-    const char *q, *k; /* scores of a later unit; q NULL: none */
-    int64_t     q_down;
-    target      s_next;
-    float      *s; /* softmax */
-    uint16_t   *p;
-    int         p_down;
-    row_state   state;
-} unit;
-
-FA_AMX_INLINE operands scores_operands(const unit *u, int part, int KS)
-{
-    const char *q = u->q + part * FA_AMX_TILE, *k = u->k + part * FA_AMX_TILE;
-    return (operands){{q, q + u->q_down}, {k, k + KS * FA_AMX_TILE}};
-}
-
-#define SOFTMAX_ROWS                                                                                                   \
-    _Pragma("GCC unroll 32") for (int n = 0; n < rows; n++, row++)                                                     \
-    {                                                                                                                  \
-        if (row < UNIT)                                                                                                \
-            check = softmax_row(row, u->s, u->p, u->p_down, &u->state, k, check);                                      \
-    }
-
-/* KS: 32-column steps of head_dim. BESIDE: blocks of values of the chunk before that run beside this unit, chunks of
- * CHUNK units. */
-FA_AMX_INLINE bool run_unit(const unit *u, values *v, target *held, const constants *k, int KS, int BESIDE, int CHUNK)
-{
-    __m512i   check = _mm512_setzero_si512();
-    const int slots = 4 * (KS + BESIDE * CHUNK), rows = (UNIT + slots - 1) / slots;
-    int       row = 0;
-    _Pragma("GCC unroll 8") for (int part = 0; part < KS; part++)
-    {
-        operands x = {0};
-        if (u->q)
-            x = scores_operands(u, part, KS);
-        _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++)
-        {
-            if (u->q)
-                product(t, &x, held, &u->s_next, part == 0);
-            SOFTMAX_ROWS
-        }
-    }
-    if (u->q)
-        *held = u->s_next;
-    _Pragma("GCC unroll 4") for (int n = 0; n < BESIDE; n++)
-    {
-        bool   some = v->col < v->columns;
-        target next = values_target(v);
-        _Pragma("GCC unroll 4") for (int m = 0; m < CHUNK; m++)
-        {
-            operands x = values_operands(v, m);
-            _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++)
-            {
-                if (some && m < v->units)
-                    product(t, &x, held, &next, m == 0);
-                SOFTMAX_ROWS
-            }
-        }
-        if (some) {
-            *held = next;
-            v->col += 2;
-        }
-    }
-    return outgrew(check);
-}
+enum { SLOTS = 2, P_TILES = 32 }; /* P: 2 row tiles by units of a chunk by pieces, twice if values run beside */
 
 /* ---- a tile ---- */
 
@@ -198,7 +38,7 @@ typedef struct walk {
     const fa_forward_block *block;
     scratch                *own;
     constants               k;
-    int                     groups, depth_steps, columns, chunk;
+    int                     pieces, groups, depth_steps, columns, chunk;
     bool                    unset; /* some of the rows at hand have no shift yet */
 } walk;
 
@@ -253,7 +93,7 @@ FA_AMX_INLINE place place_next(const walk *w, place at)
 static uint16_t *p_of_unit(const walk *w, place at, bool alternate)
 {
     int buffer = alternate ? at.chunk_number % 2 * 2 * w->chunk : 0;
-    return w->own->p[buffer + at.unit % w->chunk];
+    return w->own->p[buffer * w->pieces + at.unit % w->chunk * w->pieces];
 }
 
 static float *rows_of_o(const walk *w, int group, int *ld)
@@ -276,7 +116,7 @@ static void copy_last_rows(const walk *w, bool back)
 static void set_shift(const walk *w, int r, float m)
 {
     w->own->m[r]     = m;
-    w->own->shift[r] = m == -INFINITY ? 0.0f : CUT_LOG2 - m;
+    w->own->shift[r] = m == -INFINITY ? 0.0f : (w->pieces == 1 ? CUT_LOG2 : 0.0f) - m;
 }
 
 /* ---- masks ---- */
@@ -337,7 +177,7 @@ static void begin_rows(walk *w, place at, float *s)
 }
 
 /* A row outgrew its margin in this unit: a new shift for all that it has so far, and the unit once more. */
-static void redo_row(const walk *w, place at, const unit *done, int r)
+FA_AMX_INLINE void redo_row(const walk *w, place at, const unit *done, int r, int PIECES)
 {
     int    row = at.group * UNIT + r, ld;
     float *o   = rows_of_o(w, at.group, &ld) + (int64_t)r * ld;
@@ -350,21 +190,30 @@ static void redo_row(const walk *w, place at, const unit *done, int r)
     scale_row((float *)done->state.sum_from + 16 * r, 16, _mm512_set1_ps(factor));
     w->block->l[row] *= factor;
     for (int unit = at.first; unit < at.unit; unit++)
-        scale_p(done->p + (unit - at.unit) * FA_AMX_TILE_HALVES + r / 16 * done->p_down + r % 16 * 32,
-                _mm512_set1_ps(factor));
-    softmax_row(r, done->s, done->p, done->p_down, &done->state, &w->k, _mm512_setzero_si512());
+        scale_p(done->p + (unit - at.unit) * PIECES * FA_AMX_TILE_HALVES + r / 16 * done->p_down + r % 16 * 32,
+                _mm512_set1_ps(factor), PIECES);
+    softmax_row(r, done->s, done->p, done->p_down, &done->state, &w->k, _mm512_setzero_si512(), PIECES);
+}
+
+FA_AMX_INLINE void redo_rows(const walk *w, place at, const unit *done, int PIECES)
+{
+    for (int r = 0; r < rows_of_group(w, at.group); r++) {
+        __m512i none = _mm512_setzero_si512();
+        if (outgrew(softmax_row(r, done->s, done->p, done->p_down, &done->state, &w->k, none, PIECES)))
+            redo_row(w, at, done, r, PIECES);
+    }
 }
 
 /* By value: a place whose address is taken would live in memory in the main loop. O must be in memory first. */
 static __attribute__((noinline)) void redo_unit(const walk *w, place at, const unit *done, values *v, target *held)
 {
-    finish_values(v, held);
+    finish_values(v, held, w->pieces);
     if (held->unit < 0)
         store_held(held);
-    for (int r = 0; r < rows_of_group(w, at.group); r++) {
-        __m512i none = _mm512_setzero_si512();
-        if (outgrew(softmax_row(r, done->s, done->p, done->p_down, &done->state, &w->k, none)))
-            redo_row(w, at, done, r);
+    switch (w->pieces) {
+    case 1: redo_rows(w, at, done, 1); break;
+    case 2: redo_rows(w, at, done, 2); break;
+    default: redo_rows(w, at, done, 3); break;
     }
 }
 
@@ -387,7 +236,7 @@ static void end_group(const walk *w, int group, const float *sum)
     const fa_forward_block *b = w->block;
     for (int r = 0; r < rows_of_group(w, group); r++) {
         int row = group * UNIT + r;
-        b->l[row] += _mm512_reduce_add_ps(_mm512_load_ps(sum + 16 * r)) * CUT_INVERSE;
+        b->l[row] += _mm512_reduce_add_ps(_mm512_load_ps(sum + 16 * r)) * (w->pieces == 1 ? CUT_INVERSE : 1.0f);
         b->m[row] = b->l[row] == 0.0f ? -INFINITY : w->own->m[r];
     }
 }
@@ -399,8 +248,8 @@ static values values_of(const walk *w, place at, bool alternate)
     place  first = at;
     first.unit   = at.first;
     return (values){.p       = (const char *)p_of_unit(w, first, alternate),
-                    .p_down  = (int64_t)w->chunk * FA_AMX_TILE,
-                    .v       = (const char *)w->block->v + (int64_t)at.first * w->columns * FA_AMX_TILE,
+                    .p_down  = (int64_t)w->chunk * w->pieces * FA_AMX_TILE,
+                    .v       = (const char *)w->block->v + (int64_t)at.first * w->columns * w->pieces * FA_AMX_TILE,
                     .o       = o,
                     .ldo     = ld,
                     .columns = w->columns,
@@ -411,7 +260,7 @@ static values values_of(const walk *w, place at, bool alternate)
 FA_AMX_INLINE void set_scores(unit *u, const walk *w, place at, int n)
 {
     const fa_forward_block *b    = w->block;
-    int64_t                 step = (int64_t)w->depth_steps * FA_AMX_TILE;
+    int64_t                 step = (int64_t)w->depth_steps * w->pieces * FA_AMX_TILE;
     u->q                         = NULL;
     if (at.group == w->groups)
         return;
@@ -421,29 +270,27 @@ FA_AMX_INLINE void set_scores(unit *u, const walk *w, place at, int n)
     u->s_next = (target){(char *)w->own->s[n % SLOTS], 64, FA_AMX_TILE, 2 * FA_AMX_TILE, 2, n};
 }
 
-static void scores_alone(const walk *w, place at, int n, target *held)
+FA_AMX_INLINE void scores_alone(const walk *w, place at, int n, target *held, int PIECES, int KS)
 {
     unit u;
     set_scores(&u, w, at, n);
-    for (int part = 0; u.q && part < w->depth_steps; part++) {
-        operands x = scores_operands(&u, part, w->depth_steps);
-        for (int t = 0; t < 4; t++)
-            product(t, &x, held, &u.s_next, part == 0);
-    }
-    if (u.q)
-        *held = u.s_next;
+    if (!u.q)
+        return;
+    for (int part = 0; part < KS; part++)
+        products_alone(scores_operands(&u, part, KS, PIECES), true, held, &u.s_next, part == 0, PIECES);
+    *held = u.s_next;
 }
 
 FA_AMX_INLINE void set_softmax(unit *u, const walk *w, place at, int n, bool alternate)
 {
     u->s      = w->own->s[n % SLOTS];
     u->p      = p_of_unit(w, at, alternate);
-    u->p_down = w->chunk * FA_AMX_TILE_HALVES;
+    u->p_down = w->chunk * w->pieces * FA_AMX_TILE_HALVES;
     u->state  = (row_state){w->own->shift, w->own->sum[n % 2], w->own->sum[(n + 1) % 2]};
 }
 
 /* With values beside them units take their scores one unit ahead, for these are stored among the values; else two. */
-FA_AMX_INLINE void run_walk(walk *w, int KS, int BESIDE, int CHUNK)
+FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, int BESIDE, int CHUNK)
 {
     const int lead = BESIDE ? 1 : 2;
     constants k    = w->k;
@@ -452,7 +299,7 @@ FA_AMX_INLINE void run_walk(walk *w, int KS, int BESIDE, int CHUNK)
     unit      u;
     place     at = group_begin(w, 0, 0), ahead = at;
     for (int n = 0; n < lead && ahead.group < w->groups; n++, ahead = place_next(w, ahead))
-        scores_alone(w, ahead, n, &held);
+        scores_alone(w, ahead, n, &held, PIECES, KS);
     if (w->block->rows % UNIT) {
         memset(w->own->last_o, 0, sizeof(float) * UNIT * 16 * (size_t)w->columns);
         copy_last_rows(w, false);
@@ -468,14 +315,14 @@ FA_AMX_INLINE void run_walk(walk *w, int KS, int BESIDE, int CHUNK)
             mask_unit(w, u.s, at);
         if (w->unset)
             begin_rows(w, at, u.s);
-        if (run_unit(&u, &v, &held, &k, KS, BESIDE, CHUNK))
+        if (run_unit(&u, &v, &held, &k, PIECES, KS, BESIDE, CHUNK))
             redo_unit(w, at, &u, &v, &held);
         place next = place_next(w, at);
         if (next.chunk_number != at.chunk_number) {
-            finish_values(&v, &held);
+            finish_values(&v, &held, PIECES);
             v = values_of(w, at, BESIDE);
             if (!BESIDE)
-                finish_values(&v, &held);
+                finish_values(&v, &held, PIECES);
         }
         if (next.group != at.group) {
             end_group(w, at.group, w->own->sum[(n + 1) % 2]);
@@ -486,7 +333,7 @@ FA_AMX_INLINE void run_walk(walk *w, int KS, int BESIDE, int CHUNK)
         if (ahead.group < w->groups)
             ahead = place_next(w, ahead);
     }
-    finish_values(&v, &held);
+    finish_values(&v, &held, PIECES);
     store_held(&held);
     if (w->block->rows % UNIT)
         copy_last_rows(w, true);
@@ -494,50 +341,63 @@ FA_AMX_INLINE void run_walk(walk *w, int KS, int BESIDE, int CHUNK)
 
 /* ---- one kernel a shape ---- */
 
-#define DEFINE_RUN(KS, BESIDE, CHUNK)                                                                                  \
-    static void run_##KS##_##BESIDE(walk *w) { run_walk(w, KS, BESIDE, CHUNK); }
-DEFINE_RUN(1, 0, 8)
-DEFINE_RUN(2, 0, 8)
-DEFINE_RUN(2, 1, 2)
-DEFINE_RUN(3, 0, 8)
-DEFINE_RUN(4, 0, 16)
-DEFINE_RUN(5, 0, 8)
-DEFINE_RUN(6, 0, 8)
-DEFINE_RUN(7, 0, 8)
-DEFINE_RUN(8, 0, 8)
+/* Chunks: P of one stays in the first-level cache, and O moves once a chunk. */
+#define DEFINE_RUN(PIECES, KS, BESIDE, CHUNK)                                                                          \
+    static void run_##PIECES##_##KS##_##BESIDE(walk *w) { run_walk(w, PIECES, KS, BESIDE, CHUNK); }
+#define DEFINE_PIECES(PIECES, CHUNK, CHUNK_4)                                                                          \
+    DEFINE_RUN(PIECES, 1, 0, CHUNK)                                                                                    \
+    DEFINE_RUN(PIECES, 2, 0, CHUNK)                                                                                    \
+    DEFINE_RUN(PIECES, 3, 0, CHUNK)                                                                                    \
+    DEFINE_RUN(PIECES, 4, 0, CHUNK_4)                                                                                  \
+    DEFINE_RUN(PIECES, 5, 0, CHUNK)                                                                                    \
+    DEFINE_RUN(PIECES, 6, 0, CHUNK)                                                                                    \
+    DEFINE_RUN(PIECES, 7, 0, CHUNK)                                                                                    \
+    DEFINE_RUN(PIECES, 8, 0, CHUNK)
+
+DEFINE_RUN(1, 2, 1, 2)
+DEFINE_PIECES(1, 8, 16)
+DEFINE_PIECES(2, 8, 8)
+DEFINE_PIECES(3, 4, 4)
+
+typedef struct shape {
+    int pieces, depth_steps, columns, chunk;
+    void (*run)(walk *w);
+} shape;
+
+#define SHAPE(PIECES, KS, CHUNK)                                                                                       \
+    {                                                                                                                  \
+        PIECES, KS, INT32_MAX, CHUNK, run_##PIECES##_##KS##_0                                                          \
+    }
+#define SHAPES(PIECES, CHUNK, CHUNK_4)                                                                                 \
+    SHAPE(PIECES, 1, CHUNK), SHAPE(PIECES, 2, CHUNK), SHAPE(PIECES, 3, CHUNK), SHAPE(PIECES, 4, CHUNK_4),              \
+        SHAPE(PIECES, 5, CHUNK), SHAPE(PIECES, 6, CHUNK), SHAPE(PIECES, 7, CHUNK), SHAPE(PIECES, 8, CHUNK)
 
 /* Data: the first that fits is taken. columns: the most tiles of 16 columns of O. */
-static const struct shape {
-    int depth_steps, columns, chunk;
-    void (*run)(walk *w);
-} shapes[] = {
-    {1, INT32_MAX, 8, run_1_0}, {2, 4, 2, run_2_1},          {2, INT32_MAX, 8, run_2_0},
-    {3, INT32_MAX, 8, run_3_0}, {4, INT32_MAX, 16, run_4_0}, {5, INT32_MAX, 8, run_5_0},
-    {6, INT32_MAX, 8, run_6_0}, {7, INT32_MAX, 8, run_7_0},  {8, INT32_MAX, 8, run_8_0},
-};
+static const shape shapes[] = {{1, 2, 4, 2, run_1_2_1}, SHAPES(1, 8, 16), SHAPES(2, 8, 8), SHAPES(3, 4, 4)};
 
-static const struct shape *find_shape(int depth_steps, int columns)
+static const shape *find_shape(int pieces, int depth_steps, int columns)
 {
     for (size_t n = 0; n < sizeof shapes / sizeof shapes[0]; n++) {
-        if (shapes[n].depth_steps == depth_steps && columns <= shapes[n].columns)
+        if (shapes[n].pieces == pieces && shapes[n].depth_steps == depth_steps && columns <= shapes[n].columns)
             return &shapes[n];
     }
     return NULL;
 }
 
-bool fa_amx_forward_block(const fa_forward_block *block)
+bool fa_amx_forward_block(const fa_forward_block *block, int pieces)
 {
-    int                 depth_steps = (block->head_dim + 31) / 32, columns = (block->head_dim_v + 15) / 16;
-    const struct shape *shape = find_shape(depth_steps, columns);
-    if (!shape)
+    int          depth_steps = (block->head_dim + 31) / 32, columns = (block->head_dim_v + 15) / 16;
+    const shape *fit = find_shape(pieces, depth_steps, columns);
+    if (!fit)
         return false;
     walk w = {.block       = block,
               .own         = block->scratch,
-              .k           = constants_make(block->multiplier),
+              .k           = constants_make(block->multiplier, pieces),
+              .pieces      = pieces,
               .groups      = (block->rows + UNIT - 1) / UNIT,
               .depth_steps = depth_steps,
               .columns     = columns,
-              .chunk       = shape->chunk};
-    shape->run(&w);
+              .chunk       = fit->chunk};
+    fit->run(&w);
     return true;
 }

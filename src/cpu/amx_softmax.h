@@ -3,8 +3,11 @@
  *
  * The row's shift m is set from the first 32 keys that it sees, MARGIN above their maximum, and kept. No later maximum
  * is taken: what outgrows the margin shows as a sum with bit 30 set (2.0 or more, Inf, NaN), and only then the unit is
- * redone for those rows with a new shift. P is cut to bfloat16 instead of rounded, after scaling by 1 + 0.72 * 2^-8,
- * which takes the mean error to zero and leaves a power of two, as the row's maximum gives, what it is.
+ * redone for those rows with a new shift.
+ *
+ * P of one piece is cut to bfloat16 instead of rounded, after scaling by 1 + 0.72 * 2^-8, which takes the mean error to
+ * zero and leaves a power of two, as the row's maximum gives, what it is. P of more pieces is cut as it is: two hold 16
+ * bits of it, three all.
  */
 #ifndef FA_CPU_AMX_SOFTMAX_H
 #define FA_CPU_AMX_SOFTMAX_H
@@ -21,33 +24,36 @@ enum { MARGIN = 8, UNIT = 32 };
 /* ---- exp2 ---- */
 
 typedef struct constants {
-    __m512 multiplier, magic, table, c1, c2;
+    __m512 multiplier, magic, table, c1, c2, c3;
 } constants;
 
-static constants constants_make(float multiplier)
+static constants constants_make(float multiplier, int pieces)
 {
-    /* 2^(n / 16), and what 2^r - 1 is for r in [0, 1/16): r (c1 + c2 r), 5e-7. Adding magic leaves 16 y in the low
-     * bits. */
+    /* 2^(n / 16), and what 2^r - 1 is for r in [0, 1/16): r (c1 + c2 r), 5e-7, or r (c1 + c2 r + c3 r^2), 1e-9. Adding
+     * magic leaves 16 y in the low bits. */
+    bool exact = pieces == 3;
     return (constants){
         _mm512_set1_ps(multiplier),
         _mm512_set1_ps(0x1.8p19f),
         _mm512_setr_ps(0x1p0f, 0x1.0b5586p0f, 0x1.172b84p0f, 0x1.2387a6p0f, 0x1.306fep0f, 0x1.3dea64p0f, 0x1.4bfdaep0f,
                        0x1.5ab07ep0f, 0x1.6a09e6p0f, 0x1.7a1148p0f, 0x1.8ace54p0f, 0x1.9c4918p0f, 0x1.ae89fap0f,
                        0x1.c199bep0f, 0x1.d5818ep0f, 0x1.ea4afap0f),
-        _mm512_set1_ps(0x1.62d7d8p-1f),
-        _mm512_set1_ps(0x1.f5f7cp-3f),
+        _mm512_set1_ps(exact ? 0x1.62e43ep-1f : 0x1.62d7d8p-1f),
+        _mm512_set1_ps(exact ? 0x1.ebe5b8p-3f : 0x1.f5f7cp-3f),
+        _mm512_set1_ps(0x1.d03d66p-5f),
     };
 }
 
-/* 2^(s * multiplier + shift); s = -inf gives 0. Six operations for the FMA ports and two for port 5 or any: with tiles
- * at work each port is a limit of its own. */
-FA_AMX_INLINE __m512 exp2_of(__m512 s, __m512 shift, const constants *k)
+/* 2^(s * multiplier + shift); s = -inf gives 0. Six operations for the FMA ports (seven with three pieces) and two for
+ * port 5 or any: with tiles at work each port is a limit of its own. */
+FA_AMX_INLINE __m512 exp2_of(__m512 s, __m512 shift, const constants *k, int pieces)
 {
     __m512 y    = _mm512_fmadd_ps(s, k->multiplier, shift);
     __m512 t    = _mm512_add_round_ps(y, k->magic, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     __m512 r    = _mm512_reduce_ps(y, 4 << 4 | _MM_FROUND_TO_NEG_INF); /* y less a multiple of 1/16 */
     __m512 base = _mm512_permutexvar_ps(_mm512_castps_si512(t), k->table);
-    __m512 q    = _mm512_mul_ps(_mm512_fmadd_ps(k->c2, r, k->c1), r);
+    __m512 c    = pieces == 3 ? _mm512_fmadd_ps(k->c3, r, k->c2) : k->c2;
+    __m512 q    = _mm512_mul_ps(_mm512_fmadd_ps(c, r, k->c1), r);
     return _mm512_scalef_ps(_mm512_fmadd_ps(base, q, base), y);
 }
 
@@ -57,21 +63,32 @@ FA_AMX_INLINE __m512 exp2_of(__m512 s, __m512 shift, const constants *k)
 FA_AMX_INLINE float *scores_row(float *s, int row) { return s + row / 16 * 2 * FA_AMX_TILE_FLOATS + row % 16 * 16; }
 
 typedef struct row_state {
-    const float *shift;    /* [32] minus the shift, plus CUT_LOG2 */
+    const float *shift;    /* [32] minus the shift, plus CUT_LOG2 for one piece */
     const float *sum_from; /* [32][16] sums of P by lane; never in place, for a unit may have to be redone */
     float       *sum_to;
 } row_state;
 
-/* P of row `row` of a unit. p: its two tiles, p_down apart. Returns check with the row's sums. */
+/* 32 values of P as tiles of pieces, each the upper halves of what is left. */
+FA_AMX_INLINE void store_pieces(uint16_t *p, __m512 a, __m512 b, int pieces)
+{
+    _Pragma("GCC unroll 3") for (int n = 0; n < pieces; n++)
+    {
+        _mm512_store_si512(p + n * FA_AMX_TILE_HALVES, fa_amx_pair(a, b));
+        a = _mm512_sub_ps(a, fa_amx_cut(a));
+        b = _mm512_sub_ps(b, fa_amx_cut(b));
+    }
+}
+
+/* P of row `row` of a unit. p: its two row tiles, p_down apart. Returns check with the row's sums. */
 FA_AMX_INLINE __m512i softmax_row(int row, float *s, uint16_t *p, int p_down, const row_state *state,
-                                  const constants *k, __m512i check)
+                                  const constants *k, __m512i check, int pieces)
 {
     const float *at    = scores_row(s, row);
     __m512       shift = _mm512_set1_ps(state->shift[row]);
-    __m512       a     = exp2_of(_mm512_load_ps(at), shift, k);
-    __m512       b     = exp2_of(_mm512_load_ps(at + FA_AMX_TILE_FLOATS), shift, k);
+    __m512       a     = exp2_of(_mm512_load_ps(at), shift, k, pieces);
+    __m512       b     = exp2_of(_mm512_load_ps(at + FA_AMX_TILE_FLOATS), shift, k, pieces);
     __m512       sum   = _mm512_add_ps(a, b);
-    _mm512_store_si512(p + row / 16 * p_down + row % 16 * 32, fa_amx_pair(a, b));
+    store_pieces(p + row / 16 * p_down + row % 16 * 32, a, b, pieces);
     _mm512_store_ps(state->sum_to + 16 * row, _mm512_add_ps(_mm512_load_ps(state->sum_from + 16 * row), sum));
     return _mm512_or_si512(check, _mm512_castps_si512(sum));
 }
@@ -85,13 +102,17 @@ static void scale_row(float *x, int n, __m512 factor)
         _mm512_storeu_ps(x + col, _mm512_mul_ps(_mm512_loadu_ps(x + col), factor));
 }
 
-/* 32 values of P, pairs of bfloat16. */
-static void scale_p(uint16_t *p, __m512 factor)
+/* 32 values of P, times factor. */
+FA_AMX_INLINE void scale_p(uint16_t *p, __m512 factor, int pieces)
 {
-    __m512i bits = _mm512_load_si512(p), high = _mm512_set1_epi32((int)0xFFFF0000);
-    __m512  a = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)), factor);
-    __m512  b = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(bits, high)), factor);
-    _mm512_store_si512(p, fa_amx_pair(a, b));
+    __m512i high = _mm512_set1_epi32((int)0xFFFF0000);
+    __m512  a = _mm512_setzero_ps(), b = a;
+    for (int n = pieces - 1; n >= 0; n--) {
+        __m512i bits = _mm512_load_si512(p + n * FA_AMX_TILE_HALVES);
+        a            = _mm512_add_ps(a, _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)));
+        b            = _mm512_add_ps(b, _mm512_castsi512_ps(_mm512_and_si512(bits, high)));
+    }
+    store_pieces(p, _mm512_mul_ps(a, factor), _mm512_mul_ps(b, factor), pieces);
 }
 
 #endif
