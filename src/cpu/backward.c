@@ -10,8 +10,8 @@
  * Taking turns keeps the order of dQ's sums fixed at any number of threads without a copy of dQ for each. Tasks are
  * handed out in rising order, so the one whose turn it is has always been started. Threads walk heads of their own side
  * by side; at one head they fall in step one tile of queries apart and then hardly wait. Packed Q and dO are made once
- * by whoever comes first and shared. Both live in a slot of their key head; there are slots for a few more key heads
- * than can be in flight.
+ * by whoever comes first, or before all else where several threads meet at one head, and shared. Both live in a slot of
+ * their key head; there are slots for a few more key heads than can be in flight.
  */
 #include "cpu/backward.h"
 #include "cpu/gradient.h"
@@ -368,31 +368,41 @@ static bool takes(const plan *p, const fa_sequence *seq)
     return p->kernels == fa_backward_kernels(p->cpu, p->call, p->call->group * seq->seqlen_q, seq->seqlen_k);
 }
 
-/* One head of one sequence. */
-static void prepare_head(run *r, scratch *s, int64_t b, int64_t head)
+/* Of one head; one where there are none, for what is not about queries. */
+static int64_t prepared_tiles(const plan *p) { return p->query_tiles > 0 ? p->query_tiles : 1; }
+
+/* One tile of queries of one head: Delta, the tile's state, and zeros where nothing is seen. Where heads are fewer than
+ * threads, which then meet at one head, also packed Q and dO: the first thread at a head would do it for all the others
+ * while they wait. Else whoever comes first packs, and finds it in its cache. */
+static void prepare_tile(run *r, scratch *s, int64_t b, int64_t head, int number)
 {
-    const plan    *p    = &r->plan;
-    const fa_call *call = p->call;
-    fa_sequence    seq  = fa_sequence_at(call, b);
-    int64_t        pair = b * call->heads_k + head / call->group;
-    int ld = fa_max_int(p->ldq, p->ldv), tiles = seq.rows_k > 0 && takes(p, &seq) ? (int)key_tiles(p, &seq) : 0;
-    if (head % call->group == 0)
-        atomic_store_explicit(&r->tasks_left[pair], tiles, memory_order_relaxed);
-    if (!takes(p, &seq))
+    const plan    *p       = &r->plan;
+    const fa_call *call    = p->call;
+    fa_sequence    seq     = fa_sequence_at(call, b);
+    int64_t        pair    = b * call->heads_k + head / call->group;
+    fa_range       queries = tile_queries(p, &seq, number);
+    if (head % call->group == 0 && number == 0)
+        atomic_store_explicit(&r->tasks_left[pair], seq.rows_k > 0 && takes(p, &seq) ? (int)key_tiles(p, &seq) : 0,
+                              memory_order_relaxed);
+    if (!takes(p, &seq) || number * p->tile.q >= seq.rows_q)
         return;
-    fa_fill_delta(p->kernels, call, r->delta, &seq, head, s->row, s->row_k, fa_min_int(p->tile.q, p->tile.k));
-    memset(s->temp, 0, sizeof(float) * (size_t)ld);
-    for (int number = 0; number * p->tile.q < seq.rows_q; number++) {
-        fa_range     queries = tile_queries(p, &seq, number), turns = key_tiles_of(p, &seq, queries);
-        query_state *state = state_of(r, pair, head % call->group, number);
-        atomic_store_explicit(&state->packed, 0, memory_order_relaxed);
-        atomic_store_explicit(&state->turn, turns.begin, memory_order_relaxed);
-        int unseen = turns.begin < turns.end ? queries.end : queries.begin; /* from here on dQ is zero */
-        int end    = fa_min_int((number + 1) * p->tile.q, seq.rows_q);
-        for (int i = fa_max_int(unseen, number * p->tile.q); call->dq.data && i < end; i++)
-            p->kernels->store(fa_at(&call->dq, seq.q_entry, seq.q_row + i, head, 0), call->dq.stride[3], call->dq.dtype,
-                              s->temp, (int)call->head_dim, 1.0f);
+    fa_range     turns = key_tiles_of(p, &seq, queries);
+    query_state *state = state_of(r, pair, head % call->group, number);
+    if (queries.begin < queries.end)
+        fa_fill_delta(p->kernels, call, r->delta, &seq, head, queries, s->row, s->row_dout);
+    atomic_store_explicit(&state->packed, 0, memory_order_relaxed);
+    atomic_store_explicit(&state->turn, turns.begin, memory_order_relaxed);
+    if (turns.begin < turns.end && p->pairs < p->threads) {
+        fa_tile tile = {.b = b, .head_k = head / call->group, .seq = seq, .head = head, .heads = 1, .queries = queries};
+        query_tile t = tile_in_slot(r, pair, head % call->group, number);
+        need_packed(r, &tile, &t, state, s);
     }
+    int unseen = turns.begin < turns.end ? queries.end : queries.begin; /* from here on dQ is zero */
+    int end    = fa_min_int((number + 1) * p->tile.q, seq.rows_q);
+    memset(s->temp, 0, sizeof(float) * (size_t)p->ldq);
+    for (int i = fa_max_int(unseen, number * p->tile.q); call->dq.data && i < end; i++)
+        p->kernels->store(fa_at(&call->dq, seq.q_entry, seq.q_row + i, head, 0), call->dq.stride[3], call->dq.dtype,
+                          s->temp, (int)call->head_dim, 1.0f);
 }
 
 static scratch thread_scratch(const run *r, int64_t index)
@@ -403,14 +413,16 @@ static scratch thread_scratch(const run *r, int64_t index)
 
 static void prepare_thread(void *arg, int64_t index)
 {
-    run           *r    = arg;
-    const fa_call *call = r->plan.call;
-    scratch        s    = thread_scratch(r, index);
-    int64_t        task;
+    run           *r     = arg;
+    const fa_call *call  = r->plan.call;
+    scratch        s     = thread_scratch(r, index);
+    int64_t        tiles = prepared_tiles(&r->plan), task;
     if (r->plan.kernels->enter)
         r->plan.kernels->enter();
-    while ((task = atomic_fetch_add(&r->next_delta, 1)) < call->batch * call->heads_q)
-        prepare_head(r, &s, task / call->heads_q, task % call->heads_q);
+    while ((task = atomic_fetch_add(&r->next_delta, 1)) < call->batch * call->heads_q * tiles) {
+        int64_t head = task / tiles;
+        prepare_tile(r, &s, head / call->heads_q, head % call->heads_q, (int)(task % tiles));
+    }
     if (r->plan.kernels->leave)
         r->plan.kernels->leave();
 }
@@ -521,9 +533,9 @@ static void run_table(run *r, fa_cpu *cpu)
     atomic_store(&r->next, 0);
     atomic_store(&r->next_bias, 0);
     atomic_store(&r->next_sink, 0);
-    int64_t heads = call->batch * call->heads_q,
-            tasks = count_tasks(r) + fa_dbias_tasks(r->plan.tile, call) + call->heads_q;
-    fa_threads_run(cpu->threads, (int)(heads < threads ? heads : threads), prepare_thread, r);
+    int64_t first = call->batch * call->heads_q * prepared_tiles(&r->plan);
+    int64_t tasks = count_tasks(r) + fa_dbias_tasks(r->plan.tile, call) + call->heads_q;
+    fa_threads_run(cpu->threads, (int)(first < threads ? first : threads), prepare_thread, r);
     fa_threads_run(cpu->threads, (int)(tasks < threads ? tasks : threads), main_thread, r);
 }
 

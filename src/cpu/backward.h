@@ -39,7 +39,7 @@ typedef struct scratch {
     float       *all;                           /* [rows or keys] sums of both, row major */
     float       *p, *ds, *slope, *dropped;
     float       *temp; /* 2 rows */
-    const void **row, **row_k;
+    const void **row, **row_dout, **row_k;
     fa_rows      k_rows;
     int         *bad_k, num_bad_k;
     int32_t     *slices;

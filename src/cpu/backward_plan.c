@@ -68,6 +68,7 @@ scratch fa_backward_scratch(fa_arena *arena, const plan *p)
     s.dropped  = fa_carve_floats(arena, call->dropout.threshold ? scores : 0);
     s.temp     = fa_carve_floats(arena, 2 * (int64_t)fa_max_int(p->ldq, p->ldv));
     s.row      = fa_carve(arena, (size_t)fa_max_int(p->tile.q, p->tile.k) * sizeof(void *));
+    s.row_dout = fa_carve(arena, (size_t)p->tile.q * sizeof(void *));
     s.row_k    = fa_carve(arena, (size_t)p->tile.k * sizeof(void *));
     s.bad_k    = fa_carve(arena, (size_t)p->tile.k * sizeof(int));
     s.slices   = fa_carve(arena, (size_t)call->slices.count * sizeof(int32_t));

@@ -2,15 +2,12 @@
 #include "cpu/gradient.h"
 
 void fa_fill_delta(const fa_kernels *kernels, const fa_call *call, float *delta, const fa_sequence *seq, int64_t head,
-                   const void **row_o, const void **row_dout, int max_rows)
+                   fa_range queries, const void **row_o, const void **row_dout)
 {
-    fa_tile tile = {.seq = *seq, .head = head, .heads = 1};
-    for (int i = 0; i < seq->seqlen_q; i += max_rows) {
-        tile.queries = (fa_range){i, fa_min_int(i + max_rows, seq->seqlen_q)};
-        fa_rows o    = fa_query_rows(call, &call->o, &tile, row_o);
-        fa_rows dout = fa_query_rows(call, &call->dout, &tile, row_dout);
-        kernels->row_dots(fa_delta_at(call, delta, seq, head, i), &o, &dout);
-    }
+    fa_tile tile = {.seq = *seq, .head = head, .heads = 1, .queries = queries};
+    fa_rows o    = fa_query_rows(call, &call->o, &tile, row_o);
+    fa_rows dout = fa_query_rows(call, &call->dout, &tile, row_dout);
+    kernels->row_dots(fa_delta_at(call, delta, seq, head, queries.begin), &o, &dout);
 }
 
 void fa_gather_rows(const fa_call *call, float *delta, const fa_tile *tile, float scale, float *row_lse,

@@ -10,10 +10,10 @@ static inline float *fa_delta_at(const fa_call *call, float *delta, const fa_seq
     return delta + (seq->q_entry * call->heads_q + head) * call->q.shape[1] + seq->q_row + i;
 }
 
-/* Delta of one head; 0 for queries that see nothing, whatever dO holds, for their o is exactly 0. Pointers: max_rows.
- */
+/* Delta of some queries of one head; 0 for those that see nothing, whatever dO holds, for their o is exactly 0.
+ * Pointers: one for each query. */
 void fa_fill_delta(const fa_kernels *kernels, const fa_call *call, float *delta, const fa_sequence *seq, int64_t head,
-                   const void **row_o, const void **row_dout, int max_rows);
+                   fa_range queries, const void **row_o, const void **row_dout);
 
 /* lse (natural, and to base 2 as fa_multiplier takes scores there) and delta of a tile's rows, as the kernels want
  * them. A query that saw nothing gets lse = inf: P = 0. */
