@@ -251,9 +251,9 @@ static int spills_accepted(const fa_key *key)
 {
     for (int r = 0; r < fa_num_tune_rows; r++) {
         const fa_tune_row *row = &fa_tune_rows[r];
-        if ((int)row->kernel == key->kernel && row->tile_q == key->tile_q && row->tile_k == key->tile_k &&
-            row->warps == key->warps && row->stages == key->stages && row->variant == key->variant &&
-            key->head_dim <= row->head_dim)
+        if ((int)row->kernel == key->kernel && (row->dtypes >> key->dtype & 1) && row->tile_q == key->tile_q &&
+            row->tile_k == key->tile_k && row->warps == key->warps && row->stages == key->stages &&
+            row->variant == key->variant && key->head_dim <= row->head_dim)
             return row->max_spill_bytes;
     }
     return 0;

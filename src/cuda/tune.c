@@ -38,6 +38,8 @@ const fa_tune_row fa_tune_rows[] = {
      "head_dim 64: four warps of 32 keys, queries in two halves, two blocks a multiprocessor (decision 0042)"},
     {80, 80, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_ANY, 0, 64, 128, 8, 2, 1, 0, 512,
      "161 KB of shared memory, which P^T would not fit into"},
+    {90, 119, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 128, FA_ON_CAUSAL | FA_ON_WINDOW, FA_FOR_PLAIN, 512, 64, 64, 4, 1, 2, 1, 512,
+     "89 KB of shared memory, two blocks a multiprocessor; short and masked: one's start and end hide behind the other (decision 0042)"},
     {90, 119, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_ANY, 0, 64, 128, 8, 2, 1, 1, 512,
      "177 KB of shared memory; two warps share 32 keys (decision 0042)"},
     {86, 89, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_ANY, 0, 64, 64, 4, 1, 1, 1, 512, "89 KB of shared memory"},
@@ -51,7 +53,7 @@ const fa_tune_row fa_tune_rows[] = {
 
     /* float32 is three planes of bfloat16, six products for one: three times the memory of a tile */
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_ANY, 0, 64, 32, 4, 1, 1, 0, 0, "48 KB of shared memory"},
-    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_ANY, 0, 64, 32, 4, 1, 1, 0, 0, "96 KB of shared memory"},
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_ANY, 0, 64, 32, 4, 1, 1, 0, 16, "96 KB of shared memory"},
     {80, 80, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 64, 16, 4, 1, 1, 0, 256, "144 KB of shared memory"},
     {86, 89, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 2, 1, 1, 0, 256, "96 KB of shared memory"},
     {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 64, 16, 4, 1, 1, 0, 256, "144 KB of shared memory"},
@@ -61,9 +63,10 @@ const fa_tune_row fa_tune_rows[] = {
     {86, 89, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 2, 1, 1, 1, 512, "81 KB of shared memory"},
     {90, 119, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 4, 1, 1, 1, 128, "114 KB of shared memory; two warps share 16 keys"},
     {120, 129, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 2, 1, 1, 1, 512, "81 KB of shared memory"},
-    {80, 80, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 2, 1, 1, 1, 4096,
+    {80, 80, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 2, 1, 1, 1, 5632,
      "153 KB of shared memory; spills at head_dim 256, where nothing smaller divides the work"},
-    {90, 119, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 4, 1, 1, 1, 512, "210 KB of shared memory"},
+    {90, 119, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 4, 1, 1, 1, 4096,
+     "210 KB of shared memory; sums apart from dK and dV spill (decision 0043)"},
 };
 const int fa_num_tune_rows = sizeof fa_tune_rows / sizeof *fa_tune_rows;
 

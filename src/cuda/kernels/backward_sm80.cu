@@ -19,6 +19,7 @@
  * FA_STAGES: buffers of Q and dO.
  */
 #include "accumulate.cuh"
+#include "backward_work.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
 
@@ -54,109 +55,6 @@ constexpr int STAT_AT = P_AT + (TEAM > 1 ? S_BYTES : 0);
 
 extern "C" __constant__ int fa_shared_bytes = STAT_AT + FA_STAGES * STAT_BYTES;
 
-/* What a block works on. */
-struct work {
-    int      b, kv_head, first_head, num_heads, first_k;
-    fa_range keys;            /* of the tile, that count */
-    fa_range tiles;           /* query tiles that may see some of them */
-    fa_range clean;           /* those of which every query sees every key (slices apart): they need no mask */
-    sequence seq;
-    fa_range slices;
-    /* query 0 of head 0 of the sequence: the loop adds a head and a tile */
-    const fa_element *q;
-    const char       *dout;
-    const float      *lse, *delta;
-    float            *dq;
-};
-
-/* A query past the last counts as clean where nothing comes of it: its rows of Q and dO are zeros. */
-FA_DEVICE fa_range clean_tiles(const fa_args &args, const work &w)
-{
-    fa_window window = window_of(args);
-    fa_range  keys   = {w.first_k, w.first_k + FA_TILE_K};
-    int       begin = 0, end = w.seq.seqlen_q;
-    if (keys.begin < w.keys.begin || keys.end > w.keys.end)
-        return {0, 0};
-    if (FA_MASK != FA_MASK_NONE)
-        begin = fa_max_int(0, keys.end - 1 - w.seq.diagonal - window.right);
-    if (FA_MASK == FA_MASK_WINDOW)
-        end = fa_min_int(end, keys.begin - w.seq.diagonal + window.left + 1);
-    bool whole = MODIFIED || end < w.seq.seqlen_q; /* the last tile's other queries would see a key too many */
-    return {(begin + FA_TILE_Q - 1) / FA_TILE_Q, end <= 0 ? 0 : (end + (whole ? 0 : FA_TILE_Q - 1)) / FA_TILE_Q};
-}
-
-FA_DEVICE work work_of(const fa_args &args)
-{
-    work     w;
-    unsigned n = blockIdx.x;
-    w.first_k  = n % args.tiles_k * FA_TILE_K;
-    n /= args.tiles_k;
-    int share = 0;
-    if (FA_HAS_KV_ACCUM) {
-        share = n % args.group_blocks;
-        n /= args.group_blocks;
-    }
-    w.kv_head    = n % args.heads_k;
-    w.b          = n / args.heads_k;
-    w.num_heads  = FA_HAS_KV_ACCUM ? args.group / args.group_blocks : args.group;
-    w.first_head = w.kv_head * args.group + share * w.num_heads;
-    w.seq        = sequence_at(args, w.b);
-    w.slices     = FA_HAS_SLICES ? slices_of(args, w.b) : fa_range{0, 0};
-    w.keys = {fa_max_int(w.first_k, w.seq.key_begin), fa_min_int(w.first_k + FA_TILE_K, w.seq.seqlen_k)};
-    fa_range queries = fa_queries_seeing(window_of(args), w.seq.diagonal, {0, w.seq.seqlen_q}, w.keys);
-    w.tiles = {queries.begin / FA_TILE_Q, (queries.end + FA_TILE_Q - 1) / FA_TILE_Q};
-    if (w.keys.begin >= w.keys.end || queries.begin >= queries.end)
-        w.tiles = {0, 0};
-    w.clean = clean_tiles(args, w);
-
-    fa_i64 token = (fa_i64)w.seq.q_entry * args.q_rows + w.seq.q_row;
-    w.q     = (const fa_element *)args.q.data + w.seq.q_entry * args.q.stride[0] + w.seq.q_row * args.q.stride[1];
-    w.dout  = (const char *)args.dout.data + (w.seq.q_entry * args.dout.stride[0] + w.seq.q_row * args.dout.stride[1]) *
-                                                 (FA_DTYPE_DOUT == FA_F32 ? 4 : 2);
-    w.lse   = (const float *)args.lse.data + w.seq.q_entry * args.lse.stride[0] + w.seq.q_row * args.lse.stride[2];
-    w.delta = args.delta + token;
-    w.dq    = args.dq_accum + token * FA_HEAD_DIM;
-    return w;
-}
-
-FA_DEVICE fa_range queries_of_tile(const work &w, int tile)
-{
-    return {tile * FA_TILE_Q, fa_min_int((tile + 1) * FA_TILE_Q, w.seq.seqlen_q)};
-}
-
-FA_DEVICE fa_range keys_of_block(const work &w) { return {w.first_k, w.first_k + FA_TILE_K}; }
-
-FA_DEVICE bool clean_tile(const fa_args &args, const work &w, int tile)
-{
-    return tile >= w.clean.begin && tile < w.clean.end &&
-           (!FA_HAS_SLICES || slices_tile(args, w.slices, queries_of_tile(w, tile), keys_of_block(w)) == 2);
-}
-
-/* A query tile of one head. */
-struct place {
-    int head, tile;
-};
-
-/* The first place from `at` on where something is visible; head = first_head + num_heads when there is none. */
-FA_DEVICE place settle(const fa_args &args, const work &w, place at)
-{
-    while (at.head < w.first_head + w.num_heads) {
-        if (at.tile >= w.tiles.end) {
-            at = {at.head + 1, w.tiles.begin};
-            continue;
-        }
-        if (!FA_HAS_SLICES || slices_tile(args, w.slices, queries_of_tile(w, at.tile), keys_of_block(w)) != 0)
-            break;
-        at.tile++;
-    }
-    return at;
-}
-
-FA_DEVICE bool inside(const work &w, place at) { return at.head < w.first_head + w.num_heads; }
-
-/* Row 0 of a head's delta and dq_accum lies this many rows behind head 0's. */
-FA_DEVICE fa_i64 head_rows(const fa_args &args, int head) { return (fa_i64)head * args.q_entries * args.q_rows; }
-
 /* Q, dO, LSE and delta of a query tile to buffer `stage`. */
 FA_DEVICE void copy_queries(const fa_args &args, const work &w, unsigned shared, int stage, place at)
 {
@@ -191,35 +89,39 @@ FA_DEVICE void multiply_rows(float (&c)[KEYS16][QUERIES8][4], const lane_address
     for (int d = 0; d < COLS / 16; d++) {
         blocks_of<KEYS16> a;
         load_rows<KEYS16, A_PLANE>(a, a_at, d);
-        multiply_step(c, a, [&](unsigned(&b)[4], int n, int p) { load_matrix(b, b_at.at(n, d) + p * B_PLANE); });
+        multiply_step<false>(c, a, [&](unsigned(&b)[4], int n, int p) { load_matrix(b, b_at.at(n, d) + p * B_PLANE); });
     }
 }
 
-FA_DEVICE int key_warp() { return threadIdx.x / 32 % KEY_WARPS; }
-FA_DEVICE int team_member() { return threadIdx.x / 32 / KEY_WARPS; }
+/* Four that share keys are on four schedulers; two are on one (decision 0042). */
+FA_DEVICE int key_warp() { return TEAM == 4 ? threadIdx.x / 32 / TEAM : threadIdx.x / 32 % KEY_WARPS; }
+FA_DEVICE int team_member() { return TEAM == 4 ? threadIdx.x / 32 % TEAM : threadIdx.x / 32 / KEY_WARPS; }
 
 using operand = unsigned[PLANES][KEYS16][QUERIES8 / 2][4]; /* P^T or dS^T as A */
 
-/* c += X^T B over a warp's share of the queries. load(a, q): X^T (P^T or dS^T, keys down) of the q-th 16 of them; b_at:
- * their rows of a query tile. */
-template <int COLS, int B_PLANE, int N8, class LOAD>
+/* c += X^T B over 16 COUNT queries. load(a, q): X^T (P^T or dS^T, keys down) of the q-th 16 of them; b_at: their rows of a
+ * query tile. */
+template <int COUNT, int COLS, int B_PLANE, int N8, class LOAD>
 FA_DEVICE void add_product(float (&c)[KEYS16][N8][4], const LOAD &load, const lane_addresses<COLS> &b_at)
 {
 #pragma unroll
-    for (int q = 0; q < QUERIES8 / 2; q++) {
+    for (int q = 0; q < COUNT; q++) {
         blocks_of<KEYS16> a;
         load(a, q);
-        multiply_step(c, a, [&](unsigned(&b)[4], int n, int p) { load_matrix_transposed(b, b_at.at(q, n) + p * B_PLANE); });
+        multiply_step<true>(c, a, [&](unsigned(&b)[4], int n, int p) {
+            load_matrix_transposed(b, b_at.at(q, n) + p * B_PLANE);
+        });
     }
 }
 
-/* The same for this warp's own queries, from its registers, and for those of team member `member`, from shared memory.
+/* The same for this warp's own queries, from its registers, and for those of team member `member` and the next COUNT - 1,
+ * from shared memory.
  * b: the query tile from this warp's first column on, x: this team's keys of P^T or dS^T. */
 template <int COLS, int B_PLANE, int N8>
 FA_DEVICE void add_own_product(float (&c)[KEYS16][N8][4], const operand &x, unsigned b, int share)
 {
     lane_addresses<COLS> b_at(b + share * QUERIES8 * 16 * COLS, rows_first_row(), rows_first_half() + team_member() * N8);
-    add_product<COLS, B_PLANE>(c, [&](blocks_of<KEYS16> &a, int q) {
+    add_product<QUERIES8 / 2, COLS, B_PLANE>(c, [&](blocks_of<KEYS16> &a, int q) {
 #pragma unroll
         for (int p = 0; p < PLANES; p++)
 #pragma unroll
@@ -230,12 +132,13 @@ FA_DEVICE void add_own_product(float (&c)[KEYS16][N8][4], const operand &x, unsi
     }, b_at);
 }
 
-template <int COLS, int B_PLANE, int N8>
+template <int COUNT, int COLS, int B_PLANE, int N8>
 FA_DEVICE void add_shared_product(float (&c)[KEYS16][N8][4], unsigned x, unsigned b, int member)
 {
     lane_addresses<COLS> b_at(b + member * QUERIES8 * 16 * COLS, rows_first_row(), rows_first_half() + team_member() * N8);
     lane_addresses<FA_TILE_Q> x_at(x, rows_first_row(), rows_first_half() + member * QUERIES8);
-    add_product<COLS, B_PLANE>(c, [&](blocks_of<KEYS16> &a, int q) { load_rows<KEYS16, S_PLANE>(a, x_at, q); }, b_at);
+    add_product<COUNT * QUERIES8 / 2, COLS, B_PLANE>(
+        c, [&](blocks_of<KEYS16> &a, int q) { load_rows<KEYS16, S_PLANE>(a, x_at, q); }, b_at);
 }
 
 /* Which elements of P^T dropout keeps. Transposed, a lane's elements of a block of 16 keys x 16 queries come from two
@@ -436,7 +339,9 @@ FA_DEVICE void add_dq(const fa_args &args, const work &w, unsigned shared, int b
 #pragma unroll
             for (int m = 0; m < DQ_ROWS16; m++)
                 load_matrix_transposed(a[p][m], ds_at.at(k, m) + p * S_PLANE);
-        multiply_step(dq, a, [&](unsigned(&b)[4], int n, int p) { load_matrix_transposed(b, k_at.at(k, n) + p * K_PLANE); });
+        multiply_step<false>(dq, a, [&](unsigned(&b)[4], int n, int p) {
+            load_matrix_transposed(b, k_at.at(k, n) + p * K_PLANE);
+        });
     }
     if (FA_DETERMINISTIC)
         wait_for_turn(args, w, at);
@@ -476,17 +381,20 @@ FA_DEVICE void step_part(block_state &state, const fa_args &args, const work &w,
     share_operand(ds, ds_operand, part);
     if (TEAM > 1)
         share_operand(shared + P_AT, p_operand, part);
-    /* What is in registers needs no barrier, and the others arrive meanwhile. */
     int share = TEAM > 1 ? team_member() : part;
+    if constexpr (TEAM == 4) {
+        team_barrier();
+        add_shared_product<TEAM, FA_HEAD_DIM_V, DO_PLANE>(state.dv, shared + P_AT + key_row * FA_TILE_Q * 2, dout, 0);
+        add_shared_product<TEAM, FA_HEAD_DIM, Q_PLANE>(state.dk, ds + key_row * FA_TILE_Q * 2, q, 0);
+        return;
+    }
+    /* What is in registers needs no barrier, and the others arrive meanwhile. */
     add_own_product<FA_HEAD_DIM_V, DO_PLANE>(state.dv, p_operand, dout, share);
     add_own_product<FA_HEAD_DIM, Q_PLANE>(state.dk, ds_operand, q, share);
-    if (TEAM > 1)
+    if constexpr (TEAM == 2) {
         team_barrier();
-#pragma unroll
-    for (int n = 1; n < TEAM; n++) {
-        int member = (share + n) % TEAM;
-        add_shared_product<FA_HEAD_DIM_V, DO_PLANE>(state.dv, shared + P_AT + key_row * FA_TILE_Q * 2, dout, member);
-        add_shared_product<FA_HEAD_DIM, Q_PLANE>(state.dk, ds + key_row * FA_TILE_Q * 2, q, member);
+        add_shared_product<1, FA_HEAD_DIM_V, DO_PLANE>(state.dv, shared + P_AT + key_row * FA_TILE_Q * 2, dout, 1 - share);
+        add_shared_product<1, FA_HEAD_DIM, Q_PLANE>(state.dk, ds + key_row * FA_TILE_Q * 2, q, 1 - share);
     }
 }
 
@@ -508,12 +416,15 @@ template <bool MASKED> FA_DEVICE void step(block_state &state, const fa_args &ar
             copy_queries(args, w, shared, stage ^ 1, next);
         copy_commit();
     }
-    if (state.step > 0)
+    /* Of two warps on a scheduler one adds dQ while the other makes P and dS. Turns are taken by all at once. */
+    bool late = TEAM == 4 && !FA_DETERMINISTIC && threadIdx.x / 32 >= FA_WARPS / 2;
+    if (state.step > 0 && !late)
         add_dq(args, w, shared, buffer ^ 1, state.before);
-
 #pragma unroll
     for (int part = 0; part < PARTS; part++)
         step_part<MASKED>(state, args, w, shared, part, q, dout, ds, shared + STAT_AT + stage * STAT_BYTES);
+    if (state.step > 0 && late)
+        add_dq(args, w, shared, buffer ^ 1, state.before);
     if (FA_STAGES == 1) {
         __syncthreads();
         if (inside(w, next))

@@ -161,7 +161,7 @@ FA_DEVICE void scores_of_tile(float (&s)[ROWS16][KEYS8][4], const lane_addresses
                     q[0][m][e] = q_kept[m][d][e];
         } else
             load_rows<ROWS16, Q_PLANE>(q, q_at, d);
-        multiply_step(s, q, [&](unsigned(&k)[4], int n, int p) { load_matrix(k, k_at.at(n, d) + p * K_PLANE); });
+        multiply_step<false>(s, q, [&](unsigned(&k)[4], int n, int p) { load_matrix(k, k_at.at(n, d) + p * K_PLANE); });
     }
 }
 
@@ -182,7 +182,9 @@ FA_DEVICE void add_values(float (&o)[ROWS16][COLS8][4], const float (&p)[ROWS16]
                 for (int i = 0; i < PLANES; i++)
                     a[i][m][e] = plane[i];
             }
-        multiply_step(o, a, [&](unsigned(&v)[4], int n, int i) { load_matrix_transposed(v, v_at.at(j, n) + i * V_PLANE); });
+        multiply_step<true>(o, a, [&](unsigned(&v)[4], int n, int i) {
+            load_matrix_transposed(v, v_at.at(j, n) + i * V_PLANE);
+        });
     }
 }
 

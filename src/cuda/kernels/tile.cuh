@@ -263,12 +263,17 @@ FA_DEVICE void load_rows(blocks_of<ROWS16> &a, const ADDRESSES &a_at, int col16)
 }
 
 /* c += A B for 16 numbers of the inner dimension. load(b, n, plane): B of columns 16 n ... 16 n + 15 as load_matrix gives
- * it. float32 leaves out the planes' products that vanish in it. */
-template <int ROWS16, int COLS8, class LOAD>
+ * it. float32 leaves out the planes' products that vanish in it.
+ *
+ * LONG: a sum over a whole sequence. Tensor cores cut a sum off where others round, always towards zero, which is seen in
+ * float32 over thousands of steps: there the products of a step are summed by themselves and then added (decision 0043). */
+template <bool LONG, int ROWS16, int COLS8, class LOAD>
 FA_DEVICE void multiply_step(float (&c)[ROWS16][COLS8][4], const blocks_of<ROWS16> &a, const LOAD &load)
 {
+    constexpr bool APART = LONG && PLANES > 1;
 #pragma unroll
-    for (int n = 0; n < COLS8; n += 2)
+    for (int n = 0; n < COLS8; n += 2) {
+        float sum[ROWS16][2][4] = {};
 #pragma unroll
         for (int p = 0; p < PLANES; p++) {
             unsigned b[4];
@@ -277,10 +282,17 @@ FA_DEVICE void multiply_step(float (&c)[ROWS16][COLS8][4], const blocks_of<ROWS1
             for (int other = 0; other < PLANES - p; other++)
 #pragma unroll
                 for (int m = 0; m < ROWS16; m++) {
-                    multiply_add(c[m][n], a[other][m], b[0], b[1]);
-                    multiply_add(c[m][n + 1], a[other][m], b[2], b[3]);
+                    multiply_add(APART ? sum[m][0] : c[m][n], a[other][m], b[0], b[1]);
+                    multiply_add(APART ? sum[m][1] : c[m][n + 1], a[other][m], b[2], b[3]);
                 }
         }
+        if constexpr (APART)
+#pragma unroll
+            for (int m = 0; m < ROWS16; m++)
+#pragma unroll
+                for (int e = 0; e < 8; e++)
+                    c[m][n + e / 4][e % 4] += sum[m][e / 4][e % 4];
+    }
 }
 
 /*

@@ -1,0 +1,111 @@
+/* The keys that a block of the backward owns, and its way through the query tiles that see them. */
+#ifndef FA_BACKWARD_WORK_CUH
+#define FA_BACKWARD_WORK_CUH
+
+#include "mask.cuh"
+#include "softmax.cuh"
+
+/* What a block works on. */
+struct work {
+    int      b, kv_head, first_head, num_heads, first_k;
+    fa_range keys;            /* of the tile, that count */
+    fa_range tiles;           /* query tiles that may see some of them */
+    fa_range clean;           /* those of which every query sees every key (slices apart): they need no mask */
+    sequence seq;
+    fa_range slices;
+    /* query 0 of head 0 of the sequence: the loop adds a head and a tile */
+    const fa_element *q;
+    const char       *dout;
+    const float      *lse, *delta;
+    float            *dq;
+};
+
+/* A query past the last counts as clean where nothing comes of it: its rows of Q and dO are zeros. */
+FA_DEVICE fa_range clean_tiles(const fa_args &args, const work &w)
+{
+    fa_window window = window_of(args);
+    fa_range  keys   = {w.first_k, w.first_k + FA_TILE_K};
+    int       begin = 0, end = w.seq.seqlen_q;
+    if (keys.begin < w.keys.begin || keys.end > w.keys.end)
+        return {0, 0};
+    if (FA_MASK != FA_MASK_NONE)
+        begin = fa_max_int(0, keys.end - 1 - w.seq.diagonal - window.right);
+    if (FA_MASK == FA_MASK_WINDOW)
+        end = fa_min_int(end, keys.begin - w.seq.diagonal + window.left + 1);
+    bool whole = MODIFIED || end < w.seq.seqlen_q; /* the last tile's other queries would see a key too many */
+    return {(begin + FA_TILE_Q - 1) / FA_TILE_Q, end <= 0 ? 0 : (end + (whole ? 0 : FA_TILE_Q - 1)) / FA_TILE_Q};
+}
+
+FA_DEVICE work work_of(const fa_args &args)
+{
+    work     w;
+    unsigned n = blockIdx.x;
+    w.first_k  = n % args.tiles_k * FA_TILE_K;
+    n /= args.tiles_k;
+    int share = 0;
+    if (FA_HAS_KV_ACCUM) {
+        share = n % args.group_blocks;
+        n /= args.group_blocks;
+    }
+    w.kv_head    = n % args.heads_k;
+    w.b          = n / args.heads_k;
+    w.num_heads  = FA_HAS_KV_ACCUM ? args.group / args.group_blocks : args.group;
+    w.first_head = w.kv_head * args.group + share * w.num_heads;
+    w.seq        = sequence_at(args, w.b);
+    w.slices     = FA_HAS_SLICES ? slices_of(args, w.b) : fa_range{0, 0};
+    w.keys = {fa_max_int(w.first_k, w.seq.key_begin), fa_min_int(w.first_k + FA_TILE_K, w.seq.seqlen_k)};
+    fa_range queries = fa_queries_seeing(window_of(args), w.seq.diagonal, {0, w.seq.seqlen_q}, w.keys);
+    w.tiles = {queries.begin / FA_TILE_Q, (queries.end + FA_TILE_Q - 1) / FA_TILE_Q};
+    if (w.keys.begin >= w.keys.end || queries.begin >= queries.end)
+        w.tiles = {0, 0};
+    w.clean = clean_tiles(args, w);
+
+    fa_i64 token = (fa_i64)w.seq.q_entry * args.q_rows + w.seq.q_row;
+    w.q     = (const fa_element *)args.q.data + w.seq.q_entry * args.q.stride[0] + w.seq.q_row * args.q.stride[1];
+    w.dout  = (const char *)args.dout.data + (w.seq.q_entry * args.dout.stride[0] + w.seq.q_row * args.dout.stride[1]) *
+                                                 (FA_DTYPE_DOUT == FA_F32 ? 4 : 2);
+    w.lse   = (const float *)args.lse.data + w.seq.q_entry * args.lse.stride[0] + w.seq.q_row * args.lse.stride[2];
+    w.delta = args.delta + token;
+    w.dq    = args.dq_accum + token * FA_HEAD_DIM;
+    return w;
+}
+
+FA_DEVICE fa_range queries_of_tile(const work &w, int tile)
+{
+    return {tile * FA_TILE_Q, fa_min_int((tile + 1) * FA_TILE_Q, w.seq.seqlen_q)};
+}
+
+FA_DEVICE fa_range keys_of_block(const work &w) { return {w.first_k, w.first_k + FA_TILE_K}; }
+
+FA_DEVICE bool clean_tile(const fa_args &args, const work &w, int tile)
+{
+    return tile >= w.clean.begin && tile < w.clean.end &&
+           (!FA_HAS_SLICES || slices_tile(args, w.slices, queries_of_tile(w, tile), keys_of_block(w)) == 2);
+}
+
+/* A query tile of one head. */
+struct place {
+    int head, tile;
+};
+
+/* The first place from `at` on where something is visible; head = first_head + num_heads when there is none. */
+FA_DEVICE place settle(const fa_args &args, const work &w, place at)
+{
+    while (at.head < w.first_head + w.num_heads) {
+        if (at.tile >= w.tiles.end) {
+            at = {at.head + 1, w.tiles.begin};
+            continue;
+        }
+        if (!FA_HAS_SLICES || slices_tile(args, w.slices, queries_of_tile(w, at.tile), keys_of_block(w)) != 0)
+            break;
+        at.tile++;
+    }
+    return at;
+}
+
+FA_DEVICE bool inside(const work &w, place at) { return at.head < w.first_head + w.num_heads; }
+
+/* Row 0 of a head's delta and dq_accum lies this many rows behind head 0's. */
+FA_DEVICE fa_i64 head_rows(const fa_args &args, int head) { return (fa_i64)head * args.q_entries * args.q_rows; }
+
+#endif
