@@ -3,6 +3,8 @@
 #include "cli.h"
 #include "gemm.h"
 
+#include <stdlib.h>
+#include <string.h>
 #include <sys/resource.h>
 
 static const char *pass_name(flash_attn_pass pass) { return pass == FLASH_ATTN_FORWARD ? "forward" : "backward"; }
@@ -15,6 +17,44 @@ static double gflops(const bench_row *row, const bench_times *times)
 static double ratio(const bench_row *row)
 {
     return row->standard.repeats && row->ours.repeats ? row->standard.min_ms / row->ours.min_ms : 0;
+}
+
+/* ---- how well a row scales ---- */
+
+/* Of the first number of threads' speed, times how many times as many threads there are: 1 is perfect. */
+typedef struct scaling {
+    double efficiency; /* 0: not known */
+    double of_peak;    /* of what the peak of that many threads leaves: a clock that falls does not count */
+} scaling;
+
+static double peak_of(const bench_report *report, const bench_row *row)
+{
+    bool amx = strstr(row->kernel, "amx") != NULL;
+    return amx ? report->peaks.amx_gflops : report->peaks.fma_gflops;
+}
+
+static scaling scaling_of(const bench_report *report, const bench_row *row)
+{
+    scaling            s     = {0};
+    const bench_first *first = report->row < report->num_first ? &report->first[report->row] : NULL;
+    double             speed = gflops(row, &row->ours), peak = peak_of(report, row);
+    if (!first || !(first->gflops > 0) || !(first->peak > 0) || !(peak > 0))
+        return s;
+    s.efficiency = speed / first->gflops * report->first_threads / report->threads;
+    s.of_peak    = speed / first->gflops * first->peak / peak;
+    return s;
+}
+
+/* Keeps the rows at the first number of threads. Without memory the later ones say nothing. */
+static void keep_first(bench_report *report, const bench_row *row)
+{
+    if (!report->scaling || report->threads != report->first_threads || report->row != report->num_first)
+        return;
+    bench_first *more = realloc(report->first, (size_t)(report->num_first + 1) * sizeof *more);
+    if (!more)
+        return;
+    report->first                      = more;
+    report->first[report->num_first++] = (bench_first){.gflops = gflops(row, &row->ours), .peak = peak_of(report, row)};
 }
 
 static int64_t peak_rss_bytes(void)
@@ -56,7 +96,7 @@ void bench_report_begin(bench_report *report, const flash_attn_device_info *devi
     if (report->csv)
         fputs("pass,dtype,batch,heads,heads_k,seqlen_q,seqlen_k,head_dim,causal,threads,kernel,right,error,tolerance,"
               "repeats,min_ms,median_ms,gflops,fma_peak_gflops,amx_peak_gflops,standard_min_ms,standard_median_ms,"
-              "standard_gflops,ratio_to_standard,memory_bytes,standard_memory_bytes\n",
+              "standard_gflops,ratio_to_standard,memory_bytes,standard_memory_bytes,efficiency,efficiency_of_peak\n",
               report->csv);
 }
 
@@ -72,15 +112,17 @@ static void keep_peaks(bench_report *report)
 void bench_report_threads(bench_report *report, int threads, cli_peaks peaks)
 {
     keep_peaks(report);
-    report->threads = threads;
-    report->peaks   = peaks;
+    report->threads       = threads;
+    report->row           = 0;
+    report->first_threads = report->first_threads ? report->first_threads : threads;
+    report->peaks         = peaks;
     fprintf(report->table, "\nat %d thread%s: float32 peak %.0f GFLOP/s (%s)", threads, threads == 1 ? "" : "s",
             peaks.fma_gflops, peaks.fma_name);
     if (peaks.amx_gflops > 0)
         fprintf(report->table, ", bfloat16 AMX peak %.0f GFLOP/s", peaks.amx_gflops);
-    fprintf(report->table, "\n%-8s %-5s %4s %-6s %6s |%9s %9s %8s %5s %5s |%9s %8s |%7s |%8s %9s\n", "pass", "dtype",
+    fprintf(report->table, "\n%-8s %-5s %4s %-6s %6s |%9s %9s %8s %5s %5s |%9s %8s |%7s |%8s %9s%s\n", "pass", "dtype",
             "d", "mask", "s", "min ms", "median", "GFLOP/s", "%FMA", "%AMX", "standard", "GFLOP/s", "speedup", "MB",
-            "std MB");
+            "std MB", report->scaling ? " | eff.%  of peak" : "");
 }
 
 static void print_row(const bench_report *report, const bench_row *row)
@@ -106,13 +148,15 @@ static void print_row(const bench_report *report, const bench_row *row)
     else
         fprintf(table, "%5s |", "-");
     if (row->standard.repeats)
-        fprintf(table, "%9.3f %8.1f |%6.2fx |%8.2f %9.1f\n", row->standard.min_ms, gflops(row, &row->standard),
+        fprintf(table, "%9.3f %8.1f |%6.2fx |%8.2f %9.1f", row->standard.min_ms, gflops(row, &row->standard),
                 ratio(row), (double)row->ours_bytes * 1e-6, (double)row->standard_bytes * 1e-6);
-    else if (row->over_limit)
-        fprintf(table, "%18s |%7s |%8.2f %9.1f, over the limit\n", "not run", "-", (double)row->ours_bytes * 1e-6,
-                (double)row->standard_bytes * 1e-6);
     else
-        fprintf(table, "%18s |%7s |%8.2f\n", "not asked for", "-", (double)row->ours_bytes * 1e-6);
+        fprintf(table, "%18s |%7s |%8.2f %9s", row->over_limit ? "over the limit" : "not asked for", "-",
+                (double)row->ours_bytes * 1e-6, "-");
+    scaling s = scaling_of(report, row);
+    if (report->scaling && s.efficiency > 0)
+        fprintf(table, " |%6.1f %8.1f", 100 * s.efficiency, 100 * s.of_peak);
+    fputc('\n', table);
 }
 
 static void write_json_row(bench_report *report, const bench_row *row)
@@ -155,6 +199,8 @@ static void write_json_row(bench_report *report, const bench_row *row)
     json_bool(json, "standard_over_memory_limit", row->over_limit);
     json_whole(json, "standard_memory_bytes", row->standard_bytes);
     json_real(json, "ratio_to_standard", ratio(row));
+    json_real(json, "efficiency", scaling_of(report, row).efficiency);
+    json_real(json, "efficiency_of_peak", scaling_of(report, row).of_peak);
     json_close(json, '}');
 }
 
@@ -172,23 +218,29 @@ static void write_csv_row(bench_report *report, const bench_row *row)
                 gflops(row, &row->standard), ratio(row));
     else
         fputs(",,,,", report->csv);
-    fprintf(report->csv, "%lld,%lld\n", (long long)row->ours_bytes, (long long)row->standard_bytes);
+    scaling s = scaling_of(report, row);
+    fprintf(report->csv, "%lld,%lld,%.4g,%.4g\n", (long long)row->ours_bytes, (long long)row->standard_bytes,
+            s.efficiency, s.of_peak);
 }
 
 void bench_report_row(bench_report *report, const bench_row *row)
 {
+    keep_first(report, row);
     print_row(report, row);
     fflush(report->table);
     if (report->json_file)
         write_json_row(report, row);
     if (report->csv)
         write_csv_row(report, row);
+    report->row++;
 }
 
 void bench_report_end(bench_report *report, int num_rows, int num_wrong)
 {
     cli_json *json = &report->json;
     keep_peaks(report);
+    free(report->first);
+    report->first = NULL;
     fprintf(report->table, "\n%d rows, %d wrong; peak resident memory %.0f MB", num_rows, num_wrong,
             (double)peak_rss_bytes() * 1e-6);
     for (int i = 0; i < report->num_peaks; i++) {

@@ -9,13 +9,23 @@
 
 #include <stdio.h>
 
+/* A row at the first number of threads, to which the later ones' are compared. */
+typedef struct bench_first {
+    double gflops; /* 0: not timed */
+    double peak;   /* of what the kernel multiplies with, GFLOP/s */
+} bench_first;
+
 typedef struct bench_report {
-    FILE     *table, *json_file, *csv; /* json_file, csv: NULL if not wanted */
-    cli_json  json;
-    bool      quick;
-    cli_peaks peaks; /* at the threads of the rows that follow; the caller may improve them */
-    int       threads;
-    int       num_peaks; /* those of earlier numbers of threads */
+    FILE        *table, *json_file, *csv; /* json_file, csv: NULL if not wanted */
+    cli_json     json;
+    bool         quick;
+    cli_peaks    peaks; /* at the threads of the rows that follow; the caller may improve them */
+    int          threads;
+    bool         scaling; /* rows come at several numbers of threads: say how well they scale */
+    int          row;     /* of the rows at these threads */
+    int          first_threads, num_first;
+    bench_first *first;     /* [num_first], by row */
+    int          num_peaks; /* those of earlier numbers of threads */
     struct {
         int       threads;
         cli_peaks peaks;

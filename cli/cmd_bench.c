@@ -78,11 +78,14 @@ static const cli_help bench_help = {
     .usage    = "[--quick] [options]",
     .about    = "Time standard attention (three passes, S and P in memory) against flashattn in turns, after\n"
                 "checking both against the formula in double. GFLOP/s count 4 s^2 d heads batch, half of it when\n"
-                "causal, 2.5 times for the backward; %FMA and %AMX are of the peaks measured in the same run.",
+                "causal, 2.5 times for the backward; %FMA and %AMX are of the peaks measured in the same run. With\n"
+                "several numbers of threads eff.% is parallel efficiency against the first of them; of peak:\n"
+                "the same, corrected by how much the peaks have grown.",
     .examples = "  flashattn bench --quick\n"
                 "  flashattn bench --seqlen 1024,4096,16384 --head-dim 128 --dtype bf16 --json bench.json\n"
                 "  flashattn bench --seqlen-q 1 --seqlen 32768 --heads 32 --heads-k 8 --pass forward\n"
                 "  flashattn bench --threads 1,2,4 --isa avx2 --mask causal --csv bench.csv\n"
+                "  flashattn bench --threads 1,2,4,8,16 --seqlen 8192 --no-standard\n"
                 "  flashattn bench --kernel all\n"
                 "  flashattn bench --kernel k4.2,k6,forward_sm80 --head-dim 128 --seqlen 1024,8192 --json ladder.json",
 };
@@ -99,15 +102,15 @@ static void set_default(cli_list *list, int count, const int64_t *values)
 static int run_kernels(bench_flags *flags)
 {
     static const int64_t lengths[] = {8192}, dims[] = {64, 128}, dtypes[] = {FLASH_ATTN_BF16};
-    const char *foreign = flags->threads.count           ? "--threads"
-                          : flags->isa != 0              ? "--isa"
-                          : flags->no_amx_split          ? "--no-amx-split"
-                          : flags->no_standard           ? "--no-standard"
-                          : flags->memory_limit_bytes >= 0 ? "--memory-limit"
-                          : flags->quick                 ? "--quick"
-                          : flags->csv                   ? "--csv"
-                          : flags->passes & 2            ? "--pass backward"
-                                                         : NULL;
+    const char          *foreign = flags->threads.count             ? "--threads"
+                                   : flags->isa != 0                ? "--isa"
+                                   : flags->no_amx_split            ? "--no-amx-split"
+                                   : flags->no_standard             ? "--no-standard"
+                                   : flags->memory_limit_bytes >= 0 ? "--memory-limit"
+                                   : flags->quick                   ? "--quick"
+                                   : flags->csv                     ? "--csv"
+                                   : flags->passes & 2              ? "--pass backward"
+                                                                    : NULL;
     if (foreign)
         return cli_fail_usage(&bench_help, "%s does not go with --kernel", foreign);
     if (flags->device.given && flags->device.device.type != FLASH_ATTN_CUDA)
@@ -310,14 +313,15 @@ int cli_bench(int argc, char **argv)
     if (go_on != CLI_GO_ON)
         return go_on;
 
-    bool to_stdout   = run.report.json_file == stdout || run.report.csv == stdout;
-    run.report.table = to_stdout ? stderr : stdout;
-    run.report.quick = flags.quick;
-    run.settings     = (bench_settings){.device        = flags.device.device,
-                                        .with_standard = !flags.no_standard,
-                                        .seconds       = flags.seconds.value,
-                                        .least_repeats = 3,
-                                        .seed          = flags.seed};
+    bool to_stdout     = run.report.json_file == stdout || run.report.csv == stdout;
+    run.report.table   = to_stdout ? stderr : stdout;
+    run.report.quick   = flags.quick;
+    run.report.scaling = flags.threads.count > 1;
+    run.settings       = (bench_settings){.device        = flags.device.device,
+                                          .with_standard = !flags.no_standard,
+                                          .seconds       = flags.seconds.value,
+                                          .least_repeats = 3,
+                                          .seed          = flags.seed};
     int passes = (flags.passes & 1) + (flags.passes >> 1), masks = (flags.masks & 1) + (flags.masks >> 1);
     run.progress = cli_progress_start((int64_t)flags.threads.count * flags.dtype.count * flags.head_dim.count *
                                       flags.seqlen.count * passes * masks);
