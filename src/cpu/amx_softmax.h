@@ -24,37 +24,42 @@ enum { MARGIN = 8, UNIT = 32 };
 /* ---- exp2 ---- */
 
 typedef struct constants {
-    __m512 multiplier, magic, table, c1, c2, c3;
+    __m512 multiplier, magic, table, c0, c1, c2;
 } constants;
 
+/* 2^y is 2^n 2^(i / 16) 2^r, r in [0, 1/16), the middle factor from a table. 2^r: scale ((r + c1)^2 + c0), 4e-7, with
+ * scale in the table, or for three pieces 1 + r (c0 + c1 r + c2 r^2), 1e-9. Adding magic leaves 16 y in the low bits.
+ */
 static constants constants_make(float multiplier, int pieces)
 {
-    /* 2^(n / 16), and what 2^r - 1 is for r in [0, 1/16): r (c1 + c2 r), 5e-7, or r (c1 + c2 r + c3 r^2), 1e-9. Adding
-     * magic leaves 16 y in the low bits. */
-    bool exact = pieces == 3;
+    bool   exact = pieces == 3;
+    __m512 table = _mm512_setr_ps(0x1p0f, 0x1.0b5586p0f, 0x1.172b84p0f, 0x1.2387a6p0f, 0x1.306fep0f, 0x1.3dea64p0f,
+                                  0x1.4bfdaep0f, 0x1.5ab07ep0f, 0x1.6a09e6p0f, 0x1.7a1148p0f, 0x1.8ace54p0f,
+                                  0x1.9c4918p0f, 0x1.ae89fap0f, 0x1.c199bep0f, 0x1.d5818ep0f, 0x1.ea4afap0f);
     return (constants){
-        _mm512_set1_ps(multiplier),
-        _mm512_set1_ps(0x1.8p19f),
-        _mm512_setr_ps(0x1p0f, 0x1.0b5586p0f, 0x1.172b84p0f, 0x1.2387a6p0f, 0x1.306fep0f, 0x1.3dea64p0f, 0x1.4bfdaep0f,
-                       0x1.5ab07ep0f, 0x1.6a09e6p0f, 0x1.7a1148p0f, 0x1.8ace54p0f, 0x1.9c4918p0f, 0x1.ae89fap0f,
-                       0x1.c199bep0f, 0x1.d5818ep0f, 0x1.ea4afap0f),
-        _mm512_set1_ps(exact ? 0x1.62e43ep-1f : 0x1.62d7d8p-1f),
-        _mm512_set1_ps(exact ? 0x1.ebe5b8p-3f : 0x1.f5f7cp-3f),
-        _mm512_set1_ps(0x1.d03d66p-5f),
+        .multiplier = _mm512_set1_ps(multiplier),
+        .magic      = _mm512_set1_ps(0x1.8p19f),
+        .table      = exact ? table : _mm512_mul_ps(table, _mm512_set1_ps(0x1.f6be0p-3f)),
+        .c0         = _mm512_set1_ps(exact ? 0x1.62e43ep-1f : 0x1.0a624cp1f),
+        .c1         = _mm512_set1_ps(exact ? 0x1.ebe5b8p-3f : 0x1.695cc8p0f),
+        .c2         = _mm512_set1_ps(0x1.d03d66p-5f),
     };
 }
 
-/* 2^(s * multiplier + shift); s = -inf gives 0. Six operations for the FMA ports (seven with three pieces) and two for
- * port 5 or any: with tiles at work each port is a limit of its own. */
+/* 2^(s * multiplier + shift); s = -inf gives 0. Five operations for the FMA ports (seven with three pieces) and three
+ * for port 5 or any: with tiles at work each port is a limit of its own. */
 FA_AMX_INLINE __m512 exp2_of(__m512 s, __m512 shift, const constants *k, int pieces)
 {
     __m512 y    = _mm512_fmadd_ps(s, k->multiplier, shift);
     __m512 t    = _mm512_add_round_ps(y, k->magic, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     __m512 r    = _mm512_reduce_ps(y, 4 << 4 | _MM_FROUND_TO_NEG_INF); /* y less a multiple of 1/16 */
     __m512 base = _mm512_permutexvar_ps(_mm512_castps_si512(t), k->table);
-    __m512 c    = pieces == 3 ? _mm512_fmadd_ps(k->c3, r, k->c2) : k->c2;
-    __m512 q    = _mm512_mul_ps(_mm512_fmadd_ps(c, r, k->c1), r);
-    return _mm512_scalef_ps(_mm512_fmadd_ps(base, q, base), y);
+    if (pieces == 3) {
+        __m512 q = _mm512_fmadd_ps(_mm512_fmadd_ps(k->c2, r, k->c1), r, k->c0);
+        return _mm512_scalef_ps(_mm512_fmadd_ps(base, _mm512_mul_ps(q, r), base), y);
+    }
+    r = _mm512_add_ps(r, k->c1);
+    return _mm512_scalef_ps(_mm512_mul_ps(base, _mm512_fmadd_ps(r, r, k->c0)), y);
 }
 
 /* ---- rows of a unit ---- */

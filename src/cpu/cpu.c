@@ -50,10 +50,10 @@ static void choose_tables(fa_cpu *cpu, flash_attn_isa cap, bool no_amx_split)
 static const struct {
     flash_attn_dtype dtype;
     int              head_dim, same[2];
-} pieces[] = {{FLASH_ATTN_F32, 32, {288, 448}},
-              {FLASH_ATTN_F32, INT_MAX, {192, 288}},
-              {FLASH_ATTN_F16, 32, {288, 96}},
-              {FLASH_ATTN_F16, INT_MAX, {96, 96}}};
+} pieces[] = {{FLASH_ATTN_F32, 32, {64, 448}},
+              {FLASH_ATTN_F32, INT_MAX, {56, 288}},
+              {FLASH_ATTN_F16, 32, {56, 96}},
+              {FLASH_ATTN_F16, INT_MAX, {32, 96}}};
 
 static const fa_kernels *kernels_by_shape(const fa_cpu *cpu, const fa_call *call, flash_attn_pass pass, int64_t rows,
                                           int64_t keys)
