@@ -306,7 +306,8 @@ typedef struct flash_attn_grads {
 /* How to run a call. NULL or zero for the simple case. */
 typedef struct flash_attn_exec {
     void    *stream;          /* CUDA: a CUstream of the device; NULL is the default stream. NULL on the host. */
-    void    *workspace;       /* scratch memory on the device, any alignment; NULL: the library allocates */
+    void    *workspace;       /* scratch memory on the device, any alignment; NULL: the library allocates, and on the CPU
+                                 the context keeps up to 256 MB for its next call */
     size_t   workspace_bytes; /* at least flash_attn_workspace_size, or NO_MEMORY; 0 without workspace */
     int32_t  num_threads;     /* CPU: at most so many; 0: the context's number */
     int32_t  reserved0;

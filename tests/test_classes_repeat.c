@@ -24,7 +24,20 @@ static uint64_t hash_of_outputs(const fixture *f)
     return hash;
 }
 
-/* GQA with everything that accumulates; fresh memory is filled with another byte each time. */
+/* What a new context of so many threads computes. Its memory is fresh, and filled with another byte each time. */
+static uint64_t hash_with_new_context(fixture *f, const tier *t, int num_threads, int fill)
+{
+    flash_attn_options options = {.num_threads = num_threads, .max_isa = t->isa};
+    tier               own     = *t;
+    mallopt(M_PERTURB, fill);
+    expect_status(flash_attn_create(&own.context, &options), FLASH_ATTN_OK, "create");
+    fixture_run(f, &own, num_threads);
+    flash_attn_destroy(own.context);
+    mallopt(M_PERTURB, 0);
+    return hash_of_outputs(f);
+}
+
+/* GQA with everything that accumulates. */
 static void repeat(const tier *t, flash_attn_dtype dtype)
 {
     test_case c     = {.batch    = 2,
@@ -39,16 +52,13 @@ static void repeat(const tier *t, flash_attn_dtype dtype)
     fixture   f     = fixture_make(&c, dtype, 21);
     uint64_t  first = 0;
     for (int n = 0; n < 60; n++) {
-        mallopt(M_PERTURB, 1 + n);
-        void *pressure = malloc((size_t)(1 + n % 7) * 10000);
-        fixture_run(&f, t, 1 + n % HARNESS_THREADS);
+        void    *pressure = malloc((size_t)(1 + n % 7) * 10000);
+        uint64_t hash     = hash_with_new_context(&f, t, 1 + n % HARNESS_THREADS, 1 + n);
         free(pressure);
-        uint64_t hash = hash_of_outputs(&f);
-        first         = n == 0 ? hash : first;
+        first = n == 0 ? hash : first;
         if (hash != first)
             fail_msg("%s: run %d, %d threads: other bits", t->name, n, 1 + n % HARNESS_THREADS);
     }
-    mallopt(M_PERTURB, 0);
     fixture_free(&f);
 }
 
@@ -163,8 +173,8 @@ static void a_sequence_has_the_same_bits_alone_and_in_varlen(void **state)
     for_each_tier_and_dtype(varlen);
 }
 
-/* How the work is cut depends on the context's threads: long enough for several blocks of queries and tiles of keys. NaN
- * in a value and in a query: what is left out of packed memory must not depend on who packs. */
+/* How the work is cut depends on the context's threads: long enough for several blocks of queries and tiles of keys.
+ * NaN in a value and in a query: what is left out of packed memory must not depend on who packs. */
 static void cut(const tier *t, flash_attn_dtype dtype)
 {
     static const test_case shapes[] = {
@@ -185,12 +195,7 @@ static void cut(const tier *t, flash_attn_dtype dtype)
         set(&f.p.v, 0, f.p.v.shape[1] / 2, 0, 3, NAN);
         set(&f.p.q, 0, f.p.q.shape[1] / 3, 0, 5, NAN);
         for (size_t m = 0; m < sizeof threads / sizeof threads[0]; m++) {
-            flash_attn_options options = {.num_threads = threads[m], .max_isa = t->isa};
-            tier               own     = *t;
-            expect_status(flash_attn_create(&own.context, &options), FLASH_ATTN_OK, "create");
-            fixture_run(&f, &own, threads[m]);
-            flash_attn_destroy(own.context);
-            uint64_t hash = hash_of_outputs(&f);
+            uint64_t hash = hash_with_new_context(&f, t, threads[m], 1 + (int)m);
             first         = m == 0 ? hash : first;
             if (hash != first)
                 fail_msg("%s: shape %zu, a context of %d threads: other bits", t->name, n, threads[m]);

@@ -544,7 +544,7 @@ flash_attn_status fa_cpu_backward(fa_cpu *cpu, const fa_call *call, const fa_exe
     int       threads = fa_min_int(exec->num_threads, cpu->num_threads);
     tables    t       = tables_of(cpu, call);
     fa_memory memory;
-    FA_TRY(fa_memory_get(&memory, exec, fa_backward_bytes(cpu, call, threads)));
+    FA_TRY(fa_memory_get(&memory, cpu, exec, fa_backward_bytes(cpu, call, threads)));
     bool second = t.count > 1 && is_used(cpu, call, &t, 1);
     for (int n = 0; n < t.count; n++) {
         if (n == 0 ? !is_used(cpu, call, &t, 0) : !second)
@@ -553,6 +553,6 @@ flash_attn_status fa_cpu_backward(fa_cpu *cpu, const fa_call *call, const fa_exe
         fa_backward_carve(&r, memory.base);
         run_table(&r, cpu);
     }
-    fa_memory_free(&memory);
+    fa_memory_free(&memory, cpu);
     return FLASH_ATTN_OK;
 }

@@ -87,10 +87,12 @@ flash_attn_status fa_cpu_create(fa_cpu **cpu, const flash_attn_options *options)
     int            num_threads = options->num_threads > 0 ? options->num_threads : fa_num_cores();
     flash_attn_isa cap         = options->max_isa != FLASH_ATTN_ISA_AUTO ? options->max_isa : FLASH_ATTN_ISA_AMX;
     fa_cpu        *made        = calloc(1, sizeof *made);
-    if (made)
+    if (made) {
+        made->kept    = calloc(1, sizeof *made->kept);
         made->threads = fa_threads_create(options, num_threads);
-    if (!made || !made->threads) {
-        free(made);
+    }
+    if (!made || !made->threads || !made->kept) {
+        fa_cpu_destroy(made);
         return fa_fail(FLASH_ATTN_NO_MEMORY, "no memory for a context of %d threads", num_threads);
     }
     made->num_threads = num_threads;
@@ -107,6 +109,9 @@ void fa_cpu_destroy(fa_cpu *cpu)
     if (!cpu)
         return;
     fa_threads_destroy(cpu->threads);
+    if (cpu->kept)
+        free(atomic_load(&cpu->kept->block));
+    free(cpu->kept);
     free(cpu);
 }
 

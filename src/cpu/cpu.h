@@ -252,6 +252,11 @@ flash_attn_status fa_tuning_store(const fa_isa *isa, const char *file, const fa_
 
 /* ---- the backend ---- */
 
+/* Memory that a call has left for the next one (fa_memory_get in tile.h); NULL: none, or in use. */
+typedef struct fa_kept {
+    _Atomic(void *) block;
+} fa_kept;
+
 struct fa_cpu {
     fa_isa            isa;
     flash_attn_isa    tier;       /* after the caller's cap */
@@ -260,6 +265,7 @@ struct fa_cpu {
     bool              by_shape;   /* `vector` also where AMX is there but slower */
     fa_threads       *threads;
     int               num_threads;
+    fa_kept          *kept;
     fa_tuning         tuning;
     flash_attn_tuning tuned; /* where `tuning` comes from */
 };

@@ -168,7 +168,7 @@ static void need_packed(const block *b, const fa_tile *tile)
     if (b->shape->shared) {
         int64_t number = tile->keys.begin / b->shape->tile.k, pair = tile->b * call->heads_k + tile->head_k;
         fa_wait_for(&r->shared_done[pair * r->plan.shared_tiles + number], 2);
-        s->keys = fa_forward_shared_keys(r, tile->b, tile->head_k, number);
+        s->keys = fa_forward_shared_keys(r, b->shape, pair, number);
         if (*s->keys.num_bad > 0)
             s->v_rows = fa_key_rows(call, &call->v, tile, s->row_v);
         return;
@@ -380,7 +380,7 @@ static void run_pack(run *r, scratch *s, int64_t task)
     if (!shape.shared || begin >= seen.end || end <= seen.begin)
         return;
     tile.keys          = (fa_range){fa_max_int((int)begin, keys.begin), fa_min_int((int)end, keys.end)};
-    packed_keys packed = fa_forward_shared_keys(r, tile.b, tile.head_k, number);
+    packed_keys packed = fa_forward_shared_keys(r, &shape, pair, number);
     if (task % 2 == 0) {
         fa_rows rows = fa_key_rows(call, &call->k, &tile, s->row_k);
         shape.kernels->pack(FA_ROLE_K, packed.k, &rows, NULL);
@@ -421,7 +421,7 @@ flash_attn_status fa_cpu_forward(fa_cpu *cpu, const fa_call *call, const fa_exec
     int       threads = fa_min_int(exec->num_threads, cpu->num_threads);
     run       r       = {.plan = fa_forward_plan(cpu, call, threads)};
     fa_memory memory;
-    FA_TRY(fa_memory_get(&memory, exec, fa_forward_carve_run(&r, NULL)));
+    FA_TRY(fa_memory_get(&memory, cpu, exec, fa_forward_carve_run(&r, NULL)));
     fa_forward_carve_run(&r, memory.base);
     if (r.plan.parallel_splits)
         memset(r.parts_done, 0, (size_t)(call->batch * call->heads_k) * sizeof(atomic_int));
@@ -430,6 +430,6 @@ flash_attn_status fa_cpu_forward(fa_cpu *cpu, const fa_call *call, const fa_exec
     int64_t tasks = fa_forward_count_tasks(&r) + r.pack_tasks;
     atomic_store(&r.next, 0);
     fa_threads_run(cpu->threads, (int)(tasks < threads ? tasks : threads), run_thread, &r);
-    fa_memory_free(&memory);
+    fa_memory_free(&memory, cpu);
     return FLASH_ATTN_OK;
 }

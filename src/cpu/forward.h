@@ -28,6 +28,7 @@ typedef struct plan {
     size_t         q_bytes, k_bytes, v_bytes, fused_bytes;
     int            tile_q, tile_k, ldo;
     int64_t shared_tiles; /* of keys of one head, at most, that are packed once for all blocks; 0: each block packs */
+    size_t  shared_bytes; /* of one head */
 } plan;
 
 /* A tile of keys and values, packed. */
@@ -61,10 +62,9 @@ typedef struct run {
     float       *parts; /* [batch, heads_k, max_splits] of part_floats */
     int64_t      part_floats;
     int          part_rows;
-    atomic_int  *parts_done; /* [batch, heads_k] */
-    char        *shared;     /* [batch, heads_k, shared_tiles] of shared_bytes */
-    size_t       shared_bytes;
-    atomic_int  *shared_done; /* likewise: how many of K and V are packed */
+    atomic_int  *parts_done;  /* [batch, heads_k] */
+    char        *shared;      /* [batch, heads_k] of shared_bytes */
+    atomic_int  *shared_done; /* [batch, heads_k, shared_tiles]: how many of K and V are packed */
 } run;
 
 plan    fa_forward_plan(const fa_cpu *cpu, const fa_call *call, int threads);
@@ -76,7 +76,9 @@ fa_range fa_forward_block_tiles(const plan *p, const shape *s, int64_t block);
 int64_t fa_forward_count_tasks(run *r);
 
 /* Lay out memory from `base`, NULL: only measure. */
-size_t      fa_forward_carve_run(run *r, char *base);
-scratch     fa_forward_carve_scratch(fa_arena *arena, const plan *p);
-packed_keys fa_forward_shared_keys(const run *r, int64_t b, int64_t head_k, int64_t number);
+size_t  fa_forward_carve_run(run *r, char *base);
+scratch fa_forward_carve_scratch(fa_arena *arena, const plan *p);
+/* Tile `number` of a pair, one key head of one sequence, whose shape is s. */
+packed_keys fa_forward_shared_keys(const run *r, const shape *s, int64_t pair, int64_t number);
+
 #endif

@@ -85,32 +85,47 @@ static int64_t part_rows(const plan *p)
     return rows < p->tile_q ? rows : p->tile_q;
 }
 
-static packed_keys carve_keys(fa_arena *arena, const plan *p)
+static packed_keys carve_keys(fa_arena *arena, size_t k_bytes, size_t v_bytes, int tile_k)
 {
     packed_keys keys;
-    keys.k       = fa_carve(arena, p->k_bytes);
-    keys.v       = fa_carve(arena, p->v_bytes);
-    keys.bad     = fa_carve(arena, (size_t)p->tile_k * sizeof(int));
+    keys.k       = fa_carve(arena, k_bytes);
+    keys.v       = fa_carve(arena, v_bytes);
+    keys.bad     = fa_carve(arena, (size_t)tile_k * sizeof(int));
     keys.num_bad = fa_carve(arena, sizeof(int));
     return keys;
 }
 
-static size_t packed_keys_bytes(const plan *p)
+/* A packed tile of the sequences that take this table. */
+static packed_keys carve_keys_of(fa_arena *arena, const plan *p, const fa_kernels *kernels)
+{
+    int tile_k = fa_tiles(p->cpu, kernels, p->call).k;
+    return carve_keys(arena, kernels->packed_bytes(FA_ROLE_K, tile_k, (int)p->call->head_dim),
+                      kernels->packed_bytes(FA_ROLE_V, tile_k, (int)p->call->head_dim_v), tile_k);
+}
+
+static size_t packed_tile_bytes(const plan *p, const fa_kernels *kernels)
 {
     fa_arena arena = {NULL, 0};
-    carve_keys(&arena, p);
+    carve_keys_of(&arena, p, kernels);
     return arena.used;
 }
 
-/* Tiles of keys of one head, at most; 0 if packing them for all heads takes too much memory. */
-static int64_t tiles_to_share(const plan *p)
+/* Room for the packed keys of a head, whichever table its sequence takes; none if all heads' take too much. */
+static void make_room_to_share(plan *p)
 {
-    const fa_call *call  = p->call;
-    int            least = p->tile_k; /* keys of the shortest tile that a sequence may have */
-    for (int n = 0; n < 2; n++)
-        least = fa_min_int(least, fa_tiles(p->cpu, n ? p->cpu->vector : p->cpu->kernels[call->q.dtype], call).k);
-    int64_t tiles = (call->max_seqlen_k + least - 1) / least, pairs = call->batch * call->heads_k;
-    return pairs * tiles <= MAX_SHARED_BYTES / (int64_t)packed_keys_bytes(p) ? tiles : 0;
+    int64_t tiles_of_head = 0, bytes_of_head = 0, pairs = p->call->batch * p->call->heads_k;
+    for (int n = 0; n < 2; n++) {
+        const fa_kernels *kernels = n ? p->cpu->vector : p->cpu->kernels[p->call->q.dtype];
+        int64_t           tile_k  = fa_tiles(p->cpu, kernels, p->call).k;
+        int64_t           tiles   = (p->call->max_seqlen_k + tile_k - 1) / tile_k;
+        int64_t           bytes   = tiles * (int64_t)packed_tile_bytes(p, kernels);
+        tiles_of_head             = tiles > tiles_of_head ? tiles : tiles_of_head;
+        bytes_of_head             = bytes > bytes_of_head ? bytes : bytes_of_head;
+    }
+    if (bytes_of_head > 0 && pairs <= MAX_SHARED_BYTES / bytes_of_head) {
+        p->shared_tiles = tiles_of_head;
+        p->shared_bytes = (size_t)bytes_of_head;
+    }
 }
 
 /* As many tiles as fill half of the second-level cache (or what was measured) with Q and O, but enough blocks for the
@@ -127,7 +142,7 @@ static void choose_blocks(plan *p)
     int64_t        longest = (call->max_seqlen_q / p->tile_q + 1) * call->group; /* no block has more */
     int64_t        tiles   = threads > 1 ? all / (2 * threads) : all;
     if (threads > 1 && tiles < fit && tiles < longest)
-        p->shared_tiles = tiles_to_share(p);
+        make_room_to_share(p);
     if (threads > 1 && p->shared_tiles == 0)
         tiles = all / (4 * threads);
     tiles              = tiles < fit ? tiles : fit;
@@ -177,7 +192,7 @@ scratch fa_forward_carve_scratch(fa_arena *arena, const plan *p)
     s.o       = fa_carve_floats(arena, tiles * p->tile_q * p->ldo);
     s.m       = fa_carve_floats(arena, tiles * rows);
     s.l       = fa_carve_floats(arena, tiles * rows);
-    s.own     = carve_keys(arena, p);
+    s.own     = carve_keys(arena, p->k_bytes, p->v_bytes, p->tile_k);
     s.s       = fa_carve_floats(arena, (int64_t)p->tile_q * fa_score_ld(p->tile_k));
     s.rescale = fa_carve_floats(arena, rows);
     s.temp    = fa_carve_floats(arena, p->ldo);
@@ -201,22 +216,21 @@ size_t fa_forward_carve_run(run *r, char *base)
     r->part_rows     = (int)rows;
     r->part_floats   = rows * p->ldo + 2 * fa_row_array((int)rows);
     r->scratch_bytes = one.used;
-    r->shared_bytes  = packed_keys_bytes(p);
     r->task_begin    = fa_carve(&arena, (size_t)(p->call->batch + 1) * sizeof(int64_t));
     r->scratch       = fa_carve(&arena, r->scratch_bytes * (size_t)p->threads);
     r->parts         = fa_carve_floats(&arena, heads * p->max_splits * r->part_floats);
     r->parts_done    = fa_carve(&arena, (size_t)heads * sizeof(atomic_int));
     r->shared_done   = fa_carve(&arena, (size_t)(pairs * p->shared_tiles) * sizeof(atomic_int));
-    r->shared        = fa_carve(&arena, (size_t)(pairs * p->shared_tiles) * r->shared_bytes);
+    r->shared        = fa_carve(&arena, (size_t)pairs * p->shared_bytes);
     return arena.used;
 }
 
-packed_keys fa_forward_shared_keys(const run *r, int64_t b, int64_t head_k, int64_t number)
+packed_keys fa_forward_shared_keys(const run *r, const shape *s, int64_t pair, int64_t number)
 {
     const plan *p     = &r->plan;
-    int64_t     index = (b * p->call->heads_k + head_k) * p->shared_tiles + number;
-    fa_arena    arena = {r->shared + (size_t)index * r->shared_bytes, 0};
-    return carve_keys(&arena, p);
+    fa_arena    arena = {r->shared + (size_t)pair * p->shared_bytes, 0};
+    arena.used        = (size_t)number * packed_tile_bytes(p, s->kernels);
+    return carve_keys_of(&arena, p, s->kernels);
 }
 
 /* ---- what cpu.c asks ---- */

@@ -5,22 +5,51 @@
 
 /* ---- memory ---- */
 
-flash_attn_status fa_memory_get(fa_memory *memory, const fa_exec *exec, size_t bytes)
+/* More would be much to hold for a call that may never come. */
+#define MAX_KEPT_BYTES ((size_t)256 << 20)
+
+typedef struct kept_block {
+    size_t bytes; /* with this */
+} kept_block;
+
+/* The C library gives back large blocks at once, and the system's pages have to be cleared and mapped anew in the next
+ * call, which is serial work in part. So one block stays with the context. It is taken out while a call uses it: of two
+ * calls at once one allocates. */
+flash_attn_status fa_memory_get(fa_memory *memory, const fa_cpu *cpu, const fa_exec *exec, size_t bytes)
 {
-    char *base    = exec->workspace;
-    memory->owned = NULL;
+    char  *base = exec->workspace;
+    size_t all  = bytes + FA_ALIGN_SLACK + sizeof(kept_block);
+    *memory     = (fa_memory){0};
     if (base && exec->workspace_bytes < bytes + FA_ALIGN_SLACK)
         return fa_fail(FLASH_ATTN_NO_MEMORY, "workspace_bytes is %zu, this call needs %zu", exec->workspace_bytes,
                        bytes + FA_ALIGN_SLACK);
+    if (!base) {
+        kept_block *block = atomic_exchange(&cpu->kept->block, NULL);
+        if (block && block->bytes < all) {
+            free(block);
+            block = NULL;
+        }
+        if (!block) {
+            block = malloc(all);
+            if (block)
+                block->bytes = all;
+        }
+        memory->owned = block;
+        base          = block ? (char *)(block + 1) : NULL;
+    }
     if (!base)
-        base = memory->owned = malloc(bytes + FA_ALIGN_SLACK);
-    if (!base)
-        return fa_fail(FLASH_ATTN_NO_MEMORY, "no memory for %zu bytes of scratch", bytes + FA_ALIGN_SLACK);
+        return fa_fail(FLASH_ATTN_NO_MEMORY, "no memory for %zu bytes of scratch", all);
     memory->base = base + (64 - (uintptr_t)base % 64) % 64;
     return FLASH_ATTN_OK;
 }
 
-void fa_memory_free(fa_memory *memory) { free(memory->owned); }
+void fa_memory_free(fa_memory *memory, const fa_cpu *cpu)
+{
+    kept_block *block = memory->owned;
+    if (block && block->bytes <= MAX_KEPT_BYTES)
+        block = atomic_exchange(&cpu->kept->block, block);
+    free(block);
+}
 
 /* ---- rows ---- */
 

@@ -25,15 +25,15 @@ static inline float *fa_carve_floats(fa_arena *arena, int64_t count)
     return fa_carve(arena, (size_t)count * sizeof(float));
 }
 
-/* A call's memory: the caller's workspace, or our own. */
+/* A call's memory: the caller's workspace, or our own, which the context keeps for its next call. */
 typedef struct fa_memory {
     char *base; /* aligned */
     void *owned;
 } fa_memory;
 
 #define FA_ALIGN_SLACK 63
-flash_attn_status fa_memory_get(fa_memory *memory, const fa_exec *exec, size_t bytes);
-void              fa_memory_free(fa_memory *memory);
+flash_attn_status fa_memory_get(fa_memory *memory, const fa_cpu *cpu, const fa_exec *exec, size_t bytes);
+void              fa_memory_free(fa_memory *memory, const fa_cpu *cpu);
 
 /* ---- waiting for another thread, which is running ---- */
 
