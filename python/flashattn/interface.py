@@ -125,7 +125,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
     attention of q [batch, seqlen_q, heads_q, d] on what the cache holds. cache_seqlens: an int or int32 [batch], keys held
     before the call; it is not changed. k_cache, v_cache [batch_cache, seqlen_cache, heads_k, d], or with block_table
     [num_pages, page_size, heads_k, d]. Without a mask all queries are rotated to position cache_seqlens, with one query i
-    to cache_seqlens + i. No backward. Returns out, or (out, softmax_lse [batch, heads_q, seqlen_q])."""
+    to cache_seqlens + i; cache_leftpad does not shift positions. No backward. Returns out, or (out, softmax_lse [batch, heads_q, seqlen_q])."""
     return kvcache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
                    block_table, rotary_interleaved, return_softmax_lse, scale=softmax_scale, causal=causal,
                    window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits)
@@ -164,10 +164,10 @@ def _kvcache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, c
             q, rotated = q_out, q
         else:
             rotated = None
+        # As flash_attn has it, positions count from the cache's first row, padding included: so leftpad_k is not given.
         append_kv(k_cache, v_cache, k, v, q=rotated, q_out=q if rotated is not None else None,
-                  cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, leftpad_k=cache_leftpad,
-                  block_table=block_table, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-                  interleaved=rotary_interleaved,
+                  cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, block_table=block_table,
+                  rotary_cos=rotary_cos, rotary_sin=rotary_sin, interleaved=rotary_interleaved,
                   q_at_end=not options["causal"] and tuple(options["window"]) == (-1, -1))
         cache_seqlens = cache_seqlens + k.shape[1]
     out, lse = Call(q, k_cache, v_cache, seqused_k=cache_seqlens, cache_batch_idx=cache_batch_idx,

@@ -87,6 +87,27 @@ def test_batch_index_and_left_padding():
         assert torch.allclose(out[b], alone[0], atol=1e-6 if out.is_cpu else 1e-5)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_rotary_positions_count_from_the_caches_first_row(causal):
+    """As flash_attn has it, also where the cache is padded on the left."""
+    torch.manual_seed(2)
+    q, k, v = torch.randn(2, 3, 4, 32), *torch.randn(2, 2, 3, 2, 32)
+    cache_k, cache_v = torch.randn(2, 2, 64, 2, 32)
+    pad, held = torch.tensor([7, 0], dtype=torch.int32), torch.tensor([40, 5], dtype=torch.int32)
+    angles = torch.rand(64, 16) * 6.28
+    full_k, full_v = cache_k.clone(), cache_v.clone()
+    out = flashattn.flash_attn_with_kvcache(q, cache_k, cache_v, k, v, rotary_cos=angles.cos(), rotary_sin=angles.sin(),
+                                            cache_seqlens=held, cache_leftpad=pad, causal=causal)
+    steps = held.long().view(-1, 1) + torch.arange(3)
+    rotated = rotate(k, angles.cos(), angles.sin(), steps, True)
+    q = rotate(q, angles.cos(), angles.sin(), steps if causal else steps[:, :1].expand(2, 3), True)
+    for b in range(2):
+        full_k[b, held[b] : held[b] + 3], full_v[b, held[b] : held[b] + 3] = rotated[b], v[b]
+    assert torch.allclose(cache_k, full_k, atol=1e-5) and torch.equal(cache_v, full_v)
+    sees = math_.visible(3, 64, causal, key_padding=torch.arange(64) < (held + 3).view(-1, 1), leftpad=pad)
+    assert torch.allclose(out.double(), math_.attention(q, full_k, full_v, sees)[0], atol=2e-5)
+
+
 def test_a_page_out_of_range_is_refused_and_nothing_is_lost():
     q, cache = torch.randn(1, 1, 2, 16), torch.randn(4, 8, 2, 16)
     kept = cache.clone()
