@@ -446,21 +446,6 @@ DEFINE_PIECES(1)
 DEFINE_PIECES(2)
 DEFINE_PIECES(3)
 
-/* Many units a call keep the fused kernels' pipelines full, and O moves once a call or two; pieces make a tile that
- * many times larger, and K and V with Q and O are to stay in the second-level cache. */
-static fa_tile_shape tiles(flash_attn_pass pass, int64_t head_dim)
-{
-    (void)head_dim;
-    return pass == FLASH_ATTN_FORWARD ? (fa_tile_shape){128, 512} : (fa_tile_shape){256, 256};
-}
-
-static fa_tile_shape tiles_pieces(flash_attn_pass pass, int64_t head_dim)
-{
-    if (pass == FLASH_ATTN_FORWARD)
-        return (fa_tile_shape){128, head_dim <= 128 ? 512 : 256};
-    return (fa_tile_shape){128, 256};
-}
-
 static fa_kernels     tables[MAX_PIECES + 1];
 static pthread_once_t tables_once = PTHREAD_ONCE_INIT;
 
@@ -484,7 +469,6 @@ static void fill_tables(void)
         t->name           = "amx";
         t->isa            = FLASH_ATTN_ISA_AMX;
         t->key_step       = 32;
-        t->tiles          = n == 1 ? tiles : tiles_pieces;
         t->few_rows       = 0;
         t->scores_few     = NULL;
         t->accumulate_few = NULL;

@@ -113,12 +113,6 @@ V void v_transpose(vf r[8])
     memcpy(r, t, sizeof t);
 }
 
-static fa_tile_shape tier_tiles(flash_attn_pass pass, int64_t head_dim)
-{
-    (void)pass;
-    return (fa_tile_shape){96, head_dim <= 128 ? 128 : 64};
-}
-
 #include "cpu/kernels.inc"
 
 const fa_kernels *fa_kernels_avx2(void) { return &table; }

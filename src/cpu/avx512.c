@@ -124,22 +124,6 @@ V void v_transpose(vf r[16])
     }
 }
 
-static fa_tile_shape tier_tiles(flash_attn_pass pass, int64_t head_dim)
-{
-    static const struct {
-        int           head_dim;
-        fa_tile_shape forward, backward;
-    } rows[] = {
-        {64, {96, 128}, {96, 128}},
-        {128, {96, 128}, {96, 128}},
-        {INT32_MAX, {96, 64}, {96, 64}},
-    };
-    int n = 0;
-    while (head_dim > rows[n].head_dim)
-        n++;
-    return pass == FLASH_ATTN_FORWARD ? rows[n].forward : rows[n].backward;
-}
-
 #include "cpu/kernels.inc"
 
 const fa_kernels *fa_kernels_avx512(void) { return &table; }

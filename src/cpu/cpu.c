@@ -3,7 +3,6 @@
 #include "cpu/passes.h"
 #include "cpu/tile.h"
 
-#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -42,44 +41,6 @@ static void choose_tables(fa_cpu *cpu, flash_attn_isa cap, bool no_amx_split)
         if (amx)
             cpu->tier = FLASH_ATTN_ISA_AMX;
     }
-}
-
-/* float32 and float16 run on AMX as pieces of bfloat16, which are more work to pack: that pays where a packed row meets
- * enough others. `same`: queries, on as many keys, for which both tables take the same time, by pass (decision 0051).
- */
-static const struct {
-    flash_attn_dtype dtype;
-    int              head_dim, same[2];
-} pieces[] = {{FLASH_ATTN_F32, 32, {64, 448}},
-              {FLASH_ATTN_F32, INT_MAX, {56, 288}},
-              {FLASH_ATTN_F16, 32, {56, 96}},
-              {FLASH_ATTN_F16, INT_MAX, {32, 96}}};
-
-static const fa_kernels *kernels_by_shape(const fa_cpu *cpu, const fa_call *call, flash_attn_pass pass, int64_t rows,
-                                          int64_t keys)
-{
-    int64_t head_dim = call->head_dim > call->head_dim_v ? call->head_dim : call->head_dim_v;
-    size_t  n = 0, count = sizeof pieces / sizeof *pieces;
-    if (!cpu->by_shape)
-        return cpu->kernels[call->q.dtype];
-    while (n < count && (pieces[n].dtype != call->q.dtype || head_dim > pieces[n].head_dim))
-        n++;
-    /* Packing costs in proportion to the queries and twice the keys, products to queries times keys. */
-    bool pays = n == count || 3 * rows * keys >= pieces[n].same[pass] * (rows + 2 * keys);
-    return pays ? cpu->kernels[call->q.dtype] : cpu->vector;
-}
-
-const fa_kernels *fa_forward_kernels(const fa_cpu *cpu, const fa_call *call, int64_t rows, int64_t keys)
-{
-    return kernels_by_shape(cpu, call, FLASH_ATTN_FORWARD, rows, keys);
-}
-
-/* dbias adds up sequences of all lengths, with one table. */
-const fa_kernels *fa_backward_kernels(const fa_cpu *cpu, const fa_call *call, int64_t rows, int64_t keys)
-{
-    if (call->dbias.data)
-        return call->q.dtype == FLASH_ATTN_F32 ? cpu->vector : cpu->kernels[call->q.dtype];
-    return kernels_by_shape(cpu, call, FLASH_ATTN_BACKWARD, rows, keys);
 }
 
 flash_attn_status fa_cpu_create(fa_cpu **cpu, const flash_attn_options *options)

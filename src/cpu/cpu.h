@@ -107,11 +107,6 @@ typedef struct fa_kernels {
     flash_attn_isa isa;
     int            key_step; /* see S above: 1 .. 64 */
 
-    /* Data, not code: the tile for a pass and the larger of head_dim and head_dim_v, where nothing better has been
-     * measured: ask fa_tiles. Multiples of 16, at most FA_MAX_TILE; k a multiple of key_step. It may depend on nothing
-     * else, or a sequence's bits would. Every other such shape up to FA_TUNE_MOST_TILE must be right too. */
-    fa_tile_shape (*tiles)(flash_attn_pass pass, int64_t head_dim);
-
     /* Bytes of a packed operand of up to `rows` rows and exactly `cols` columns; a multiple of 64. 0: this role needs
      * no copy of its own, Q's (or DO's) packed form serves (only for Q_RIGHT, DO_RIGHT). */
     size_t (*packed_bytes)(fa_role role, int rows, int cols);
@@ -211,7 +206,7 @@ void        fa_threads_destroy(fa_threads *threads);
  * so a body must take its work from a shared counter, not from its index. */
 void fa_threads_run(fa_threads *threads, int count, flash_attn_task body, void *arg);
 
-/* ---- choices that `flashattn tune` measures (tuning.c) ---- */
+/* ---- choices that are data (choices.c), and what `flashattn tune` has measured of them (tuning.c) ---- */
 
 /* A table of kernels, as tile choices see it: the AMX tier has one for each number of bfloat16 pieces. */
 typedef enum fa_table {
@@ -229,16 +224,20 @@ enum { FA_TUNE_MOST_TILE = 512, FA_HEAD_CLASSES = 3 }; /* classes: head_dim up t
 
 /* All zero: the defaults. The same in every call of a context, so that bits depend on a sequence's shape alone. */
 typedef struct fa_tuning {
-    fa_tile_shape tile[FA_TABLES][2][FA_HEAD_CLASSES]; /* by table, pass, class; {0, 0}: fa_kernels.tiles */
-    int           block_l2_percent;                    /* of the second-level cache, for the forward's Q and O; 0: 50 */
-    int           split_keys; /* the least keys of a part where few queries meet long keys; 0: 256 */
+    fa_tile_shape tile[FA_TABLES][2][FA_HEAD_CLASSES]; /* by table, pass, class; {0, 0}: fa_usual_tile */
+    int           block_l2_percent, split_keys;        /* 0: as choices.c says */
 } fa_tuning;
 
-fa_table      fa_table_of(const fa_kernels *kernels, flash_attn_dtype dtype);
-int           fa_head_class(int64_t head_dim);    /* FA_HEAD_CLASSES: none */
-int           fa_head_class_most(int head_class); /* the largest head_dim of a class */
-const char   *fa_table_name(fa_table table);      /* "amx_bf16" */
+fa_table    fa_table_of(const fa_kernels *kernels, flash_attn_dtype dtype);
+int         fa_head_class(int64_t head_dim);    /* FA_HEAD_CLASSES: none */
+int         fa_head_class_most(int head_class); /* the largest head_dim of a class */
+const char *fa_table_name(fa_table table);      /* "amx_bf16" */
+/* The tile where nothing better has been measured. Multiples of 16, at most FA_MAX_TILE; k a multiple of key_step.
+ * Every other such shape up to FA_TUNE_MOST_TILE must be right too. */
+fa_tile_shape fa_usual_tile(fa_table table, flash_attn_pass pass, int64_t head_dim);
 fa_tile_shape fa_tiles(const fa_cpu *cpu, const fa_kernels *kernels, const fa_call *call);
+int           fa_block_l2_percent(const fa_cpu *cpu); /* of the second-level cache, for the forward's Q and O */
+int           fa_least_split_keys(const fa_cpu *cpu); /* the least keys of a part where few queries meet long keys */
 /* ", tiles measured on this machine", or "": for explain. */
 const char *fa_tiles_origin(const fa_cpu *cpu, const fa_kernels *kernels, const fa_call *call);
 

@@ -1,10 +1,6 @@
 /* Few queries against long keys: how the keys are split, and how the parts are put together. */
 #include "cpu/split.h"
 
-/* Parts are short because tasks of the same keys follow one another: where heads lie side by side, K and V of all heads
- * over one part's keys then stay in the second-level cache, with what the processor has read beside each row. Shorter
- * ones cost more to hand out and fold than they bring. */
-#define MIN_SPLIT_KEYS 256
 #define MAX_SPLITS 128
 
 int fa_split_keys(int num_splits, int least_keys, int64_t rows, fa_tile_shape tile, int64_t seqlen_k)
@@ -14,13 +10,13 @@ int fa_split_keys(int num_splits, int least_keys, int64_t rows, fa_tile_shape ti
         return (int)fa_round_up((whole + num_splits - 1) / num_splits, tile.k);
     if (rows > tile.q) /* more than one tile of queries is work enough to hand out */
         return (int)whole;
-    int64_t keys = (whole + MAX_SPLITS - 1) / MAX_SPLITS, least = least_keys ? least_keys : MIN_SPLIT_KEYS;
-    return (int)fa_round_up(keys < least ? least : keys, tile.k);
+    int64_t keys = (whole + MAX_SPLITS - 1) / MAX_SPLITS;
+    return (int)fa_round_up(keys < least_keys ? least_keys : keys, tile.k);
 }
 
 int fa_max_splits(int num_splits, int least_keys, int tile_k, int64_t seqlen_k)
 {
-    int64_t least = num_splits > 0 ? tile_k : least_keys ? least_keys : MIN_SPLIT_KEYS, most = num_splits > 0 ? num_splits : MAX_SPLITS;
+    int64_t least = num_splits > 0 ? tile_k : least_keys, most = num_splits > 0 ? num_splits : MAX_SPLITS;
     int64_t parts = (seqlen_k + least - 1) / least;
     return (int)(parts < 1 ? 1 : parts < most ? parts : most);
 }

@@ -51,7 +51,7 @@ shape fa_forward_shape(const plan *p, int seqlen_q, int seqlen_k)
     s.head_tiles      = ((int)call->group + s.heads_per_tile - 1) / s.heads_per_tile;
     s.tiles           = fa_max_int(1, (seqlen_q + s.tile.q - 1) / s.tile.q) * s.head_tiles;
     s.shared          = p->shared_tiles > 0 && !s.few && s.tiles > p->tiles_per_block;
-    s.split_keys      = fa_split_keys(call->num_splits, p->cpu->tuning.split_keys, rows, s.tile, seqlen_k);
+    s.split_keys      = fa_split_keys(call->num_splits, fa_least_split_keys(p->cpu), rows, s.tile, seqlen_k);
     s.splits          = fa_max_int(1, (seqlen_k + s.split_keys - 1) / s.split_keys);
     s.parts_are_tasks = p->parallel_splits && s.tiles == 1 && s.splits > 1;
     cut_blocks(p, &s);
@@ -136,7 +136,7 @@ static void choose_blocks(plan *p)
     const fa_call *call  = p->call;
     int64_t        l2    = p->cpu->isa.l2_bytes > 0 ? p->cpu->isa.l2_bytes : 512 << 10;
     int64_t        bytes = (int64_t)p->q_bytes + (int64_t)p->tile_q * p->ldo * 4;
-    int64_t        share = p->cpu->tuning.block_l2_percent ? p->cpu->tuning.block_l2_percent : 50;
+    int64_t        share = fa_block_l2_percent(p->cpu);
     int64_t        fit = l2 * share / 100 / bytes, threads = p->cpu->num_threads;
     int64_t        all     = call->q.shape[0] * call->q.shape[1] * call->heads_q / p->tile_q;
     int64_t        longest = (call->max_seqlen_q / p->tile_q + 1) * call->group; /* no block has more */
@@ -156,7 +156,7 @@ plan fa_forward_plan(const fa_cpu *cpu, const fa_call *call, int threads)
     add_table_sizes(&p, cpu->kernels[call->q.dtype]);
     add_table_sizes(&p, cpu->vector);
     choose_blocks(&p);
-    p.max_splits = fa_max_splits(call->num_splits, cpu->tuning.split_keys, 16, call->max_seqlen_k);
+    p.max_splits = fa_max_splits(call->num_splits, fa_least_split_keys(cpu), 16, call->max_seqlen_k);
     if (p.max_splits > 1) {
         /* Parts as tasks: threads have something to do, and tasks of the same keys follow one another, which saves page
          * walks where heads lie side by side. With many heads neither is worth the memory. */

@@ -64,12 +64,6 @@ V void v_transpose(vf r[4])
     r[3] = vcombine_f32(vget_high_f32(low.val[1]), vget_high_f32(high.val[1]));
 }
 
-static fa_tile_shape tier_tiles(flash_attn_pass pass, int64_t head_dim)
-{
-    (void)pass;
-    return (fa_tile_shape){96, head_dim <= 128 ? 128 : 64};
-}
-
 #include "cpu/kernels.inc"
 
 const fa_kernels *fa_kernels_neon(void) { return &table; }

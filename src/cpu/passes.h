@@ -12,7 +12,7 @@ size_t fa_backward_bytes(const fa_cpu *cpu, const fa_call *call, int threads);
 void fa_forward_explain(const fa_cpu *cpu, const fa_call *call, int threads, flash_attn_explanation *explanation);
 void fa_backward_explain(const fa_cpu *cpu, const fa_call *call, int threads, flash_attn_explanation *explanation);
 
-/* The table for `rows` queries of a group on `keys` keys, cpu.c. */
+/* The table for `rows` queries of a group on `keys` keys, choices.c. */
 const fa_kernels *fa_forward_kernels(const fa_cpu *cpu, const fa_call *call, int64_t rows, int64_t keys);
 const fa_kernels *fa_backward_kernels(const fa_cpu *cpu, const fa_call *call, int64_t rows, int64_t keys);
 

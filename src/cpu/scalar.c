@@ -88,12 +88,6 @@ V void v_transpose(vf r[4])
     memcpy(r, t, sizeof t);
 }
 
-static fa_tile_shape tier_tiles(flash_attn_pass pass, int64_t head_dim)
-{
-    (void)pass, (void)head_dim;
-    return (fa_tile_shape){48, 64};
-}
-
 #include "cpu/kernels.inc"
 
 const fa_kernels *fa_kernels_scalar(void) { return &table; }

@@ -11,7 +11,7 @@ typedef struct fa_partial {
 } fa_partial;
 
 /* Keys of one part, a multiple of tile.k; seqlen_k or more: not split. By the sequence's own shape alone. least_keys: of
- * a part where the caller has not said how many; 0: the default. */
+ * a part where the caller has not said how many. */
 int fa_split_keys(int num_splits, int least_keys, int64_t rows, fa_tile_shape tile, int64_t seqlen_k);
 /* No sequence of at most seqlen_k keys has more parts. */
 int fa_max_splits(int num_splits, int least_keys, int tile_k, int64_t seqlen_k);

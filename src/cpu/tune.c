@@ -198,7 +198,7 @@ static flash_attn_status measure_tile(tuner *t, const fa_kernels *kernels, flash
     bool          amx       = kernels->isa == FLASH_ATTN_ISA_AMX;
     fa_table      table     = fa_table_of(kernels, dtype);
     int           d = fa_head_class_most(head_class), heads = t->context->cpu->num_threads;
-    fa_tile_shape usual = kernels->tiles(pass, d);
+    fa_tile_shape usual = fa_usual_tile(table, pass, d);
     choice        c     = {.dtype      = dtype,
                            .pass       = pass,
                            .head_dim   = d,

@@ -1,5 +1,5 @@
 /*
- * The choices that `flashattn tune` measures: looking them up, and the file that keeps them. The file is text:
+ * The file that keeps what `flashattn tune` has measured (choices.c looks it up). It is text:
  *
  *     flashattn-tune 1                          version of this form
  *     library 0.1.0                             where it was measured: what differs here makes it foreign
@@ -24,62 +24,11 @@
 
 enum { FORM = 1, FILE_BYTES = 8192, HASH_LINE_BYTES = 5 + 16 + 1 };
 
-static const char *const table_names[FA_TABLES]      = {"scalar",   "neon",    "avx2",   "avx512",
-                                                        "amx_bf16", "amx_f16", "amx_f32"};
-static const char *const pass_names[2]               = {"forward", "backward"};
-static const int         class_most[FA_HEAD_CLASSES] = {64, 128, 256};
-
-/* ---- looking up ---- */
+static const char *const table_names[FA_TABLES] = {"scalar",   "neon",    "avx2",   "avx512",
+                                                   "amx_bf16", "amx_f16", "amx_f32"};
+static const char *const pass_names[2]          = {"forward", "backward"};
 
 const char *fa_table_name(fa_table table) { return table_names[table]; }
-
-int fa_head_class_most(int head_class) { return class_most[head_class]; }
-
-int fa_head_class(int64_t head_dim)
-{
-    int head_class = 0;
-    while (head_class < FA_HEAD_CLASSES && head_dim > class_most[head_class])
-        head_class++;
-    return head_class;
-}
-
-fa_table fa_table_of(const fa_kernels *kernels, flash_attn_dtype dtype)
-{
-    switch (kernels->isa) {
-    case FLASH_ATTN_ISA_NEON: return FA_TABLE_NEON;
-    case FLASH_ATTN_ISA_AVX2: return FA_TABLE_AVX2;
-    case FLASH_ATTN_ISA_AVX512: return FA_TABLE_AVX512;
-    case FLASH_ATTN_ISA_AMX:
-        return dtype == FLASH_ATTN_F32   ? FA_TABLE_AMX_F32
-               : dtype == FLASH_ATTN_F16 ? FA_TABLE_AMX_F16
-                                         : FA_TABLE_AMX_BF16;
-    default: return FA_TABLE_SCALAR;
-    }
-}
-
-static int64_t widest_head(const fa_call *call)
-{
-    return call->head_dim > call->head_dim_v ? call->head_dim : call->head_dim_v;
-}
-
-/* {0, 0}: nothing was measured. */
-static fa_tile_shape measured_tile(const fa_cpu *cpu, const fa_kernels *kernels, const fa_call *call)
-{
-    int head_class = fa_head_class(widest_head(call));
-    return head_class < FA_HEAD_CLASSES ? cpu->tuning.tile[fa_table_of(kernels, call->q.dtype)][call->pass][head_class]
-                                        : (fa_tile_shape){0, 0};
-}
-
-fa_tile_shape fa_tiles(const fa_cpu *cpu, const fa_kernels *kernels, const fa_call *call)
-{
-    fa_tile_shape measured = measured_tile(cpu, kernels, call);
-    return measured.q ? measured : kernels->tiles(call->pass, widest_head(call));
-}
-
-const char *fa_tiles_origin(const fa_cpu *cpu, const fa_kernels *kernels, const fa_call *call)
-{
-    return measured_tile(cpu, kernels, call).q ? ", tiles measured on this machine" : "";
-}
 
 /* ---- what may be stored ---- */
 
@@ -139,8 +88,8 @@ static void put_tuning(text *t, const fa_isa *isa, const fa_tuning *tuning)
             for (int head_class = 0; head_class < FA_HEAD_CLASSES; head_class++) {
                 fa_tile_shape tile = tuning->tile[table][pass][head_class];
                 if (tile.q)
-                    put(t, "tile %s %s %d %d %d\n", table_names[table], pass_names[pass], class_most[head_class],
-                        tile.q, tile.k);
+                    put(t, "tile %s %s %d %d %d\n", table_names[table], pass_names[pass],
+                        fa_head_class_most(head_class), tile.q, tile.k);
             }
     if (tuning->block_l2_percent)
         put(t, "block_l2_percent %d\n", tuning->block_l2_percent);
