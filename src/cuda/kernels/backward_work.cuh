@@ -38,10 +38,10 @@ FA_DEVICE fa_range clean_tiles(const fa_args &args, const work &w)
 
 FA_DEVICE work work_of(const fa_args &args)
 {
-    work     w;
-    unsigned n = blockIdx.x;
-    w.first_k  = n % args.tiles_k * FA_TILE_K;
-    n /= args.tiles_k;
+    work       w;
+    grid_place at = grid_place_of<FA_TILE_K>(blockIdx.x, args.tiles_k);
+    unsigned   n  = at.other;
+    w.first_k     = at.tile * FA_TILE_K;
     int share = 0;
     if (FA_HAS_KV_ACCUM) {
         share = n % args.group_blocks;

@@ -74,10 +74,10 @@ FA_DEVICE fa_range clean_tiles(const fa_args &args, const work &w)
 
 FA_DEVICE work work_of(const fa_args &args)
 {
-    work     w;
-    unsigned n    = blockIdx.x;
-    int      tile = n % args.tiles_q;
-    n /= args.tiles_q;
+    work       w;
+    grid_place at   = grid_place_of<FA_TILE_Q>(blockIdx.x, args.tiles_q);
+    unsigned   n    = at.other;
+    int        tile = at.tile;
     w.split = FA_HAS_SPLIT ? n % args.num_splits : 0;
     n       = FA_HAS_SPLIT ? n / args.num_splits : n;
     w.head  = n % args.heads_q;

@@ -56,6 +56,24 @@ FA_DEVICE fa_window window_of(const fa_args &args)
     return window;
 }
 
+/* Which tile of which of the grid's heads, sequences and splits block `n` takes. Causal tiles (0: the longest) come in up to
+ * eight rounds over all heads, so that the last blocks of the grid are short ones; within a round a head's tiles are
+ * neighbours, 256 rows of them or more, which read the same rows through L2 (decision 0044). */
+struct grid_place {
+    unsigned tile, other;
+};
+
+template <unsigned ROWS> FA_DEVICE grid_place grid_place_of(unsigned n, unsigned tiles)
+{
+    if (FA_MASK != FA_MASK_CAUSAL)
+        return {n % tiles, n / tiles};
+    unsigned others = gridDim.x / tiles, width = max((tiles + 7) / 8, 256 / ROWS);
+    unsigned round = n / (width * others), first = round * width;
+    n -= first * others;
+    width = min(width, tiles - first);
+    return {first + n % width, n / width};
+}
+
 /* The slices of sequence b. */
 FA_DEVICE fa_range slices_of(const fa_args &args, int b)
 {
