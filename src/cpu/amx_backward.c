@@ -19,6 +19,7 @@
  */
 #include "cpu/amx_gradient.h"
 #include "cpu/amx_multiply.h"
+#include "cpu/amx_options.h"
 
 enum { CELL = 32, STRIP_CELLS = 4, MAX_CELLS = STRIP_CELLS * FA_MAX_TILE / CELL };
 
@@ -27,6 +28,7 @@ enum { CELL = 32, STRIP_CELLS = 4, MAX_CELLS = STRIP_CELLS * FA_MAX_TILE / CELL 
 typedef struct scratch {
     _Alignas(64) float s[2][4 * FA_AMX_TILE_FLOATS]; /* S^T of a cell: tile (key half) * 2 + query half; two cells */
     _Alignas(64) float dp[2][4 * FA_AMX_TILE_FLOATS];
+    _Alignas(64) float slope[4 * FA_AMX_TILE_FLOATS];     /* as s, of one cell */
     _Alignas(64) uint16_t operands[][FA_AMX_TILE_HALVES]; /* P^T and dS^T of a strip, dS of the tile: walk_make */
 } scratch;
 
@@ -292,7 +294,7 @@ static bool cell_mask(const walk *w, cell at, uint32_t seen[CELL])
     const fa_backward_block *b       = w->in;
     fa_range                 queries = {at.group * CELL, fa_min_int(at.group * CELL + CELL, b->rows)};
     fa_range                 keys    = {at.strip * CELL, at.strip * CELL + CELL};
-    if (!w->unusual_lse && queries.end - queries.begin == CELL && keys.end <= b->keys &&
+    if (!w->unusual_lse && !b->options && queries.end - queries.begin == CELL && keys.end <= b->keys &&
         fa_window_covers(b->window, b->diagonal, queries, keys))
         return false;
     for (int n = 0; n < CELL; n++) {
@@ -322,13 +324,34 @@ FA_AMX_INLINE void gradient_rows(const gradient *g, bool special, pending *last,
     last->c = NULL;
 }
 
+/* Options on the cell that `g` is for. */
+static __attribute__((noinline)) void cell_options(const walk *w, cell at, int parity, gradient *g, uint32_t seen[CELL],
+                                                   uint32_t kept[CELL])
+{
+    const fa_backward_block *b    = w->in;
+    const fa_call           *call = b->options->call;
+    option_cell              c    = {.options = b->options,
+                                     .i       = b->options->tile->queries.begin + at.group * CELL,
+                                     .j       = b->options->tile->keys.begin + at.strip * CELL,
+                                     .queries = fa_min_int(CELL, b->rows - at.group * CELL),
+                                     .keys    = fa_min_int(CELL, b->keys - at.strip * CELL),
+                                     .s       = w->own->s[parity],
+                                     .slope   = w->own->slope,
+                                     .seen    = seen,
+                                     .kept    = kept};
+    apply_cell_options(&c);
+    g->slope      = call->softcap > 0.0f ? w->own->slope : NULL;
+    g->kept       = call->dropout.threshold ? kept : NULL;
+    g->keep_scale = _mm512_set1_ps(call->dropout.keep_scale);
+}
+
 /* seen: filled where the cell is special, *special. */
-FA_AMX_INLINE gradient cell_gradient(const walk *w, const exponential *e, cell at, int parity, uint32_t seen[CELL],
+FA_AMX_INLINE gradient cell_gradient(const walk *w, const exponential *e, cell at, int parity, uint32_t seen[2][CELL],
                                      bool *special, int pieces)
 {
     scratch *own      = w->own;
     int      in_strip = at.strip % STRIP_CELLS;
-    gradient g        = {.e = *e, .s = own->s[parity], .dp = own->dp[parity], .seen = seen};
+    gradient g        = {.e = *e, .s = own->s[parity], .dp = own->dp[parity], .seen = seen[0]};
     for (int half = 0; half < 2; half++) {
         __m512 lse    = _mm512_loadu_ps(w->in->lse_log2 + at.group * CELL + 16 * half);
         g.shift[half] = _mm512_mul_ps(_mm512_sub_ps(_mm512_set1_ps(-1.0f), lse), _mm512_set1_ps(EXPONENT_UNIT));
@@ -338,7 +361,9 @@ FA_AMX_INLINE gradient cell_gradient(const walk *w, const exponential *e, cell a
         g.ds_t[half]  = ds_t_at(w, 2 * in_strip + half, at.group, pieces);
         g.ds[half]    = ds_at(w, 2 * at.group + half, at.strip, pieces);
     }
-    *special = cell_mask(w, at, seen);
+    *special = cell_mask(w, at, seen[0]);
+    if (w->in->options)
+        cell_options(w, at, parity, &g, seen[0], seen[1]);
     return g;
 }
 
@@ -346,7 +371,7 @@ FA_AMX_INLINE gradient cell_gradient(const walk *w, const exponential *e, cell a
 FA_AMX_INLINE void cell_step(const walk *w, const exponential *e, cell at, const cell *next, int parity, pending *last,
                              int pieces)
 {
-    uint32_t seen[CELL];
+    uint32_t seen[2][CELL]; /* and kept */
     bool     special;
     gradient g = cell_gradient(w, e, at, parity, seen, &special, pieces);
     if (pieces != BESIDE_PIECES) {

@@ -44,6 +44,9 @@ typedef struct gradient {
     uint16_t       *p_t[2], *ds_t[2], *ds[2]; /* first pieces; the others follow */
     const uint32_t *seen;                     /* [32] a bit for each query of a key */
     __m512i         limit[2];                 /* largest i of each query */
+    const uint32_t *kept;                     /* likewise, with dropout; NULL: all */
+    __m512          keep_scale;
+    const float    *slope; /* of the softcap, as s; NULL: none */
 } gradient;
 
 /* The largest i of a query. One piece: P is at most 1, but for a rounding, where LSE is so large that y is not to be
@@ -55,8 +58,8 @@ FA_AMX_INLINE __m512i largest_exponent(__m512 lse, int pieces)
     return pieces > 1 ? one : _mm512_mask_mov_epi32(_mm512_set1_epi32((int)(-0.9375f * EXPONENT_UNIT)), large, one);
 }
 
-/* 16 queries of one key. special: pairs are masked, or LSE is NaN or so large that its rounding counts. Where nothing
- * is special both give the same bits. */
+/* 16 queries of one key. special: pairs are masked, LSE is NaN or so large that its rounding counts, or there are
+ * options. Where nothing is special both give the same bits. */
 FA_AMX_INLINE void gradient_vector(const gradient *g, int tile, int row, bool special, int pieces, __m512 *p,
                                    __m512 *ds)
 {
@@ -80,7 +83,17 @@ FA_AMX_INLINE void gradient_vector(const gradient *g, int tile, int row, bool sp
     *p = _mm512_castsi512_ps(_mm512_maskz_add_epi32(some, i, _mm512_castps_si512(h)));
     if (special)
         *p = _mm512_mask_mov_ps(*p, nan, y);
-    *ds = _mm512_maskz_mul_ps(some, *p, _mm512_sub_ps(_mm512_load_ps(g->dp + at), g->delta[tile % 2]));
+    __m512 dp = _mm512_load_ps(g->dp + at);
+    if (special && g->kept) {
+        __mmask16 kept = (__mmask16)(g->kept[row + tile / 2 * 16] >> (tile % 2 * 16));
+        dp             = _mm512_maskz_mul_ps(kept, dp, g->keep_scale);
+        *ds            = _mm512_maskz_mul_ps(some, *p, _mm512_sub_ps(dp, g->delta[tile % 2]));
+        *p             = _mm512_maskz_mul_ps(kept, *p, g->keep_scale); /* what dV takes */
+    } else {
+        *ds = _mm512_maskz_mul_ps(some, *p, _mm512_sub_ps(dp, g->delta[tile % 2]));
+    }
+    if (special && g->slope)
+        *ds = _mm512_maskz_mul_ps(some, *ds, _mm512_load_ps(g->slope + at));
 }
 
 /* Keys `row` and `row` + 16 of a cell. */

@@ -56,11 +56,11 @@ static void pack_queries(const run *r, const fa_tile *tile, const query_tile *t,
     const fa_call    *call = p->call;
     const fa_kernels *k    = p->kernels;
     fa_rows           rows = fa_query_rows(call, &call->q, tile, s->row);
-    if (p->q_right_bytes && p->composed)
+    if (p->q_right_bytes && !p->fused)
         k->pack(FA_ROLE_Q, t->q, &rows, NULL);
     t->num_bad[0] = k->pack(p->q_right_bytes ? FA_ROLE_Q_RIGHT : FA_ROLE_Q, t->q_right, &rows, t->bad_q);
     rows          = fa_query_rows(call, &call->dout, tile, s->row);
-    if (p->dout_right_bytes && p->composed)
+    if (p->dout_right_bytes && !p->fused)
         k->pack(FA_ROLE_DO, t->dout, &rows, NULL);
     t->num_bad[1] = k->pack(p->dout_right_bytes ? FA_ROLE_DO_RIGHT : FA_ROLE_DO, t->dout_right, &rows, t->bad_dout);
     fa_gather_rows(call, r->delta, tile, fa_score_scale(call, tile->b, tile->head_k), t->lse, t->lse_log2,
@@ -81,7 +81,7 @@ static void need_packed(const run *r, const fa_tile *tile, const query_tile *t, 
     }
 }
 
-/* The sums of composed steps and of fused ones, row major. turned: each tile of `tiled` is transposed. */
+/* The sums of composed steps, or of fused ones, row major. turned: each tile of `tiled` is transposed. */
 static const float *all_sums(const plan *p, scratch *s, const float *sums, const float *tiled, int rows, int cols,
                              bool turned)
 {
@@ -89,8 +89,6 @@ static const float *all_sums(const plan *p, scratch *s, const float *sums, const
     if (!p->fused)
         return sums;
     p->kernels->untile(s->all, (int)ld, tiled, rows, cols, turned);
-    for (int64_t n = 0; p->composed && n < rows * ld; n++)
-        s->all[n] += sums[n];
     return s->all;
 }
 
@@ -172,28 +170,38 @@ static fa_backward_block fused_block(const step *t)
                                .head_dim_v = (int)call->head_dim_v,
                                .window     = call->window,
                                .diagonal   = t->tile.seq.diagonal + t->tile.queries.begin - t->tile.keys.begin,
-                               .multiplier = t->scale * FA_LOG2_E,
+                               .multiplier = fa_multiplier(call, t->scale),
                                .scratch    = s->fused};
 }
 
-/* True if the tier's fused entry has added to dK and dV and left dS for dQ. Rows of Q and K that are not finite need no
- * more than their place among the scores: where they are seen P is NaN. */
-static bool run_fused(const step *t)
+/* What the fused entry must do beyond the window; NULL: nothing. */
+static const fa_block_options *options_of(const step *t, fa_block_options *options)
 {
-    const plan    *p    = &t->run->plan;
-    const fa_call *call = p->call;
-    if (!p->fused || fa_has_options(call, t->scale) || (call->slices.count && t->visible != FA_VISIBLE_ALL))
-        return false;
+    const fa_call *call = t->run->plan.call;
+    *options            = (fa_block_options){.call   = call,
+                                             .tile   = &t->tile,
+                                             .scale  = t->scale,
+                                             .slices = call->slices.count && t->visible != FA_VISIBLE_ALL};
+    bool needed         = options->slices || call->dropout.threshold || fa_has_options(call, t->scale);
+    return needed ? options : NULL;
+}
+
+/* Adds to dK and dV and leaves dS for dQ. Rows of Q and K that are not finite need no more than their place among the
+ * scores: where they are seen P is NaN. */
+static void run_fused(const step *t)
+{
+    const plan       *p     = &t->run->plan;
     fa_backward_block block = fused_block(t);
+    fa_block_options  options;
     fa_rows           dout;
+    block.options = options_of(t, &options);
     if (t->query.num_bad[1] > 0) {
-        dout               = fa_query_rows(call, &call->dout, &t->tile, t->s->row);
+        dout               = fa_query_rows(p->call, &p->call->dout, &t->tile, t->s->row);
         block.dout_rows    = &dout;
         block.bad_dout     = t->query.bad_dout;
         block.num_bad_dout = t->query.num_bad[1];
     }
     p->kernels->backward_block(&block);
-    return true;
 }
 
 static void run_composed(const step *t)
@@ -223,17 +231,15 @@ static void run_composed(const step *t)
 }
 
 /* The tile's turn at dQ: `first` and `last` of those that may see these queries clear and store it. */
-static void take_turn(const step *t, query_state *state, fa_range turns, int turn, bool fused)
+static void take_turn(const step *t, query_state *state, fa_range turns, int turn)
 {
     const plan *p = &t->run->plan;
     fa_wait_for(&state->turn, turn);
-    if (turn == turns.begin) {
-        if (p->composed)
-            memset(t->query.dq, 0, sizeof(float) * (size_t)fa_tile_rows(&t->tile) * (size_t)p->ldq);
-        if (p->fused)
-            memset(t->query.dq_tiled, 0, sizeof(float) * (size_t)fa_tiled_floats(p->tile.q, p->ldq));
-    }
-    if (fused) {
+    if (turn == turns.begin && p->fused)
+        memset(t->query.dq_tiled, 0, sizeof(float) * (size_t)fa_tiled_floats(p->tile.q, p->ldq));
+    else if (turn == turns.begin)
+        memset(t->query.dq, 0, sizeof(float) * (size_t)fa_tile_rows(&t->tile) * (size_t)p->ldq);
+    if (t->visible != FA_VISIBLE_NONE && p->fused) {
         fa_backward_block block = fused_block(t);
         p->kernels->backward_dq(&block);
     } else if (t->visible != FA_VISIBLE_NONE) {
@@ -248,7 +254,6 @@ static void run_step(step *t, int64_t pair, int64_t head_in_group, int number, i
 {
     const plan *p     = &t->run->plan;
     fa_range    turns = key_tiles_of(p, &t->tile.seq, t->tile.queries);
-    bool        fused = false;
     if (key_tile < turns.begin || key_tile >= turns.end)
         return;
     query_state *state = state_of(t->run, pair, head_in_group, number);
@@ -256,12 +261,13 @@ static void run_step(step *t, int64_t pair, int64_t head_in_group, int number, i
     t->visible         = fa_tile_visible(p->call, &t->tile);
     if (t->visible != FA_VISIBLE_NONE) {
         need_packed(t->run, &t->tile, &t->query, state, t->s);
-        fused = run_fused(t);
-        if (!fused)
+        if (p->fused)
+            run_fused(t);
+        else
             run_composed(t);
     }
     if (p->call->dq.data)
-        take_turn(t, state, turns, key_tile, fused);
+        take_turn(t, state, turns, key_tile);
 }
 
 /* ---- a task: one tile of keys ---- */
@@ -271,16 +277,15 @@ static void pack_keys(const plan *p, const fa_tile *tile, scratch *s)
     fa_rows rows = fa_key_rows(p->call, &p->call->v, tile, s->row);
     p->kernels->pack(FA_ROLE_V_T, s->v_t, &rows, NULL);
     s->k_rows = fa_key_rows(p->call, &p->call->k, tile, s->row_k);
-    if (p->composed)
+    if (!p->fused)
         p->kernels->pack(FA_ROLE_K, s->k, &s->k_rows, NULL);
     s->num_bad_k = p->kernels->pack(FA_ROLE_K_RIGHT, s->k_right, &s->k_rows, s->bad_k);
-    if (p->composed) {
-        memset(s->dk, 0, sizeof(float) * (size_t)p->tile.k * (size_t)p->ldq);
-        memset(s->dv, 0, sizeof(float) * (size_t)p->tile.k * (size_t)p->ldv);
-    }
     if (p->fused) {
         memset(s->dk_tiled, 0, sizeof(float) * (size_t)fa_tiled_floats(p->tile.k, p->ldq));
         memset(s->dv_tiled, 0, sizeof(float) * (size_t)fa_tiled_floats(p->tile.k, p->ldv));
+    } else {
+        memset(s->dk, 0, sizeof(float) * (size_t)p->tile.k * (size_t)p->ldq);
+        memset(s->dv, 0, sizeof(float) * (size_t)p->tile.k * (size_t)p->ldv);
     }
 }
 

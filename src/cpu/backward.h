@@ -13,15 +13,14 @@ typedef struct plan {
     int64_t           query_tiles;  /* of one head, at most */
     int64_t           pairs, slots; /* a pair: one key head of one sequence */
     int               ldq, ldv;     /* of accumulators with head_dim and head_dim_v columns */
-    bool              fused;        /* the kernels have a fused entry, which some steps of the call may take */
-    bool              composed;     /* some steps may not take it */
+    bool              fused;        /* the kernels have a fused backward, which takes every step */
     size_t            q_bytes, q_right_bytes, dout_bytes, dout_right_bytes;
 } plan;
 
 /* A tile of queries in a slot. */
 typedef struct query_tile {
     void  *q, *q_right, *dout, *dout_right;
-    float *dq, *dq_tiled; /* sums of composed steps and of fused ones (fa_backward_block); the latter NULL: none */
+    float *dq, *dq_tiled; /* sums of composed steps, or of fused ones (fa_backward_block) */
     float *lse, *lse_log2, *row_delta;
     int   *bad_q, *bad_dout; /* rows that pack left out of q_right and dout_right */
     int   *num_bad;          /* [2] */
@@ -36,7 +35,7 @@ typedef struct query_state {
 typedef struct scratch {
     void        *k, *k_right, *v_t;
     float       *dk, *dv, *dk_tiled, *dv_tiled; /* as dq and dq_tiled */
-    float       *all;                           /* [rows or keys] sums of both, row major */
+    float       *all;                           /* [rows or keys] fused sums, row major */
     float       *p, *ds, *slope, *dropped;
     float       *temp; /* 2 rows */
     const void **row, **row_dout, **row_k;

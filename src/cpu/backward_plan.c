@@ -5,15 +5,13 @@
 plan fa_backward_plan(const fa_cpu *cpu, const fa_call *call, const fa_kernels *k, int threads)
 {
     int  d = (int)call->head_dim, dv = (int)call->head_dim_v;
-    plan p        = {.cpu = cpu, .kernels = k, .call = call, .threads = threads, .tile = fa_tiles(cpu, k, call)};
-    p.query_tiles = (call->max_seqlen_q + p.tile.q - 1) / p.tile.q;
-    p.pairs       = call->batch * call->heads_k;
-    p.slots       = p.pairs < threads + 1 ? p.pairs : threads + 1;
-    p.ldq         = fa_accumulator_ld(d);
-    p.ldv         = fa_accumulator_ld(dv);
-    p.fused       = k->backward_block && !call->dropout.threshold && !fa_has_options(call, 1.0f);
-    p.composed =
-        !p.fused || call->slices.count || !(call->scale > 0.0f) || call->descale_q.data || call->descale_k.data;
+    plan p             = {.cpu = cpu, .kernels = k, .call = call, .threads = threads, .tile = fa_tiles(cpu, k, call)};
+    p.query_tiles      = (call->max_seqlen_q + p.tile.q - 1) / p.tile.q;
+    p.pairs            = call->batch * call->heads_k;
+    p.slots            = p.pairs < threads + 1 ? p.pairs : threads + 1;
+    p.ldq              = fa_accumulator_ld(d);
+    p.ldv              = fa_accumulator_ld(dv);
+    p.fused            = k->backward_block != NULL;
     p.q_bytes          = k->packed_bytes(FA_ROLE_Q, p.tile.q, d);
     p.q_right_bytes    = k->packed_bytes(FA_ROLE_Q_RIGHT, p.tile.q, d);
     p.dout_bytes       = k->packed_bytes(FA_ROLE_DO, p.tile.q, dv);
@@ -24,11 +22,11 @@ plan fa_backward_plan(const fa_cpu *cpu, const fa_call *call, const fa_kernels *
 query_tile fa_backward_query_tile(fa_arena *arena, const plan *p)
 {
     query_tile t;
-    t.q          = fa_carve(arena, p->composed ? p->q_bytes : 0);
+    t.q          = fa_carve(arena, !p->fused ? p->q_bytes : 0);
     t.q_right    = p->q_right_bytes ? fa_carve(arena, p->q_right_bytes) : t.q;
-    t.dout       = fa_carve(arena, p->composed ? p->dout_bytes : 0);
+    t.dout       = fa_carve(arena, !p->fused ? p->dout_bytes : 0);
     t.dout_right = p->dout_right_bytes ? fa_carve(arena, p->dout_right_bytes) : t.dout;
-    t.dq         = fa_carve_floats(arena, p->call->dq.data && p->composed ? (int64_t)p->tile.q * p->ldq : 0);
+    t.dq         = fa_carve_floats(arena, p->call->dq.data && !p->fused ? (int64_t)p->tile.q * p->ldq : 0);
     t.dq_tiled   = fa_carve_floats(arena, p->call->dq.data && p->fused ? fa_tiled_floats(p->tile.q, p->ldq) : 0);
     t.lse        = fa_carve_floats(arena, fa_row_array(p->tile.q));
     t.lse_log2   = fa_carve_floats(arena, fa_row_array(p->tile.q));
@@ -53,19 +51,19 @@ scratch fa_backward_scratch(fa_arena *arena, const plan *p)
     int               d = (int)call->head_dim, dv = (int)call->head_dim_v;
     int64_t           scores = (int64_t)p->tile.q * fa_score_ld(p->tile.k);
     scratch           s      = {0};
-    s.k                      = fa_carve(arena, p->composed ? k->packed_bytes(FA_ROLE_K, p->tile.k, d) : 0);
+    s.k                      = fa_carve(arena, !p->fused ? k->packed_bytes(FA_ROLE_K, p->tile.k, d) : 0);
     s.k_right                = fa_carve(arena, k->packed_bytes(FA_ROLE_K_RIGHT, p->tile.k, d));
     s.v_t                    = fa_carve(arena, k->packed_bytes(FA_ROLE_V_T, p->tile.k, dv));
-    s.dk                     = fa_carve_floats(arena, p->composed ? (int64_t)p->tile.k * p->ldq : 0);
-    s.dv                     = fa_carve_floats(arena, p->composed ? (int64_t)p->tile.k * p->ldv : 0);
+    s.dk                     = fa_carve_floats(arena, !p->fused ? (int64_t)p->tile.k * p->ldq : 0);
+    s.dv                     = fa_carve_floats(arena, !p->fused ? (int64_t)p->tile.k * p->ldv : 0);
     s.all =
         fa_carve_floats(arena, p->fused ? (int64_t)fa_max_int(p->tile.q, p->tile.k) * fa_max_int(p->ldq, p->ldv) : 0);
     s.dk_tiled = fa_carve_floats(arena, p->fused ? fa_tiled_floats(p->tile.k, d) : 0);
     s.dv_tiled = fa_carve_floats(arena, p->fused ? fa_tiled_floats(p->tile.k, dv) : 0);
-    s.p        = fa_carve_floats(arena, p->composed ? scores : 0);
-    s.ds       = fa_carve_floats(arena, p->composed ? scores : 0);
-    s.slope    = fa_carve_floats(arena, call->softcap > 0.0f ? scores : 0);
-    s.dropped  = fa_carve_floats(arena, call->dropout.threshold ? scores : 0);
+    s.p        = fa_carve_floats(arena, !p->fused ? scores : 0);
+    s.ds       = fa_carve_floats(arena, !p->fused ? scores : 0);
+    s.slope    = fa_carve_floats(arena, call->softcap > 0.0f && !p->fused ? scores : 0);
+    s.dropped  = fa_carve_floats(arena, call->dropout.threshold && !p->fused ? scores : 0);
     s.temp     = fa_carve_floats(arena, 2 * (int64_t)fa_max_int(p->ldq, p->ldv));
     s.row      = fa_carve(arena, (size_t)fa_max_int(p->tile.q, p->tile.k) * sizeof(void *));
     s.row_dout = fa_carve(arena, (size_t)p->tile.q * sizeof(void *));

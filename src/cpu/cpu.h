@@ -16,8 +16,8 @@
  *
  * `scores`, `accumulate` and `accumulate_t` are all that a tier needs for the two matrix products of the forward and
  * the five of the backward; options and masks are applied to the float32 tiles between them. A tier that wants to
- * overlap the products with the softmax fills `forward_block` and `backward_block`, used for tiles without options and
- * block masks; they apply the window themselves.
+ * overlap the products with the softmax fills `forward_block`, used for tiles without options and block masks, and
+ * `backward_block`, used for all; they apply the window themselves.
  */
 #ifndef FA_CPU_H
 #define FA_CPU_H
@@ -81,6 +81,14 @@ static inline int64_t fa_tiled_at(int cols, int row, int col)
 }
 static inline int64_t fa_tiled_floats(int rows, int cols) { return fa_round_up(rows, 32) * fa_round_up(cols, 32); }
 
+/* What a tile's scores need beyond the window and a factor above 0. */
+typedef struct fa_block_options {
+    const fa_call        *call;
+    const struct fa_tile *tile;   /* tile.h */
+    float                 scale;  /* scores become natural units where fa_has_options says so */
+    bool                  slices; /* a block mask hides some pairs */
+} fa_block_options;
+
 typedef struct fa_backward_block {
     const void    *q_right, *dout_right, *k_right, *v_t; /* packed */
     const float   *lse_log2, *delta; /* [rows]: P = exp2(S * multiplier - lse_log2); dS = P (dP - delta) */
@@ -94,6 +102,7 @@ typedef struct fa_backward_block {
     int            diagonal;
     float          multiplier;
     void          *scratch; /* backward_scratch_bytes, this thread's: keeps dS for backward_dq */
+    const fa_block_options *options; /* NULL: none */
 } fa_backward_block;
 
 /* ---- the table ---- */
@@ -157,10 +166,10 @@ typedef struct fa_kernels {
     void (*accumulate_few)(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v,
                            int rows);
 
-    /* Fused, for tiles without options and block masks; NULL: composed from the entries above. false: not for this
-     * shape, and nothing was done. */
+    /* Fused; NULL: composed from the entries above. The forward for tiles without options and block masks; false: not
+     * for this shape, and nothing was done. The backward for all. */
     bool (*forward_block)(const fa_forward_block *block);
-    void (*backward_block)(const fa_backward_block *block); /* dV and dK; applies the window */
+    void (*backward_block)(const fa_backward_block *block); /* dV and dK; applies the window and options */
     void (*backward_dq)(const fa_backward_block *block);    /* dQ, of the dS that backward_block left */
     /* out[rows][ld] = tiled[rows][cols]; turned: its tiles are transposed. Columns up to a multiple of 16 are written.
      */

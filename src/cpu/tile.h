@@ -85,8 +85,21 @@ int fa_slices_touching(const fa_call *call, int64_t b, fa_range queries, fa_rang
 /* The score's factor for one key head: scale and the FP8 descales of q and k. */
 float fa_score_scale(const fa_call *call, int64_t b, int64_t head_k);
 
-/* True if scores need more than a positive factor: softcap, bias, ALiBi, or a scale that is not positive. They are then
- * in natural units after fa_apply_options, else still without the scale. */
+/* Queries of `queries` that see key j through one slice: the same question from the other side. */
+static inline fa_range fa_slice_queries(const flash_attn_slice *s, fa_range queries, int j)
+{
+    if (j < s->k_begin || j >= s->k_end)
+        return (fa_range){0, 0};
+    fa_range see = {fa_max_int(queries.begin, s->q_begin), fa_min_int(queries.end, s->q_end)};
+    if (s->kind & 1)
+        see.begin = fa_max_int(see.begin, j - s->k_end + s->q_end);
+    if (s->kind & 2)
+        see.end = fa_min_int(see.end, j - s->k_begin + s->q_begin + 1);
+    return see;
+}
+
+/* True if scores need more than a positive factor: softcap, bias, ALiBi, or a scale that is not positive. They are
+ * then in natural units after fa_apply_options, else still without the scale. */
 bool fa_has_options(const fa_call *call, float scale);
 
 /* What takes a tile's scores to base 2 after fa_apply_options. */
