@@ -145,7 +145,7 @@ def kvcache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, ca
 
 
 def _kvcache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-            block_table, rotary_interleaved, return_softmax_lse, **options):
+            block_table, rotary_interleaved, return_softmax_lse, rotary_seqlens=None, **options):
     if is_torch(q):
         q, k_cache, v_cache = q.detach(), k_cache.detach(), v_cache.detach()
         k, v = (t.detach() if t is not None else None for t in (k, v))
@@ -164,9 +164,11 @@ def _kvcache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, c
             q, rotated = q_out, q
         else:
             rotated = None
-        # As flash_attn has it, positions count from the cache's first row, padding included: so leftpad_k is not given.
+        # As flash_attn has it, positions count from the cache's first row, padding included, unless rotary_seqlens says where
+        # they begin. The C call's leftpad_k is what it takes off.
+        back = None if rotary_seqlens is None or rotary_cos is None else cache_seqlens - rotary_seqlens
         append_kv(k_cache, v_cache, k, v, q=rotated, q_out=q if rotated is not None else None,
-                  cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, block_table=block_table,
+                  cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, leftpad_k=back, block_table=block_table,
                   rotary_cos=rotary_cos, rotary_sin=rotary_sin, interleaved=rotary_interleaved,
                   q_at_end=not options["causal"] and tuple(options["window"]) == (-1, -1))
         cache_seqlens = cache_seqlens + k.shape[1]

@@ -99,15 +99,18 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
                             scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
                             return_softmax_lse=False):
     """As flash_attn's flash_attn_with_kvcache; page_table is its block_table. With cu_seqlens_q q is [total_q, heads_q, d].
+    rotary_seqlens int32 [batch], at most cache_seqlens: the rotary position of the first new key, in place of cache_seqlens.
     Returns out, or (out, softmax_lse)."""
     _refuse(qv, attention_chunk)
-    if cu_seqlens_k_new is not None or rotary_seqlens is not None:
-        name = "cu_seqlens_k_new" if cu_seqlens_k_new is not None else "rotary_seqlens"
-        raise _native.UnsupportedError(f"{name} is not supported: append with equal lengths, or call append_kv yourself")
+    if cu_seqlens_k_new is not None:
+        raise _native.UnsupportedError("cu_seqlens_k_new is not supported: append with equal lengths, or call append_kv yourself")
     if cu_seqlens_q is not None and k is not None:
         raise _native.UnsupportedError("cu_seqlens_q with new keys is not supported: call append_kv first")
+    if page_table is not None and cache_batch_idx is not None:  # FlashAttention-3's alone: the rows of the table are looked up
+        page_table = page_table[cache_batch_idx.long() if is_torch(cache_batch_idx) else cache_batch_idx]
+        cache_batch_idx = None
     return kvcache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-                   page_table, rotary_interleaved, return_softmax_lse, scale=softmax_scale, causal=causal,
+                   page_table, rotary_interleaved, return_softmax_lse, rotary_seqlens, scale=softmax_scale, causal=causal,
                    window=window_size, softcap=softcap, num_splits=num_splits, cu_seqlens_q=cu_seqlens_q,
                    max_seqlen_q=max_seqlen_q or 0, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
 

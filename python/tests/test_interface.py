@@ -136,9 +136,38 @@ def test_a_paged_cache_in_the_third_spelling():
     metadata = interface3.get_scheduler_metadata(2, 12, 48, 4, 2, 16, held)
     assert torch.equal(interface3.flash_attn_with_kvcache(Q, cache_k, cache_v, cache_seqlens=held, page_table=table,
                                                           causal=True, scheduler_metadata=metadata, pack_gqa=True), out)
+    index = torch.tensor([1, 0, 1], dtype=torch.int32)
+    assert torch.equal(interface3.flash_attn_with_kvcache(Q[[1, 0, 1]], cache_k, cache_v, cache_seqlens=held[[1, 0, 1]],
+                                                          page_table=table, cache_batch_idx=index, causal=True), out[[1, 0, 1]])
     for b in range(2):
         k, v = (c[table[b].long()].flatten(0, 1)[None, : held[b]] for c in (cache_k, cache_v))
         assert torch.allclose(out[b : b + 1], flashattn.flash_attn_func(Q[b : b + 1], k, v, causal=True), atol=1e-6)
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_rotary_seqlens_say_where_positions_begin(library):
+    """Beginning 7 earlier is the same as tables whose rows come 7 later."""
+    angles = torch.arange(64).view(-1, 1) / 100 ** (torch.arange(8) / 8)
+    held = torch.tensor([20, 7], dtype=torch.int32)
+    inputs = Q[:, :3], make(2, 3, 2, 16, seed=6), make(2, 3, 2, 16, seed=7), angles.cos(), angles.sin(), held
+    if library == "numpy":
+        inputs = tuple(t.numpy() for t in inputs)
+    q, k, v, cos, sin, held = inputs
+    results = []
+    for begin in (held - 7, None):
+        caches = [make(2, 30, 2, 16, seed=n) for n in (4, 5)]
+        caches = [c.numpy() for c in caches] if library == "numpy" else caches
+        if begin is None:  # the same by turning the tables
+            cos, sin = cos[:-7], sin[:-7]
+            cos, sin = ((torch.cat if library == "torch" else np.concatenate)([t[:7], t]) for t in (cos, sin))
+        out = interface3.flash_attn_with_kvcache(q, *caches, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=held,
+                                                 rotary_seqlens=begin, causal=True)
+        results.append([out, *caches])
+    for a, b in zip(*results):
+        assert np.array_equal(a, b)
+    with pytest.raises(flashattn.InvalidError, match="leftpad_k"):
+        interface3.flash_attn_with_kvcache(q, *caches, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=held,
+                                           rotary_seqlens=held + 1)
 
 
 def test_pages_in_the_varlen_form():
@@ -177,9 +206,8 @@ def test_what_cannot_be_done_is_refused():
     with pytest.raises(flashattn.InvalidError, match="descale"):
         interface3.flash_attn_func(Q, K, V, q_descale=torch.ones(2, 2))  # of float32 inputs
     cache = torch.zeros(2, 50, 2, 16)
-    for option in ("cu_seqlens_k_new", "rotary_seqlens"):
-        with pytest.raises(flashattn.UnsupportedError, match=option):
-            interface3.flash_attn_with_kvcache(Q, cache, cache, **{option: torch.zeros(3, dtype=torch.int32)})
+    with pytest.raises(flashattn.UnsupportedError, match="cu_seqlens_k_new"):
+        interface3.flash_attn_with_kvcache(Q, cache, cache, cu_seqlens_k_new=torch.zeros(3, dtype=torch.int32))
     with pytest.raises(flashattn.InvalidError, match="together"):
         flashattn.flash_attn_with_kvcache(Q, cache, cache, k=K)
     with pytest.raises(flashattn.InvalidError, match="must have seqlen <= the seqlen of the KV cache"):
