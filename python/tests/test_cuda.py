@@ -97,7 +97,8 @@ def test_dropout_drops_the_cpus_pairs():
         out = flashattn.flash_attn_func(*own, dropout_p=0.3, causal=True)
         runs[device] = [out, *torch.autograd.grad(out.square().sum(), own)]
     for ours, expected in zip(runs[DEVICE], runs["cpu"]):
-        assert torch.allclose(ours.cpu(), expected, atol=2e-5, rtol=2e-5)
+        # gradients of a row with one pair cancel to roundings of their terms; a pair dropped on one side only is seen at 0.1
+        assert torch.allclose(ours.cpu(), expected, atol=1e-4, rtol=2e-5)
     test_parity.test_dropout_drops_p_and_both_passes_agree()
 
 
