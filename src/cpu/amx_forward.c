@@ -14,6 +14,7 @@
  * (head_dim 64, chunks of two units); else a chunk is eight units and its values follow it, so that O moves rarely.
  * What decides is cache lines: a store that misses the first level costs four cycles, a load 1.3; see docs/cpu-amx.md.
  */
+#include "cpu/amx_forward_options.h"
 #include "cpu/amx_forward_unit.h"
 
 enum { SLOTS = 2, P_TILES = 32 }; /* P: 2 row tiles by units of a chunk by pieces, twice if values run beside */
@@ -25,6 +26,7 @@ typedef struct scratch {
     _Alignas(64) uint16_t p[P_TILES][FA_AMX_TILE_HALVES];
     _Alignas(64) float sum[2][UNIT * 16];
     _Alignas(64) float shift[UNIT], m[UNIT]; /* of the 32 queries at hand */
+    option_rows options;                     /* likewise */
     _Alignas(64) float last_o[];             /* [32][columns]: the last rows, if they are fewer */
 } scratch;
 
@@ -40,6 +42,8 @@ typedef struct walk {
     constants               k;
     int                     pieces, groups, depth_steps, columns, chunk;
     bool                    unset; /* some of the rows at hand have no shift yet */
+    float                   bonus; /* P is computed with this factor, as a logarithm, and its sums are not: */
+    float                   inverse, margin;
 } walk;
 
 /* A unit: queries 32 * group .., keys 32 * unit ... Chunks begin at multiples of their size, so that what a row
@@ -116,7 +120,7 @@ static void copy_last_rows(const walk *w, bool back)
 static void set_shift(const walk *w, int r, float m)
 {
     w->own->m[r]     = m;
-    w->own->shift[r] = m == -INFINITY ? 0.0f : (w->pieces == 1 ? CUT_LOG2 : 0.0f) - m;
+    w->own->shift[r] = m == -INFINITY ? 0.0f : w->bonus - m;
 }
 
 /* ---- masks ---- */
@@ -150,7 +154,7 @@ static void mask_unit(const walk *w, float *s, place at)
 
 /* ---- shifts ---- */
 
-/* The shift that suits a unit's scores of a row; -inf if it sees none of them; NaN, Inf: 0. */
+/* The shift that suits a unit's scores of a row; -inf if it sees none of them; NaN, +Inf: 0. */
 static float shift_of(const walk *w, place at, float *s, int r)
 {
     fa_range  seen = keys_of_row(w->block, at.group * UNIT + r);
@@ -162,7 +166,9 @@ static float shift_of(const walk *w, place at, float *s, int r)
     __m512 b    = _mm512_mask_mov_ps(none, high, _mm512_load_ps(scores_row(s, r) + FA_AMX_TILE_FLOATS));
     float  max =
         _mm512_reduce_max_ps(_mm512_max_ps(_mm512_mul_ps(a, w->k.multiplier), _mm512_mul_ps(b, w->k.multiplier)));
-    return fabsf(max) <= FLT_MAX ? max + MARGIN : 0.0f;
+    if (max == -INFINITY)
+        return max; /* options masked them all */
+    return fabsf(max) <= FLT_MAX ? max + w->margin : 0.0f;
 }
 
 /* Rows of which nothing was seen so far take their shift from the unit's scores. */
@@ -229,6 +235,8 @@ static void begin_group(walk *w, int group, float *sum)
         set_shift(w, r, r < rows ? b->m[group * UNIT + r] : 0.0f);
         w->unset |= w->own->m[r] == -INFINITY;
     }
+    if (b->options)
+        set_option_rows(&w->own->options, b, group * UNIT, rows);
 }
 
 static void end_group(const walk *w, int group, const float *sum)
@@ -236,7 +244,7 @@ static void end_group(const walk *w, int group, const float *sum)
     const fa_forward_block *b = w->block;
     for (int r = 0; r < rows_of_group(w, group); r++) {
         int row = group * UNIT + r;
-        b->l[row] += _mm512_reduce_add_ps(_mm512_load_ps(sum + 16 * r)) * (w->pieces == 1 ? CUT_INVERSE : 1.0f);
+        b->l[row] += _mm512_reduce_add_ps(_mm512_load_ps(sum + 16 * r)) * w->inverse;
         b->m[row] = b->l[row] == 0.0f ? -INFINITY : w->own->m[r];
     }
 }
@@ -311,12 +319,16 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, int BESIDE, int CHUNK)
             store_held(&held);
         set_softmax(&u, w, at, n, BESIDE);
         set_scores(&u, w, ahead, n + lead);
+        if (w->block->options)
+            apply_options_to_unit(w->block, &w->own->options, at.unit * UNIT, u.s);
         if (!all_seen(w, at))
             mask_unit(w, u.s, at);
         if (w->unset)
             begin_rows(w, at, u.s);
         if (run_unit(&u, &v, &held, &k, PIECES, KS, BESIDE, CHUNK))
             redo_unit(w, at, &u, &v, &held);
+        if (w->block->options && w->block->options->dropout)
+            drop_from_unit(w->block, at.group * UNIT, at.unit * UNIT, u.p, u.p_down, PIECES);
         place next = place_next(w, at);
         if (next.chunk_number != at.chunk_number) {
             finish_values(&v, &held, PIECES);
@@ -387,17 +399,26 @@ static const shape *find_shape(int pieces, int depth_steps, int columns)
 bool fa_amx_forward_block(const fa_forward_block *block, int pieces)
 {
     int          depth_steps = (block->head_dim + 31) / 32, columns = (block->head_dim_v + 15) / 16;
-    const shape *fit = find_shape(pieces, depth_steps, columns);
-    if (!fit)
+    const shape *fit     = find_shape(pieces, depth_steps, columns);
+    bool         dropout = block->options && block->options->dropout;
+    if (!fit || (dropout && !can_drop(block)) || (block->options && !alibi_is_flat(block)))
         return false;
-    walk w = {.block       = block,
-              .own         = block->scratch,
-              .k           = constants_make(block->multiplier, pieces),
-              .pieces      = pieces,
-              .groups      = (block->rows + UNIT - 1) / UNIT,
-              .depth_steps = depth_steps,
-              .columns     = columns,
-              .chunk       = fit->chunk};
+    bool     alibi      = block->options && block->options->call->alibi_slopes.data;
+    float    keep_scale = dropout ? block->options->call->dropout.keep_scale : 1.0f;
+    walk     w          = {.block       = block,
+                           .own         = block->scratch,
+                           .k           = constants_make(block->multiplier, pieces),
+                           .pieces      = pieces,
+                           .groups      = (block->rows + UNIT - 1) / UNIT,
+                           .depth_steps = depth_steps,
+                           .columns     = columns,
+                           .chunk       = fit->chunk,
+                           .bonus       = log2f(keep_scale) + cut_log2[pieces],
+                           .inverse     = cut_inverse[pieces] / keep_scale,
+                           .margin      = MARGIN + (alibi ? ALIBI_MARGIN : 0)};
+    unsigned modes      = _mm_getcsr(); /* P far below its row's largest is 0: denormals would take 100 times as long */
+    _mm_setcsr(modes | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
     fit->run(&w);
+    _mm_setcsr(modes);
     return true;
 }

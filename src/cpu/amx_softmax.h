@@ -5,9 +5,9 @@
  * is taken: what outgrows the margin shows as a sum with bit 30 set (2.0 or more, Inf, NaN), and only then the unit is
  * redone for those rows with a new shift.
  *
- * P of one piece is cut to bfloat16 instead of rounded, after scaling by 1 + 0.72 * 2^-8, which takes the mean error to
- * zero and leaves a power of two, as the row's maximum gives, what it is. P of more pieces is cut as it is: two hold 16
- * bits of it, three all.
+ * P of one or two pieces is cut to 8 or 16 bits instead of rounded, after scaling by 1 and 0.72 of the last bit, which
+ * takes the mean error to zero and leaves a power of two, as the row's maximum gives, what it is. Three pieces hold
+ * all.
  */
 #ifndef FA_CPU_AMX_SOFTMAX_H
 #define FA_CPU_AMX_SOFTMAX_H
@@ -18,8 +18,9 @@
 
 enum { MARGIN = 8, UNIT = 32 };
 
-#define CUT_LOG2 0.00406f          /* log2(1 + 0.72 * 2^-8): makes cutting off P's lower half right on average */
-#define CUT_INVERSE 0x1.fe8fa8p-1f /* 2^-CUT_LOG2 */
+/* 1 + 0.72 * 2^-8 and 1 + 0.72 * 2^-16, as a logarithm and its inverse, by pieces. */
+static const float cut_log2[MAX_PIECES + 1]    = {0, 0.00406f, 0x1.09ea84p-16f, 0};
+static const float cut_inverse[MAX_PIECES + 1] = {1, 0x1.fe8fa8p-1f, 0x1.fffe8fp-1f, 1};
 
 /* ---- exp2 ---- */
 
@@ -68,7 +69,7 @@ FA_AMX_INLINE __m512 exp2_of(__m512 s, __m512 shift, const constants *k, int pie
 FA_AMX_INLINE float *scores_row(float *s, int row) { return s + row / 16 * 2 * FA_AMX_TILE_FLOATS + row % 16 * 16; }
 
 typedef struct row_state {
-    const float *shift;    /* [32] minus the shift, plus CUT_LOG2 for one piece */
+    const float *shift;    /* [32] minus the shift, plus cut_log2 */
     const float *sum_from; /* [32][16] sums of P by lane; never in place, for a unit may have to be redone */
     float       *sum_to;
 } row_state;

@@ -139,28 +139,37 @@ int fa_least_split_keys(const fa_cpu *cpu)
     return cpu->tuning.split_keys ? cpu->tuning.split_keys : LEAST_SPLIT_KEYS;
 }
 
-static const fa_kernels *kernels_by_shape(const fa_cpu *cpu, const fa_call *call, flash_attn_pass pass, int64_t rows,
-                                          int64_t keys)
+/* dtype: whose table. */
+static const fa_kernels *kernels_by_shape(const fa_cpu *cpu, const fa_call *call, flash_attn_dtype dtype,
+                                          flash_attn_pass pass, int64_t rows, int64_t keys)
 {
     size_t n = 0, count = sizeof pieces / sizeof *pieces;
     if (!cpu->by_shape)
-        return cpu->kernels[call->q.dtype];
-    while (n < count && (pieces[n].dtype != call->q.dtype || widest_head(call) > pieces[n].head_dim))
+        return cpu->kernels[dtype];
+    while (n < count && (pieces[n].dtype != dtype || widest_head(call) > pieces[n].head_dim))
         n++;
     /* Packing costs in proportion to the queries and twice the keys, products to queries times keys. */
     bool pays = n == count || 3 * rows * keys >= pieces[n].same[pass] * (rows + 2 * keys);
-    return pays ? cpu->kernels[call->q.dtype] : cpu->vector;
+    return pays ? cpu->kernels[dtype] : cpu->vector;
+}
+
+/* A float32 output of float16 would show that two pieces of P are 16 bits of it. */
+static flash_attn_dtype forward_dtype(const fa_call *call)
+{
+    return call->q.dtype == FLASH_ATTN_F16 && call->o.dtype == FLASH_ATTN_F32 ? FLASH_ATTN_F32 : call->q.dtype;
 }
 
 const fa_kernels *fa_forward_kernels(const fa_cpu *cpu, const fa_call *call, int64_t rows, int64_t keys)
 {
-    return kernels_by_shape(cpu, call, FLASH_ATTN_FORWARD, rows, keys);
+    return kernels_by_shape(cpu, call, forward_dtype(call), FLASH_ATTN_FORWARD, rows, keys);
 }
+
+const fa_kernels *fa_forward_table(const fa_cpu *cpu, const fa_call *call) { return cpu->kernels[forward_dtype(call)]; }
 
 /* dbias adds up sequences of all lengths, with one table. */
 const fa_kernels *fa_backward_kernels(const fa_cpu *cpu, const fa_call *call, int64_t rows, int64_t keys)
 {
     if (call->dbias.data)
         return call->q.dtype == FLASH_ATTN_F32 ? cpu->vector : cpu->kernels[call->q.dtype];
-    return kernels_by_shape(cpu, call, FLASH_ATTN_BACKWARD, rows, keys);
+    return kernels_by_shape(cpu, call, call->q.dtype, FLASH_ATTN_BACKWARD, rows, keys);
 }

@@ -16,8 +16,8 @@
  *
  * `scores`, `accumulate` and `accumulate_t` are all that a tier needs for the two matrix products of the forward and
  * the five of the backward; options and masks are applied to the float32 tiles between them. A tier that wants to
- * overlap the products with the softmax fills `forward_block`, used for tiles without options and block masks, and
- * `backward_block`, used for all; they apply the window themselves.
+ * overlap the products with the softmax fills `forward_block` and `backward_block`, which apply the window and options
+ * themselves.
  */
 #ifndef FA_CPU_H
 #define FA_CPU_H
@@ -60,6 +60,20 @@ typedef enum fa_role {
 
 /* ---- fused entries ---- */
 
+struct fa_tile;
+struct fa_kernels;
+
+/* What a fused forward does beyond the window. */
+typedef struct fa_forward_options {
+    const fa_call           *call;
+    const struct fa_tile    *tile;
+    const struct fa_kernels *kernels; /* for `softcap` */
+    float                    scale;
+    bool                     on_scores; /* softcap, ALiBi, bias or a scale that is not positive: see fa_apply_options */
+    bool                     slices;    /* the tile's slices mask some of it */
+    bool                     dropout;   /* P after its sum is taken */
+} fa_forward_options;
+
 typedef struct fa_forward_block {
     const void *q, *k, *v; /* packed: roles Q, K, V. Rows that pack left out of V are the caller's to add */
     float      *o;         /* [rows][ldo], not yet divided by l */
@@ -69,8 +83,10 @@ typedef struct fa_forward_block {
     int       rows, keys, head_dim, head_dim_v;
     fa_window window; /* row r sees key j as fa_window_sees(window, diagonal, r % queries, j) */
     int       diagonal, queries;
-    float     multiplier; /* scale * log2(e), > 0 */
+    float     multiplier; /* what takes scores, after the options, to base 2; > 0 */
     void     *scratch;    /* forward_scratch_bytes, this thread's */
+
+    const fa_forward_options *options; /* NULL: none */
 } fa_forward_block;
 
 /* Sums of the fused backward lie in tiles of 16 x 16 floats, [rows / 16][cols / 16], the columns of tiles an even
@@ -166,8 +182,8 @@ typedef struct fa_kernels {
     void (*accumulate_few)(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v,
                            int rows);
 
-    /* Fused; NULL: composed from the entries above. The forward for tiles without options and block masks; false: not
-     * for this shape, and nothing was done. The backward for all. */
+    /* Fused; NULL: composed from the entries above. The forward may return false: not for this shape or these options,
+     * and nothing was done. */
     bool (*forward_block)(const fa_forward_block *block);
     void (*backward_block)(const fa_backward_block *block); /* dV and dK; applies the window and options */
     void (*backward_dq)(const fa_backward_block *block);    /* dQ, of the dS that backward_block left */

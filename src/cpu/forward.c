@@ -32,23 +32,33 @@ typedef struct step {
 
 static bool fused_step(const step *t, const scratch *s)
 {
-    const fa_tile   *tile  = t->tile;
-    fa_forward_block block = {.q          = t->q,
-                              .k          = s->keys.k,
-                              .v          = s->keys.v,
-                              .o          = t->o,
-                              .ldo        = t->ldo,
-                              .m          = t->m,
-                              .l          = t->l,
-                              .rows       = fa_tile_rows(tile),
-                              .keys       = fa_tile_keys(tile),
-                              .head_dim   = (int)t->call->head_dim,
-                              .head_dim_v = (int)t->call->head_dim_v,
-                              .window     = t->call->window,
-                              .diagonal   = tile->seq.diagonal + tile->queries.begin - tile->keys.begin,
-                              .queries    = fa_tile_queries(tile),
-                              .multiplier = t->scale * FA_LOG2_E,
-                              .scratch    = s->fused};
+    const fa_tile     *tile    = t->tile;
+    const fa_call     *call    = t->call;
+    fa_forward_options options = {.call      = call,
+                                  .tile      = tile,
+                                  .kernels   = t->kernels,
+                                  .scale     = t->scale,
+                                  .on_scores = fa_has_options(call, t->scale),
+                                  .slices    = t->visible != FA_VISIBLE_ALL && call->slices.count > 0,
+                                  .dropout   = call->dropout.threshold != 0};
+    bool               any     = options.on_scores || options.slices || options.dropout;
+    fa_forward_block   block   = {.q          = t->q,
+                                  .k          = s->keys.k,
+                                  .v          = s->keys.v,
+                                  .o          = t->o,
+                                  .ldo        = t->ldo,
+                                  .m          = t->m,
+                                  .l          = t->l,
+                                  .rows       = fa_tile_rows(tile),
+                                  .keys       = fa_tile_keys(tile),
+                                  .head_dim   = (int)call->head_dim,
+                                  .head_dim_v = (int)call->head_dim_v,
+                                  .window     = call->window,
+                                  .diagonal   = tile->seq.diagonal + tile->queries.begin - tile->keys.begin,
+                                  .queries    = fa_tile_queries(tile),
+                                  .multiplier = fa_multiplier(call, t->scale),
+                                  .scratch    = s->fused,
+                                  .options    = any ? &options : NULL};
     return t->kernels->forward_block(&block);
 }
 
@@ -66,6 +76,8 @@ static void add_bad_rows_after_fused(const step *t, const scratch *s)
             *p       = *p == -INFINITY || t->m[r] == -INFINITY ? 0.0f : exp2f(*p * multiplier - t->m[r]);
         }
     }
+    if (t->call->dropout.threshold)
+        fa_apply_dropout(t->kernels, t->call, t->tile, s->s, NULL, t->lds);
     fa_add_bad_rows(t->kernels, t->o, t->ldo, rows, s->s, t->lds, 1, &s->v_rows, s->keys.bad, *s->keys.num_bad,
                     s->temp);
 }
@@ -75,9 +87,7 @@ static void forward_step(const step *t, const scratch *s)
     const fa_kernels *k    = t->kernels;
     const fa_call    *call = t->call;
     int               rows = fa_tile_rows(t->tile), keys = fa_tile_keys(t->tile);
-    bool              window = t->visible == FA_VISIBLE_ALL || call->slices.count == 0; /* all that masks this tile */
-    bool              plain  = window && !fa_has_options(call, t->scale) && call->dropout.threshold == 0;
-    if (plain && k->forward_block && !t->in_place && fused_step(t, s)) {
+    if (k->forward_block && !t->in_place && fused_step(t, s)) {
         if (*s->keys.num_bad > 0)
             add_bad_rows_after_fused(t, s);
         return;
@@ -397,7 +407,7 @@ static void run_thread(void *arg, int64_t index)
     const fa_call    *call    = r->plan.call;
     fa_arena          arena   = {r->scratch + (size_t)index * r->scratch_bytes, 0};
     scratch           s       = fa_forward_carve_scratch(&arena, &r->plan);
-    const fa_kernels *kernels = r->plan.cpu->kernels[call->q.dtype];
+    const fa_kernels *kernels = fa_forward_table(r->plan.cpu, call);
     int64_t           b       = 0, task;
     bool              entered = false;
     while ((task = atomic_fetch_add(&r->next, 1) - r->pack_tasks) < r->task_begin[call->batch]) {

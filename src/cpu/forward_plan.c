@@ -115,7 +115,7 @@ static void make_room_to_share(plan *p)
 {
     int64_t tiles_of_head = 0, bytes_of_head = 0, pairs = p->call->batch * p->call->heads_k;
     for (int n = 0; n < 2; n++) {
-        const fa_kernels *kernels = n ? p->cpu->vector : p->cpu->kernels[p->call->q.dtype];
+        const fa_kernels *kernels = n ? p->cpu->vector : fa_forward_table(p->cpu, p->call);
         int64_t           tile_k  = fa_tiles(p->cpu, kernels, p->call).k;
         int64_t           tiles   = (p->call->max_seqlen_k + tile_k - 1) / tile_k;
         int64_t           bytes   = tiles * (int64_t)packed_tile_bytes(p, kernels);
@@ -153,7 +153,7 @@ static void choose_blocks(plan *p)
 plan fa_forward_plan(const fa_cpu *cpu, const fa_call *call, int threads)
 {
     plan p = {.cpu = cpu, .call = call, .threads = threads, .ldo = fa_accumulator_ld(call->head_dim_v)};
-    add_table_sizes(&p, cpu->kernels[call->q.dtype]);
+    add_table_sizes(&p, fa_forward_table(cpu, call));
     add_table_sizes(&p, cpu->vector);
     choose_blocks(&p);
     p.max_splits = fa_max_splits(call->num_splits, fa_least_split_keys(cpu), 16, call->max_seqlen_k);

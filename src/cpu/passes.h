@@ -16,4 +16,7 @@ void fa_backward_explain(const fa_cpu *cpu, const fa_call *call, int threads, fl
 const fa_kernels *fa_forward_kernels(const fa_cpu *cpu, const fa_call *call, int64_t rows, int64_t keys);
 const fa_kernels *fa_backward_kernels(const fa_cpu *cpu, const fa_call *call, int64_t rows, int64_t keys);
 
+/* The forward's table for long sequences; short ones may take cpu->vector. */
+const fa_kernels *fa_forward_table(const fa_cpu *cpu, const fa_call *call);
+
 #endif

@@ -141,6 +141,17 @@ static void mask_range(float *row, int begin, int end)
         row[n] = -INFINITY;
 }
 
+uint32_t fa_slices_seen(const fa_call *call, const fa_tile *tile, int i, int first)
+{
+    uint32_t bits = 0;
+    for (int n = 0; n < tile->num_slices; n++) {
+        fa_range part = slice_keys(&call->slices.list[tile->slices[n]], i, (fa_range){first, first + 32});
+        if (part.begin < part.end)
+            bits |= (uint32_t)((UINT64_C(1) << (part.end - first)) - (UINT64_C(1) << (part.begin - first)));
+    }
+    return bits;
+}
+
 static void mask_slices(const fa_call *call, const fa_tile *tile, int i, float *row)
 {
     uint8_t seen[FA_MAX_TILE];

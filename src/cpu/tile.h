@@ -82,6 +82,9 @@ fa_visible fa_tile_visible(const fa_call *call, const fa_tile *tile);
 /* Write to list the slices of sequence b that touch `queries` (and, if not empty, `keys`); returns how many. */
 int fa_slices_touching(const fa_call *call, int64_t b, fa_range queries, fa_range keys, int32_t *list);
 
+/* Bit n: query i sees key `first` + n through one of the tile's slices. */
+uint32_t fa_slices_seen(const fa_call *call, const fa_tile *tile, int i, int first);
+
 /* The score's factor for one key head: scale and the FP8 descales of q and k. */
 float fa_score_scale(const fa_call *call, int64_t b, int64_t head_k);
 
