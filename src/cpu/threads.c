@@ -14,6 +14,9 @@
 
 /* About 30 microseconds: longer than the gap between the calls of one model layer, shorter than a scheduler tick. */
 #define SPIN_ROUNDS 1000
+/* About a millisecond: who has done his part of a call waits for the others awake, for waking 15 sleepers would take the
+ * next call a good part of that. */
+#define SPIN_ROUNDS_IN_JOB 30000
 #define STACK_BYTES (1 << 20) /* the C library takes a program's thread-local variables from it, too */
 
 /* GNU OpenMP's entry to a parallel region, which LLVM's and Intel's runtimes have too. num_threads 0: as many as the
@@ -44,7 +47,8 @@ struct fa_threads {
     _Atomic uint64_t job; /* number << 16 | participants */
     flash_attn_task  body;
     void            *arg;
-    atomic_int       remaining; /* workers still running it */
+    atomic_int       remaining; /* participants still running it */
+    bool             roomy;     /* a processor for each thread: who spins is in nobody's way */
     atomic_bool      stop;
 
     pthread_mutex_t mutex;
@@ -71,9 +75,16 @@ int fa_num_cores(void)
     return online > 0 ? (int)online : 1;
 }
 
+/* Longer while the job that one has done one's part of still runs. */
+static bool keep_spinning(fa_threads *threads, int round)
+{
+    return round < SPIN_ROUNDS || (threads->roomy && round < SPIN_ROUNDS_IN_JOB &&
+                                   atomic_load_explicit(&threads->remaining, memory_order_relaxed) > 0);
+}
+
 static uint64_t wait_for_job(fa_threads *threads, uint64_t last)
 {
-    for (int round = 0; round < SPIN_ROUNDS; round++) {
+    for (int round = 0; keep_spinning(threads, round); round++) {
         uint64_t job = atomic_load_explicit(&threads->job, memory_order_acquire);
         if (job != last)
             return job;
@@ -120,9 +131,11 @@ static void post_job(fa_threads *threads, int participants)
     }
 }
 
+/* The caller's part is done. */
 static void wait_until_done(fa_threads *threads)
 {
-    for (int round = 0; round < SPIN_ROUNDS; round++) {
+    atomic_fetch_sub(&threads->remaining, 1);
+    for (int round = 0; keep_spinning(threads, round); round++) {
         if (atomic_load_explicit(&threads->remaining, memory_order_acquire) == 0)
             return;
         pause_cpu();
@@ -195,6 +208,7 @@ fa_threads *fa_threads_create(const flash_attn_options *options, int num_threads
         return NULL;
     }
     threads->num_threads  = num_threads;
+    threads->roomy        = num_threads <= fa_num_cores();
     threads->parallel_for = options->parallel_for;
     threads->pool         = options->pool;
     if (options->use_openmp) {
@@ -258,9 +272,10 @@ void fa_threads_run(fa_threads *threads, int count, flash_attn_task body, void *
         int participants = fa_min_int(count, threads->num_workers + 1);
         threads->body    = body;
         threads->arg     = arg;
-        atomic_store(&threads->remaining, participants - 1);
-        if (participants > 1)
+        if (participants > 1) {
+            atomic_store(&threads->remaining, participants);
             post_job(threads, participants);
+        }
         body(arg, 0);
         if (participants > 1)
             wait_until_done(threads);
