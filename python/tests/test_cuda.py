@@ -88,6 +88,11 @@ def test_bias_and_sinks_have_gradients():
         assert (ours - truth).abs().max() < 2e-5 * max(1, truth.abs().max())
 
 
+@pytest.mark.parametrize("mask", ["causal"])
+def test_dropout_is_the_formula_with_the_pairs_that_it_drops(mask):
+    test_parity.test_dropout_is_the_formula_with_the_pairs_that_it_drops(mask, BF16)
+
+
 def test_dropout_drops_the_cpus_pairs():
     leaves = [t.requires_grad_() for t in torch.randn(3, 2, 100, 2, 64, dtype=F32)]
     runs = {}

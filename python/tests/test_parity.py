@@ -53,6 +53,36 @@ def test_every_pair_of_lengths(pair, mask, dtype):
     check(q, k, v, out, math_.visible(*pair, mask == "causal", window))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_every_head_dim_at_every_pair_of_lengths(d, pair, dtype):
+    for mask in ("none", "causal", "local"):
+        q, k, v = inputs(1, *pair, 2, 1, d, dtype)
+        window = (pair[1] // 3, pair[1] // 5) if mask == "local" else (-1, -1)
+        out = flashattn.flash_attn_func(q, k, v, causal=mask == "causal", window_size=window)
+        check(q, k, v, out, math_.visible(*pair, mask == "causal", window))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mask", ["none", "causal", "local"])
+def test_dropout_is_the_formula_with_the_pairs_that_it_drops(mask, dtype):
+    """Values that are unit vectors show which pairs are dropped; the same seed drops them with other values and gradients."""
+    p, pair, window = 0.17, (113, 203), (57, 31) if mask == "local" else (-1, -1)
+    q, k, v = inputs(2, *pair, 4, 2, 64, dtype)
+    run = lambda q, k, v: flashattn.flash_attn_func(q, k, v, dropout_p=p, causal=mask == "causal", window_size=window)
+    torch.manual_seed(9)
+    out = run(q, k, v)
+    torch.manual_seed(9)
+    unit = torch.eye(pair[1]).view(1, pair[1], 1, pair[1]).expand(2, pair[1], 2, pair[1]).float()
+    keep = (run(torch.zeros(q.shape), torch.zeros(k.shape), unit) != 0).permute(0, 2, 1, 3)  # [b, heads, rows, keys]
+    sees = math_.visible(*pair, mask == "causal", window)
+    seen = keep[sees.expand_as(keep)]
+    assert abs(seen.double().mean().item() - (1 - p)) < 0.01
+    check(q, k, v, out, sees, keep=keep, dropout_p=p)
+
+
 def test_sixteen_queries_on_a_hundred_thousand_keys():
     q, k, v = inputs(1, 16, 100_000, 2, 2, 64, torch.bfloat16)
     check(q, k, v, flashattn.flash_attn_func(q, k, v, causal=True), math_.visible(16, 100_000, True))
