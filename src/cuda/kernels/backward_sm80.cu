@@ -404,7 +404,7 @@ template <bool MASKED> FA_DEVICE void step(block_state &state, const fa_args &ar
     int            stage = FA_STAGES > 1 ? state.step & 1 : 0, buffer = state.step & 1;
     unsigned       q = shared + Q_AT + stage * Q_BYTES, dout = shared + DO_AT + stage * DO_BYTES;
     unsigned       ds = shared + DS_AT + buffer * S_BYTES;
-    place          next = settle(args, w, {state.at.head, state.at.tile + 1});
+    place          next = settle(args, w, next_place(w, state.at));
     copy_wait<0>();
     if (CLEAR) {
         clear_nonfinite<FA_TILE_Q, FA_HEAD_DIM>(q);
@@ -478,7 +478,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) backward_sm
     clear(state.dk);
     clear(state.dv);
     state.step = 0;
-    state.at   = settle(args, w, {w.first_head, w.tiles.begin});
+    state.at   = settle(args, w, {w.first_head, w.start});
     if (w.tiles.begin < w.tiles.end && inside(w, state.at)) {
         int     begin = w.keys.begin - w.first_k, end = w.keys.end - w.first_k;
         fa_i64  row = w.seq.kv_row + w.first_k;

@@ -10,6 +10,7 @@ struct work {
     int      b, kv_head, first_head, num_heads, first_k;
     fa_range keys;            /* of the tile, that count */
     fa_range tiles;           /* query tiles that may see some of them */
+    int      start;           /* the tile that the block begins with */
     fa_range clean;           /* those of which every query sees every key (slices apart): they need no mask */
     sequence seq;
     fa_range slices;
@@ -59,6 +60,10 @@ FA_DEVICE work work_of(const fa_args &args)
     if (w.keys.begin >= w.keys.end || queries.begin >= queries.end)
         w.tiles = {0, 0};
     w.clean = clean_tiles(args, w);
+    /* Blocks that run at the same time begin apart, or all would add to the same dQ at once. Turns need one order. */
+    w.start = w.tiles.begin;
+    if (!FA_DETERMINISTIC && w.tiles.begin < w.tiles.end)
+        w.start += at.tile % (w.tiles.end - w.tiles.begin);
 
     fa_i64 token = (fa_i64)w.seq.q_entry * args.q_rows + w.seq.q_row;
     w.q     = (const fa_element *)args.q.data + w.seq.q_entry * args.q.stride[0] + w.seq.q_row * args.q.stride[1];
@@ -88,22 +93,24 @@ struct place {
     int head, tile;
 };
 
-/* The first place from `at` on where something is visible; head = first_head + num_heads when there is none. */
-FA_DEVICE place settle(const fa_args &args, const work &w, place at)
+FA_DEVICE bool inside(const work &w, place at) { return at.head < w.first_head + w.num_heads; }
+
+/* The next query tile of the head, round to the one where the block began; then the next head. */
+FA_DEVICE place next_place(const work &w, place at)
 {
-    while (at.head < w.first_head + w.num_heads) {
-        if (at.tile >= w.tiles.end) {
-            at = {at.head + 1, w.tiles.begin};
-            continue;
-        }
-        if (!FA_HAS_SLICES || slices_tile(args, w.slices, queries_of_tile(w, at.tile), keys_of_block(w)) != 0)
-            break;
-        at.tile++;
-    }
+    at.tile = at.tile + 1 == w.tiles.end ? w.tiles.begin : at.tile + 1;
+    at.head += at.tile == w.start;
     return at;
 }
 
-FA_DEVICE bool inside(const work &w, place at) { return at.head < w.first_head + w.num_heads; }
+/* The first place from `at` on where something is visible; outside when there is none. */
+FA_DEVICE place settle(const fa_args &args, const work &w, place at)
+{
+    while (FA_HAS_SLICES && inside(w, at) &&
+           slices_tile(args, w.slices, queries_of_tile(w, at.tile), keys_of_block(w)) == 0)
+        at = next_place(w, at);
+    return at;
+}
 
 /* Row 0 of a head's delta and dq_accum lies this many rows behind head 0's. */
 FA_DEVICE fa_i64 head_rows(const fa_args &args, int head) { return (fa_i64)head * args.q_entries * args.q_rows; }
