@@ -11,13 +11,15 @@
  *   - values: O += P V, blocks of 32 queries by 32 columns over a chunk of units.
  *
  * A chunk's values run beside the next chunk's softmax where O and all buffers fit the first-level cache together
- * (head_dim 64, chunks of two units); else a chunk is eight units and its values follow it, so that O moves rarely.
+ * (bfloat16 at head_dim 64, chunks of two units); else a chunk is 4 to 16 units and its values follow it, so that O
+ * moves rarely.
  * What decides is cache lines: a store that misses the first level costs four cycles, a load 1.3; see docs/cpu-amx.md.
  */
 #include "cpu/amx_forward_options.h"
 #include "cpu/amx_forward_unit.h"
 
-enum { SLOTS = 2, P_TILES = 32 }; /* P: 2 row tiles by units of a chunk by pieces, twice if values run beside */
+/* P: two row tiles by units of a chunk by pieces, all twice if values run beside. */
+enum { SLOTS = 2, P_TILES = 32 };
 
 /* ---- a tile ---- */
 
