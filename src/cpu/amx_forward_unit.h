@@ -10,6 +10,14 @@
 
 #include "cpu/amx_softmax.h"
 
+/* A unit unrolled whole is some 2000 instructions; sanitizers make it many times as many, and compiling takes minutes. */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define UNROLL(n)
+#else
+#define UNROLL_PRAGMA(text) _Pragma(#text)
+#define UNROLL(n) UNROLL_PRAGMA(GCC unroll n)
+#endif
+
 /* ---- products of pieces ---- */
 
 /* float16's O = P V leaves out ll', 2^-16 of the whole and less than what P is cut by. The scores keep it: LSE is as
@@ -93,10 +101,10 @@ FA_AMX_INLINE void product(int t, const operands *x, const target *held, const t
 FA_AMX_INLINE void products_alone(operands x, bool scores, const target *held, const target *next, bool first,
                                   int PIECES)
 {
-    _Pragma("GCC unroll 6") for (int n = 0; n < num_products(scores, PIECES); n++)
+    UNROLL(6) for (int n = 0; n < num_products(scores, PIECES); n++)
     {
         operands one = operands_of(x, scores, PIECES, n);
-        _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++) product(t, &one, held, next, first && n == 0);
+        UNROLL(4) for (int t = 0; t < 4; t++) product(t, &one, held, next, first && n == 0);
     }
 }
 
@@ -175,7 +183,7 @@ FA_AMX_INLINE operands scores_operands(const unit *u, int part, int KS, int PIEC
 
 /* The rows that are due beside tile product number `slot` of the unit's. */
 #define SOFTMAX_ROWS(slot)                                                                                             \
-    _Pragma("GCC unroll 32") for (int n = 0; n < most_rows; n++)                                                       \
+    UNROLL(32) for (int n = 0; n < most_rows; n++)                                                                     \
     {                                                                                                                  \
         if (row < ((slot) + 1) * UNIT / slots) {                                                                       \
             check = softmax_row(row, u->s, u->p, u->p_down, &u->state, k, check, PIECES);                              \
@@ -192,14 +200,14 @@ FA_AMX_INLINE bool run_unit(const unit *u, values *v, target *held, const consta
     const int in_scores = num_products(true, PIECES), in_values = num_products(false, PIECES);
     const int slots = 4 * (KS * in_scores + BESIDE * CHUNK * in_values), most_rows = (UNIT + slots - 1) / slots;
     int       row = 0;
-    _Pragma("GCC unroll 8") for (int part = 0; part < KS; part++)
+    UNROLL(8) for (int part = 0; part < KS; part++)
     {
-        _Pragma("GCC unroll 6") for (int i = 0; i < in_scores; i++)
+        UNROLL(6) for (int i = 0; i < in_scores; i++)
         {
             operands x = {0};
             if (u->q)
                 x = operands_of(scores_operands(u, part, KS, PIECES), true, PIECES, i);
-            _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++)
+            UNROLL(4) for (int t = 0; t < 4; t++)
             {
                 if (u->q)
                     product(t, &x, held, &u->s_next, part == 0 && i == 0);
@@ -209,16 +217,16 @@ FA_AMX_INLINE bool run_unit(const unit *u, values *v, target *held, const consta
     }
     if (u->q)
         *held = u->s_next;
-    _Pragma("GCC unroll 4") for (int b = 0; b < BESIDE; b++)
+    UNROLL(4) for (int b = 0; b < BESIDE; b++)
     {
         bool   some = v->col < v->columns;
         target next = values_target(v);
-        _Pragma("GCC unroll 4") for (int m = 0; m < CHUNK; m++)
+        UNROLL(4) for (int m = 0; m < CHUNK; m++)
         {
-            _Pragma("GCC unroll 6") for (int i = 0; i < in_values; i++)
+            UNROLL(6) for (int i = 0; i < in_values; i++)
             {
                 operands x = operands_of(values_operands(v, m, PIECES), false, PIECES, i);
-                _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++)
+                UNROLL(4) for (int t = 0; t < 4; t++)
                 {
                     if (some && m < v->units)
                         product(t, &x, held, &next, m == 0 && i == 0);
