@@ -10,7 +10,7 @@
 
 #include "cpu/amx_softmax.h"
 
-/* A unit unrolled whole is some 2000 instructions; sanitizers make it many times as many, and compiling takes minutes. */
+/* Unrolled whole, a unit is some 2000 instructions; sanitizers make that many times more, and minutes of compiling. */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define UNROLL(n)
 #else
