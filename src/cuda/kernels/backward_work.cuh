@@ -60,10 +60,10 @@ FA_DEVICE work work_of(const fa_args &args)
     if (w.keys.begin >= w.keys.end || queries.begin >= queries.end)
         w.tiles = {0, 0};
     w.clean = clean_tiles(args, w);
-    /* Blocks that run at the same time begin apart, or all would add to the same dQ at once. Turns need one order. */
-    w.start = w.tiles.begin;
-    if (!FA_DETERMINISTIC && w.tiles.begin < w.tiles.end)
-        w.start += at.tile % (w.tiles.end - w.tiles.begin);
+    /* Blocks that run at the same time begin apart, or all would add to the same dQ at once. Turns need one order, and few
+     * tiles are soon done. */
+    int count = w.tiles.end - w.tiles.begin;
+    w.start   = w.tiles.begin + (!FA_DETERMINISTIC && count > 16 ? (int)at.tile % count : 0);
 
     fa_i64 token = (fa_i64)w.seq.q_entry * args.q_rows + w.seq.q_row;
     w.q     = (const fa_element *)args.q.data + w.seq.q_entry * args.q.stride[0] + w.seq.q_row * args.q.stride[1];
