@@ -186,7 +186,7 @@ static flash_attn_status call(const world *w, base kind)
     X(PADDED, threads_negative, INVALID, "num_threads is -1", w->e.num_threads = -1)                                   \
     X(PADDED, stream_on_host, INVALID, "exec.stream", w->e.stream = w->m)                                              \
     X(PADDED, workspace_size_alone, INVALID, "exec.workspace is NULL", w->e.workspace_bytes = 10)                      \
-    X(PADDED, workspace_in_o, INVALID, "share memory", w->e.workspace = w->m->o; w->e.workspace_bytes = 1 << 20)       \
+    X(PADDED, workspace_in_o, INVALID, "share memory", w->e.workspace = w->m->o; w->e.workspace_bytes = 1 << 26)       \
     X(PADDED, workspace_endless, INVALID, "leaves the address space", w->e.workspace = w->m->workspace;                \
       w->e.workspace_bytes = SIZE_MAX)                                                                                 \
     X(PADDED, q_missing, INVALID, "q.data is NULL", P.q.data = NULL)                                                   \

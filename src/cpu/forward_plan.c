@@ -141,7 +141,8 @@ static void choose_blocks(plan *p)
     int64_t        all     = call->q.shape[0] * call->q.shape[1] * call->heads_q / p->tile_q;
     int64_t        longest = (call->max_seqlen_q / p->tile_q + 1) * call->group; /* no block has more */
     int64_t        tiles   = threads > 1 ? all / (2 * threads) : all;
-    if (threads > 1 && tiles < fit && tiles < longest)
+    bool           several = call->group * call->max_seqlen_q > p->tile_q; /* tiles of a key head */
+    if (threads > 1 && several && tiles < fit && tiles < longest)
         make_room_to_share(p);
     if (threads > 1 && p->shared_tiles == 0)
         tiles = all / (4 * threads);
