@@ -17,9 +17,9 @@
  * of a block are stored among the first products of the next one (struct pending). Sums are kept in tiles of 16 x 16
  * ("tiled", cpu.h): rows of 64 bytes next to each other. docs/cpu-amx.md has the measurements.
  */
+#include "cpu/amx_backward_options.h"
 #include "cpu/amx_gradient.h"
 #include "cpu/amx_multiply.h"
-#include "cpu/amx_options.h"
 
 enum { CELL = 32, STRIP_CELLS = 4, MAX_CELLS = STRIP_CELLS * FA_MAX_TILE / CELL };
 

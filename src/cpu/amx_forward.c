@@ -329,7 +329,7 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, int BESIDE, int CHUNK)
             begin_rows(w, at, u.s);
         if (run_unit(&u, &v, &held, &k, PIECES, KS, BESIDE, CHUNK))
             redo_unit(w, at, &u, &v, &held);
-        if (w->block->options && w->block->options->dropout)
+        if (w->block->options && w->block->options->call->dropout.threshold)
             drop_from_unit(w->block, at.group * UNIT, at.unit * UNIT, u.p, u.p_down, PIECES);
         place next = place_next(w, at);
         if (next.chunk_number != at.chunk_number) {
@@ -402,7 +402,7 @@ bool fa_amx_forward_block(const fa_forward_block *block, int pieces)
 {
     int          depth_steps = (block->head_dim + 31) / 32, columns = (block->head_dim_v + 15) / 16;
     const shape *fit     = find_shape(pieces, depth_steps, columns);
-    bool         dropout = block->options && block->options->dropout;
+    bool         dropout = block->options && block->options->call->dropout.threshold;
     if (!fit || (dropout && !can_drop(block)) || (block->options && !alibi_is_flat(block)))
         return false;
     bool     alibi      = block->options && block->options->call->alibi_slopes.data;

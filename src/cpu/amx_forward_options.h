@@ -5,8 +5,8 @@
 #ifndef FA_CPU_AMX_FORWARD_OPTIONS_H
 #define FA_CPU_AMX_FORWARD_OPTIONS_H
 
+#include "cpu/amx_options.h"
 #include "cpu/amx_softmax.h"
-#include "cpu/tile.h"
 
 /* More would eat up the shift's margin, for P is computed with this factor. */
 #define MOST_KEEP_SCALE 64.0f
@@ -58,14 +58,6 @@ FA_AMX_INLINE __m512 with_bias(__m512 s, __m512 bias)
     return _mm512_mask_mov_ps(_mm512_add_ps(s, bias), _mm512_cmp_ps_mask(bias, masked, _CMP_EQ_OQ), masked);
 }
 
-/* distance: of the row's diagonal from the first of these 16 keys. */
-FA_AMX_INLINE __m512 with_alibi(__m512 s, float slope, int distance)
-{
-    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    __m512i       away  = _mm512_abs_epi32(_mm512_sub_epi32(_mm512_set1_epi32(distance), lanes));
-    return _mm512_sub_ps(s, _mm512_mul_ps(_mm512_set1_ps(slope), _mm512_cvtepi32_ps(away)));
-}
-
 /* The bias of a row two units ahead: rows are too far apart for the processor to guess. */
 FA_AMX_INLINE void prefetch_bias(const fa_forward_block *b, const void *row, int key)
 {
@@ -82,6 +74,7 @@ FA_AMX_INLINE void prefetch_bias(const fa_forward_block *b, const void *row, int
 /* A row of a unit, `key` its first key's number in the tile. */
 FA_AMX_INLINE void apply_options_to_row(const fa_forward_block *b, const option_rows *rows, int r, int key, float *s)
 {
+    const __m512i  lanes    = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const fa_call *call     = b->options->call;
     const fa_tile *tile     = b->options->tile;
     int            first    = tile->keys.begin + key;
@@ -95,7 +88,7 @@ FA_AMX_INLINE void apply_options_to_row(const fa_forward_block *b, const option_
         float *at = scores_row(s, r) + t * FA_AMX_TILE_FLOATS;
         __m512 x  = _mm512_load_ps(at);
         if (call->alibi_slopes.data)
-            x = with_alibi(x, rows->slope[r], distance - 16 * t);
+            x = fa_amx_with_alibi(x, rows->slope[r], _mm512_sub_epi32(_mm512_set1_epi32(distance - 16 * t), lanes));
         if (call->bias.data)
             x = with_bias(x,
                           fa_amx_load16(rows->bias[r], call->bias.stride[3], call->bias.dtype, key + 16 * t, b->keys));
@@ -107,16 +100,9 @@ FA_AMX_INLINE void apply_options_to_row(const fa_forward_block *b, const option_
 static __attribute__((noinline)) void apply_options_to_unit(const fa_forward_block *b, const option_rows *rows, int key,
                                                             float *s)
 {
-    const fa_forward_options *o    = b->options;
-    const fa_call            *call = o->call;
-    if (call->softcap > 0.0f) {
-        o->kernels->softcap(s, NULL, UNIT * UNIT, 1, UNIT * UNIT, o->scale,
-                            call->softcap); /* rows make no difference */
-    } else if (o->on_scores) {
-        for (int n = 0; n < 2 * UNIT; n++)
-            _mm512_store_ps(s + 16 * n, _mm512_mul_ps(_mm512_load_ps(s + 16 * n), _mm512_set1_ps(o->scale)));
-    }
-    bool by_row = call->alibi_slopes.data || call->bias.data || o->slices;
+    const fa_call *call = b->options->call;
+    fa_amx_scale_scores(b->options, s, NULL, UNIT * UNIT);
+    bool by_row = call->alibi_slopes.data || call->bias.data || b->options->slices;
     for (int r = 0; r < rows->count && by_row; r++)
         apply_options_to_row(b, rows, r, key, s);
 }
@@ -131,41 +117,17 @@ static bool can_drop(const fa_forward_block *b)
            b->options->call->dropout.keep_scale <= MOST_KEEP_SCALE;
 }
 
-/* What is kept of a block of 16 x 16, as dropout.h deals the numbers: keep[word][upper half], a bit a lane. */
-static void kept_lanes(uint32_t keep[4][2], const fa_dropout *dropout, uint32_t batch_head, uint32_t row_block,
-                       uint32_t col_block)
+/* Pairs (n, n + 16) of row r of a row block that are kept: bit 2 n + t for key n of key block t. */
+FA_AMX_INLINE uint32_t kept_pairs(uint64_t keep[2][4], int r)
 {
-    _Alignas(64) uint32_t word[4][32];
-    for (uint32_t lane = 0; lane < 32; lane++) {
-        fa_philox out = fa_dropout_block(dropout, batch_head, row_block, col_block, lane);
-        word[0][lane] = out.word[0];
-        word[1][lane] = out.word[1];
-        word[2][lane] = out.word[2];
-        word[3][lane] = out.word[3];
-    }
-    const __m512i least = _mm512_set1_epi32((int)dropout->threshold), low = _mm512_set1_epi32(0xFFFF);
-    for (int n = 0; n < 4; n++) {
-        uint32_t mask[2] = {0, 0};
-        for (int half = 0; half < 2; half++) {
-            __m512i x = _mm512_load_si512(word[n] + 16 * half);
-            mask[0] |= (uint32_t)_mm512_cmpge_epu32_mask(_mm512_and_si512(x, low), least) << (16 * half);
-            mask[1] |= (uint32_t)_mm512_cmpge_epu32_mask(_mm512_srli_epi32(x, 16), least) << (16 * half);
-        }
-        keep[n][0] = mask[0];
-        keep[n][1] = mask[1];
-    }
-}
-
-/* Pairs (n, n + 16) of row r of a row block that are kept: bit 2 n + t for key n of key block t. Word w of lane l deals
- * columns 2 (l % 4) + w % 2 + 8 (w / 2). */
-FA_AMX_INLINE uint32_t kept_pairs(uint32_t keep[2][4][2], int r)
-{
-    static const uint32_t spread[16] = {0x0000, 0x0001, 0x0010, 0x0011, 0x0100, 0x0101, 0x0110, 0x0111,
-                                        0x1000, 0x1001, 0x1010, 0x1011, 0x1100, 0x1101, 0x1110, 0x1111};
-    uint32_t              bits       = 0;
+    uint32_t bits = 0;
     for (int t = 0; t < 2; t++) {
-        for (int w = 0; w < 4; w++)
-            bits |= spread[keep[t][w][r / 8] >> (r % 8 * 4) & 15] << (2 * (w % 2) + 16 * (w / 2) + t);
+        for (int w = 0; w < 4; w++) {
+            uint32_t lanes = (uint32_t)(keep[t][w] >> (r % 8 * 8 + r / 8)) & 0x55; /* four, two bits apart */
+            lanes          = (lanes | lanes << 4) & 0x0505;
+            lanes          = (lanes | lanes << 2) & 0x1111; /* four bits apart */
+            bits |= lanes << (2 * (w % 2) + 16 * (w / 2) + t);
+        }
     }
     return bits;
 }
@@ -180,9 +142,9 @@ static __attribute__((noinline)) void drop_from_unit(const fa_forward_block *b, 
     uint32_t       row_block  = (uint32_t)(tile->queries.begin + first_row) / 16,
              col_block        = (uint32_t)(tile->keys.begin + first_key) / 16;
     for (int down = 0; down < 2; down++) {
-        uint32_t keep[2][4][2];
-        kept_lanes(keep[0], &call->dropout, batch_head, row_block + (uint32_t)down, col_block);
-        kept_lanes(keep[1], &call->dropout, batch_head, row_block + (uint32_t)down, col_block + 1);
+        uint64_t keep[2][4];
+        for (uint32_t t = 0; t < 2; t++)
+            fa_amx_kept(keep[t], &call->dropout, batch_head, row_block + (uint32_t)down, col_block + t);
         for (int r = 0; r < 16; r++) {
             __mmask32 kept = kept_pairs(keep, r);
             for (int n = 0; n < pieces; n++) {

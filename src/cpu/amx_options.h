@@ -1,7 +1,6 @@
 /*
- * Options of the AMX backward: what softcap, ALiBi, bias, a scale that is not positive, block masks and dropout make of
- * a cell of 32 keys by 32 queries, between its products and the vector stage (amx_gradient.h). Scores lie transposed,
- * as tile stores leave them: [key half][query half] of 16 x 16, a vector is one key with 16 queries.
+ * What the options of both fused AMX kernels share. Each applies them in the layout that its scores have
+ * (amx_forward_options.h, amx_backward_options.h).
  */
 #ifndef FA_CPU_AMX_OPTIONS_H
 #define FA_CPU_AMX_OPTIONS_H
@@ -9,143 +8,41 @@
 #include "cpu/amx.h"
 #include "cpu/tile.h"
 
-enum { OPTION_CELL = 32, OPTION_SCORES = OPTION_CELL * OPTION_CELL };
-
-/* One cell. seen, kept: [32 keys] a bit for each query. */
-typedef struct option_cell {
-    const fa_block_options *options;
-    int                     i, j;          /* first query and key, as the call counts them */
-    int                     queries, keys; /* that there are */
-    float                  *s, *slope;
-    uint32_t               *seen, *kept;
-} option_cell;
-
-FA_AMX_INLINE float *option_scores(const option_cell *c, int key, int half)
+/* `count` scores, a multiple of 16: softcap, with its slope if not NULL, or the scale where options need natural
+ * units. */
+FA_AMX_INLINE void fa_amx_scale_scores(const fa_block_options *options, float *s, float *slope, int count)
 {
-    return c->s + (key / 16 * 2 + half) * FA_AMX_TILE_FLOATS + key % 16 * 16;
-}
-
-/* -slope |i + diagonal - j|, rounded as fa_apply_options does. */
-static void option_alibi(const option_cell *c)
-{
-    const fa_tile *tile  = c->options->tile;
-    float          slope = *(const float *)fa_at(&c->options->call->alibi_slopes, tile->b, tile->head, 0, 0);
-    const __m512i  lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    for (int key = 0; key < OPTION_CELL; key++) {
-        for (int half = 0; half < 2; half++) {
-            float  *at       = option_scores(c, key, half);
-            __m512i distance = _mm512_set1_epi32(c->i + 16 * half + tile->seq.diagonal - c->j - key);
-            __m512  x        = _mm512_cvtepi32_ps(_mm512_abs_epi32(_mm512_add_epi32(distance, lanes)));
-            _mm512_store_ps(at, _mm512_sub_ps(_mm512_load_ps(at), _mm512_mul_ps(_mm512_set1_ps(slope), x)));
-        }
+    const fa_call *call = options->call;
+    if (call->softcap > 0.0f) { /* rows make no difference */
+        fa_kernels_avx512()->softcap(s, slope, count, 1, count, options->scale, call->softcap);
+    } else if (fa_has_options(call, options->scale)) {
+        for (int n = 0; n < count; n += 16)
+            _mm512_store_ps(s + n, _mm512_mul_ps(_mm512_load_ps(s + n), _mm512_set1_ps(options->scale)));
     }
 }
 
-/* Blocks of 16 x 16 of the caller's rows, turned. -inf masks. */
-static void option_bias(const option_cell *c)
+/* s - slope |distance|, rounded as fa_apply_options does. */
+FA_AMX_INLINE __m512 fa_amx_with_alibi(__m512 s, float slope, __m512i distance)
 {
-    const fa_tile           *tile = c->options->tile;
-    const flash_attn_tensor *bias = &c->options->call->bias;
-    for (int n = 0; n < 4; n++) {
-        int     first_key = n / 2 * 16, half = n % 2, keys = c->keys - first_key;
-        __m512i block[16];
-        for (int r = 0; r < 16; r++) {
-            int i    = c->i + 16 * half + r;
-            block[r] = _mm512_setzero_si512();
-            if (i >= tile->queries.end || keys <= 0)
-                continue;
-            if (i + OPTION_CELL < tile->queries.end) /* rows lie too far apart for the processor to guess */
-                _mm_prefetch(fa_at(bias, tile->b, tile->head, i + OPTION_CELL, c->j + first_key), _MM_HINT_T0);
-            block[r] = _mm512_castps_si512(fa_amx_load16(fa_at(bias, tile->b, tile->head, i, c->j + first_key),
-                                                         bias->stride[3], bias->dtype, 0, fa_min_int(keys, 16)));
-        }
-        fa_amx_transpose(block);
-        for (int r = 0; r < 16; r++) {
-            float    *at     = option_scores(c, first_key + r, half);
-            __m512    x      = _mm512_castsi512_ps(block[r]);
-            __mmask16 masked = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ);
-            c->seen[first_key + r] &= ~((uint32_t)masked << (16 * half));
-            _mm512_store_ps(at, _mm512_add_ps(_mm512_load_ps(at), x));
-        }
-    }
+    __m512 away = _mm512_cvtepi32_ps(_mm512_abs_epi32(distance));
+    return _mm512_sub_ps(s, _mm512_mul_ps(_mm512_set1_ps(slope), away));
 }
 
-static void option_slices(const option_cell *c)
+/* What is kept of a block of 16 x 16, as dropout.h deals the numbers. Word w of lane l deals columns 2 (l % 4) + w % 2
+ * + 8 (w / 2) of rows l / 4, in its lower half, and l / 4 + 8: bits 2 l and 2 l + 1 of keep[w]. */
+FA_AMX_INLINE void fa_amx_kept(uint64_t keep[4], const fa_dropout *dropout, uint32_t batch_head, uint32_t row_block,
+                               uint32_t col_block)
 {
-    const fa_tile *tile             = c->options->tile;
-    uint32_t       any[OPTION_CELL] = {0};
-    for (int n = 0; n < tile->num_slices; n++) {
-        const flash_attn_slice *slice = &c->options->call->slices.list[tile->slices[n]];
-        for (int key = 0; key < c->keys; key++) {
-            fa_range see = fa_slice_queries(slice, (fa_range){c->i, c->i + c->queries}, c->j + key);
-            if (see.begin < see.end)
-                any[key] |= (uint32_t)((1ull << (see.end - c->i)) - (1ull << (see.begin - c->i)));
-        }
-    }
-    for (int key = 0; key < OPTION_CELL; key++)
-        c->seen[key] &= any[key];
-}
-
-/* Eight bits, one of every byte. */
-FA_AMX_INLINE uint32_t option_gather(uint64_t bits)
-{
-    return (uint32_t)(((bits & 0x0101010101010101ull) * 0x0102040810204080ull) >> 56);
-}
-
-/* Which pairs of 16 queries and the keys of one block of 16 are kept, for those of the keys that are in the cell. */
-static void option_dropout_block(const option_cell *c, int half, int key_block)
-{
-    const fa_dropout     *dropout    = &c->options->call->dropout;
-    const fa_tile        *tile       = c->options->tile;
-    uint32_t              batch_head = (uint32_t)(tile->b * c->options->call->heads_q + tile->head);
-    uint32_t              row_block  = (uint32_t)(c->i + 16 * half) / 16;
     _Alignas(64) uint32_t word[4][32];
-    uint64_t              keep[4]; /* bit 2 lane: the first of the lane's two numbers */
+    const __m512i         threshold = _mm512_set1_epi16((short)dropout->threshold);
     for (uint32_t lane = 0; lane < 32; lane++) {
-        fa_philox out = fa_dropout_block(dropout, batch_head, row_block, (uint32_t)key_block, lane);
-        for (int n = 0; n < 4; n++)
-            word[n][lane] = out.word[n];
+        fa_philox out = fa_dropout_block(dropout, batch_head, row_block, col_block, lane);
+        for (int w = 0; w < 4; w++)
+            word[w][lane] = out.word[w];
     }
-    __m512i threshold = _mm512_set1_epi16((short)dropout->threshold);
-    for (int n = 0; n < 4; n++)
-        keep[n] = (uint64_t)_mm512_cmpge_epu16_mask(_mm512_load_si512(word[n] + 16), threshold) << 32 |
-                  _mm512_cmpge_epu16_mask(_mm512_load_si512(word[n]), threshold);
-    for (int col = 0; col < 16; col++) {
-        int      key  = key_block * 16 + col - c->j;
-        uint64_t bits = keep[(col & 1) + 2 * (col >> 3 & 1)] >> (2 * (col % 8 / 2));
-        if (key >= 0 && key < OPTION_CELL)
-            c->kept[key] |= (option_gather(bits) | option_gather(bits >> 1) << 8) << (16 * half);
-    }
-}
-
-static void option_dropout(const option_cell *c)
-{
-    memset(c->kept, 0, OPTION_CELL * sizeof(uint32_t));
-    for (int half = 0; half < 2; half++) {
-        for (int block = c->j / 16; block * 16 < c->j + OPTION_CELL; block++)
-            option_dropout_block(c, half, block);
-    }
-}
-
-/* Scores become natural units where there are options for them; seen loses what a bias or a block mask hides. */
-static void apply_cell_options(const option_cell *c)
-{
-    const fa_call *call  = c->options->call;
-    float          scale = c->options->scale;
-    if (call->softcap > 0.0f) {
-        fa_kernels_avx512()->softcap(c->s, c->slope, OPTION_SCORES, 1, OPTION_SCORES, scale, call->softcap);
-    } else if (fa_has_options(call, scale)) {
-        for (int n = 0; n < OPTION_SCORES; n += 16)
-            _mm512_store_ps(c->s + n, _mm512_mul_ps(_mm512_load_ps(c->s + n), _mm512_set1_ps(scale)));
-    }
-    if (call->alibi_slopes.data)
-        option_alibi(c);
-    if (call->bias.data)
-        option_bias(c);
-    if (c->options->slices)
-        option_slices(c);
-    if (call->dropout.threshold)
-        option_dropout(c);
+    for (int w = 0; w < 4; w++)
+        keep[w] = (uint64_t)_mm512_cmpge_epu16_mask(_mm512_load_si512(word[w] + 16), threshold) << 32 |
+                  _mm512_cmpge_epu16_mask(_mm512_load_si512(word[w]), threshold);
 }
 
 #endif

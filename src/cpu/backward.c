@@ -174,18 +174,6 @@ static fa_backward_block fused_block(const step *t)
                                .scratch    = s->fused};
 }
 
-/* What the fused entry must do beyond the window; NULL: nothing. */
-static const fa_block_options *options_of(const step *t, fa_block_options *options)
-{
-    const fa_call *call = t->run->plan.call;
-    *options            = (fa_block_options){.call   = call,
-                                             .tile   = &t->tile,
-                                             .scale  = t->scale,
-                                             .slices = call->slices.count && t->visible != FA_VISIBLE_ALL};
-    bool needed         = options->slices || call->dropout.threshold || fa_has_options(call, t->scale);
-    return needed ? options : NULL;
-}
-
 /* Adds to dK and dV and leaves dS for dQ. Rows of Q and K that are not finite need no more than their place among the
  * scores: where they are seen P is NaN. */
 static void run_fused(const step *t)
@@ -194,7 +182,7 @@ static void run_fused(const step *t)
     fa_backward_block block = fused_block(t);
     fa_block_options  options;
     fa_rows           dout;
-    block.options = options_of(t, &options);
+    block.options = fa_options_of(&options, p->call, &t->tile, t->visible, t->scale);
     if (t->query.num_bad[1] > 0) {
         dout               = fa_query_rows(p->call, &p->call->dout, &t->tile, t->s->row);
         block.dout_rows    = &dout;

@@ -61,18 +61,14 @@ typedef enum fa_role {
 /* ---- fused entries ---- */
 
 struct fa_tile;
-struct fa_kernels;
 
-/* What a fused forward does beyond the window. */
-typedef struct fa_forward_options {
-    const fa_call           *call;
-    const struct fa_tile    *tile;
-    const struct fa_kernels *kernels; /* for `softcap` */
-    float                    scale;
-    bool                     on_scores; /* softcap, ALiBi, bias or a scale that is not positive: see fa_apply_options */
-    bool                     slices;    /* the tile's slices mask some of it */
-    bool                     dropout;   /* P after its sum is taken */
-} fa_forward_options;
+/* What a tile needs beyond the window and a factor above 0: fa_options_of. */
+typedef struct fa_block_options {
+    const fa_call        *call;
+    const struct fa_tile *tile;   /* tile.h */
+    float                 scale;  /* scores become natural units where fa_has_options says so */
+    bool                  slices; /* a block mask hides some pairs */
+} fa_block_options;
 
 typedef struct fa_forward_block {
     const void *q, *k, *v; /* packed: roles Q, K, V. Rows that pack left out of V are the caller's to add */
@@ -86,7 +82,7 @@ typedef struct fa_forward_block {
     float     multiplier; /* what takes scores, after the options, to base 2; > 0 */
     void     *scratch;    /* forward_scratch_bytes, this thread's */
 
-    const fa_forward_options *options; /* NULL: none */
+    const fa_block_options *options; /* NULL: none */
 } fa_forward_block;
 
 /* Sums of the fused backward lie in tiles of 16 x 16 floats, [rows / 16][cols / 16], the columns of tiles an even
@@ -96,14 +92,6 @@ static inline int64_t fa_tiled_at(int cols, int row, int col)
     return (row / 16 * (fa_round_up(cols, 32) / 16) + col / 16) * 256;
 }
 static inline int64_t fa_tiled_floats(int rows, int cols) { return fa_round_up(rows, 32) * fa_round_up(cols, 32); }
-
-/* What a tile's scores need beyond the window and a factor above 0. */
-typedef struct fa_block_options {
-    const fa_call        *call;
-    const struct fa_tile *tile;   /* tile.h */
-    float                 scale;  /* scores become natural units where fa_has_options says so */
-    bool                  slices; /* a block mask hides some pairs */
-} fa_block_options;
 
 typedef struct fa_backward_block {
     const void    *q_right, *dout_right, *k_right, *v_t; /* packed */

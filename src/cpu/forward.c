@@ -32,33 +32,26 @@ typedef struct step {
 
 static bool fused_step(const step *t, const scratch *s)
 {
-    const fa_tile     *tile    = t->tile;
-    const fa_call     *call    = t->call;
-    fa_forward_options options = {.call      = call,
-                                  .tile      = tile,
-                                  .kernels   = t->kernels,
-                                  .scale     = t->scale,
-                                  .on_scores = fa_has_options(call, t->scale),
-                                  .slices    = t->visible != FA_VISIBLE_ALL && call->slices.count > 0,
-                                  .dropout   = call->dropout.threshold != 0};
-    bool               any     = options.on_scores || options.slices || options.dropout;
-    fa_forward_block   block   = {.q          = t->q,
-                                  .k          = s->keys.k,
-                                  .v          = s->keys.v,
-                                  .o          = t->o,
-                                  .ldo        = t->ldo,
-                                  .m          = t->m,
-                                  .l          = t->l,
-                                  .rows       = fa_tile_rows(tile),
-                                  .keys       = fa_tile_keys(tile),
-                                  .head_dim   = (int)call->head_dim,
-                                  .head_dim_v = (int)call->head_dim_v,
-                                  .window     = call->window,
-                                  .diagonal   = tile->seq.diagonal + tile->queries.begin - tile->keys.begin,
-                                  .queries    = fa_tile_queries(tile),
-                                  .multiplier = fa_multiplier(call, t->scale),
-                                  .scratch    = s->fused,
-                                  .options    = any ? &options : NULL};
+    const fa_tile   *tile = t->tile;
+    const fa_call   *call = t->call;
+    fa_block_options options;
+    fa_forward_block block = {.q          = t->q,
+                              .k          = s->keys.k,
+                              .v          = s->keys.v,
+                              .o          = t->o,
+                              .ldo        = t->ldo,
+                              .m          = t->m,
+                              .l          = t->l,
+                              .rows       = fa_tile_rows(tile),
+                              .keys       = fa_tile_keys(tile),
+                              .head_dim   = (int)call->head_dim,
+                              .head_dim_v = (int)call->head_dim_v,
+                              .window     = call->window,
+                              .diagonal   = tile->seq.diagonal + tile->queries.begin - tile->keys.begin,
+                              .queries    = fa_tile_queries(tile),
+                              .multiplier = fa_multiplier(call, t->scale),
+                              .scratch    = s->fused,
+                              .options    = fa_options_of(&options, call, tile, t->visible, t->scale)};
     return t->kernels->forward_block(&block);
 }
 

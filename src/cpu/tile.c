@@ -196,6 +196,14 @@ bool fa_has_options(const fa_call *call, float scale)
     return call->softcap > 0.0f || call->bias.data || call->alibi_slopes.data || !(scale > 0.0f);
 }
 
+const fa_block_options *fa_options_of(fa_block_options *options, const fa_call *call, const fa_tile *tile,
+                                      fa_visible visible, float scale)
+{
+    bool slices = call->slices.count && visible != FA_VISIBLE_ALL;
+    *options    = (fa_block_options){.call = call, .tile = tile, .scale = scale, .slices = slices};
+    return slices || call->dropout.threshold || fa_has_options(call, scale) ? options : NULL;
+}
+
 /* A bias of -inf masks: whatever the score holds there, it is not seen. */
 static void add_bias(float *row, const flash_attn_tensor *bias, const void *at, int keys)
 {

@@ -105,6 +105,10 @@ static inline fa_range fa_slice_queries(const flash_attn_slice *s, fa_range quer
  * then in natural units after fa_apply_options, else still without the scale. */
 bool fa_has_options(const fa_call *call, float scale);
 
+/* What a fused entry must do for a tile beyond the window: `options`, filled, or NULL. */
+const fa_block_options *fa_options_of(fa_block_options *options, const fa_call *call, const fa_tile *tile,
+                                      fa_visible visible, float scale);
+
 /* What takes a tile's scores to base 2 after fa_apply_options. */
 static inline float fa_multiplier(const fa_call *call, float scale)
 {

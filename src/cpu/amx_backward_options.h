@@ -1,0 +1,133 @@
+/*
+ * Options of the AMX backward: what softcap, ALiBi, bias, a scale that is not positive, block masks and dropout make of
+ * a cell of 32 keys by 32 queries, between its products and the vector stage (amx_gradient.h). Scores lie transposed,
+ * as tile stores leave them: [key half][query half] of 16 x 16, a vector is one key with 16 queries.
+ */
+#ifndef FA_CPU_AMX_BACKWARD_OPTIONS_H
+#define FA_CPU_AMX_BACKWARD_OPTIONS_H
+
+#include "cpu/amx_options.h"
+
+enum { OPTION_CELL = 32, OPTION_SCORES = OPTION_CELL * OPTION_CELL };
+
+/* One cell. seen, kept: [32 keys] a bit for each query. */
+typedef struct option_cell {
+    const fa_block_options *options;
+    int                     i, j;          /* first query and key, as the call counts them */
+    int                     queries, keys; /* that there are */
+    float                  *s, *slope;
+    uint32_t               *seen, *kept;
+} option_cell;
+
+FA_AMX_INLINE float *option_scores(const option_cell *c, int key, int half)
+{
+    return c->s + (key / 16 * 2 + half) * FA_AMX_TILE_FLOATS + key % 16 * 16;
+}
+
+/* Of |i + diagonal - j|. */
+static void option_alibi(const option_cell *c)
+{
+    const fa_tile *tile  = c->options->tile;
+    float          slope = *(const float *)fa_at(&c->options->call->alibi_slopes, tile->b, tile->head, 0, 0);
+    const __m512i  lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    for (int key = 0; key < OPTION_CELL; key++) {
+        for (int half = 0; half < 2; half++) {
+            float  *at       = option_scores(c, key, half);
+            __m512i distance = _mm512_set1_epi32(c->i + 16 * half + tile->seq.diagonal - c->j - key);
+            _mm512_store_ps(at, fa_amx_with_alibi(_mm512_load_ps(at), slope, _mm512_add_epi32(distance, lanes)));
+        }
+    }
+}
+
+/* Blocks of 16 x 16 of the caller's rows, turned. -inf masks. */
+static void option_bias(const option_cell *c)
+{
+    const fa_tile           *tile = c->options->tile;
+    const flash_attn_tensor *bias = &c->options->call->bias;
+    for (int n = 0; n < 4; n++) {
+        int     first_key = n / 2 * 16, half = n % 2, keys = c->keys - first_key;
+        __m512i block[16];
+        for (int r = 0; r < 16; r++) {
+            int i    = c->i + 16 * half + r;
+            block[r] = _mm512_setzero_si512();
+            if (i >= tile->queries.end || keys <= 0)
+                continue;
+            if (i + OPTION_CELL < tile->queries.end) /* rows lie too far apart for the processor to guess */
+                _mm_prefetch(fa_at(bias, tile->b, tile->head, i + OPTION_CELL, c->j + first_key), _MM_HINT_T0);
+            block[r] = _mm512_castps_si512(fa_amx_load16(fa_at(bias, tile->b, tile->head, i, c->j + first_key),
+                                                         bias->stride[3], bias->dtype, 0, fa_min_int(keys, 16)));
+        }
+        fa_amx_transpose(block);
+        for (int r = 0; r < 16; r++) {
+            float    *at     = option_scores(c, first_key + r, half);
+            __m512    x      = _mm512_castsi512_ps(block[r]);
+            __mmask16 masked = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ);
+            c->seen[first_key + r] &= ~((uint32_t)masked << (16 * half));
+            _mm512_store_ps(at, _mm512_add_ps(_mm512_load_ps(at), x));
+        }
+    }
+}
+
+static void option_slices(const option_cell *c)
+{
+    const fa_tile *tile             = c->options->tile;
+    uint32_t       any[OPTION_CELL] = {0};
+    for (int n = 0; n < tile->num_slices; n++) {
+        const flash_attn_slice *slice = &c->options->call->slices.list[tile->slices[n]];
+        for (int key = 0; key < c->keys; key++) {
+            fa_range see = fa_slice_queries(slice, (fa_range){c->i, c->i + c->queries}, c->j + key);
+            if (see.begin < see.end)
+                any[key] |= (uint32_t)((1ull << (see.end - c->i)) - (1ull << (see.begin - c->i)));
+        }
+    }
+    for (int key = 0; key < OPTION_CELL; key++)
+        c->seen[key] &= any[key];
+}
+
+/* Eight bits, one of every byte. */
+FA_AMX_INLINE uint32_t option_gather(uint64_t bits)
+{
+    return (uint32_t)(((bits & 0x0101010101010101ull) * 0x0102040810204080ull) >> 56);
+}
+
+/* Which pairs of 16 queries and the keys of one block of 16 are kept, for those of the keys that are in the cell. */
+static void option_dropout_block(const option_cell *c, int half, int key_block)
+{
+    const fa_call *call       = c->options->call;
+    const fa_tile *tile       = c->options->tile;
+    uint32_t       batch_head = (uint32_t)(tile->b * call->heads_q + tile->head);
+    uint64_t       keep[4];
+    fa_amx_kept(keep, &call->dropout, batch_head, (uint32_t)(c->i + 16 * half) / 16, (uint32_t)key_block);
+    for (int col = 0; col < 16; col++) {
+        int      key  = key_block * 16 + col - c->j;
+        uint64_t bits = keep[(col & 1) + 2 * (col >> 3 & 1)] >> (2 * (col % 8 / 2));
+        if (key >= 0 && key < OPTION_CELL)
+            c->kept[key] |= (option_gather(bits) | option_gather(bits >> 1) << 8) << (16 * half);
+    }
+}
+
+static void option_dropout(const option_cell *c)
+{
+    memset(c->kept, 0, OPTION_CELL * sizeof(uint32_t));
+    for (int half = 0; half < 2; half++) {
+        for (int block = c->j / 16; block * 16 < c->j + OPTION_CELL; block++)
+            option_dropout_block(c, half, block);
+    }
+}
+
+/* Scores become natural units where there are options for them; seen loses what a bias or a block mask hides. */
+static void apply_cell_options(const option_cell *c)
+{
+    const fa_call *call = c->options->call;
+    fa_amx_scale_scores(c->options, c->s, c->slope, OPTION_SCORES);
+    if (call->alibi_slopes.data)
+        option_alibi(c);
+    if (call->bias.data)
+        option_bias(c);
+    if (c->options->slices)
+        option_slices(c);
+    if (call->dropout.threshold)
+        option_dropout(c);
+}
+
+#endif
