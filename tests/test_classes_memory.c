@@ -187,6 +187,25 @@ static void a_workspace_of_the_size_asked_for_suffices_and_one_byte_less_is_refu
     for_each_tier_and_dtype(workspaces);
 }
 
+/* dbias may ask for other kernels, and the size was asked for with it. */
+static void workspaces_without_dbias(const tier *t, flash_attn_dtype dtype)
+{
+    static const test_case biased = {.heads_q = 2, .heads_k = 2, .seqlen_q = 400, .seqlen_k = 500, .bias = BIAS_F32};
+    fixture                f      = fixture_make(&biased, dtype, 35);
+    size_t                 bytes  = 0;
+    expect_status(flash_attn_workspace_size(t->context, &f.p, FLASH_ATTN_BACKWARD, &bytes), FLASH_ATTN_OK, "size");
+    fixture_run(&f, t, 2);
+    f.g.dbias = (flash_attn_tensor){0};
+    assert_true(run_in_workspace(t, &f, FLASH_ATTN_BACKWARD, bytes, 0, false));
+    fixture_free(&f);
+}
+
+static void a_workspace_suffices_for_a_backward_that_leaves_dbias_out(void **state)
+{
+    (void)state;
+    for_each_tier_and_dtype(workspaces_without_dbias);
+}
+
 /* ---- overlaps ---- */
 
 /* An output over an input is right, or INVALID with both untouched. */
@@ -243,7 +262,7 @@ static void layouts(const tier *t, flash_attn_dtype dtype)
         test_case c = {.batch = 2, .heads_q = 2, .seqlen_q = 66, .seqlen_k = 66, .head_dim = 24, .bias = BIAS};
         fixture   f = fixture_make(&c, dtype, 37);
         c.layout    = (layout)how;
-        fixture g = fixture_make(&c, dtype, 37); /* the same random numbers in the same order */
+        fixture g   = fixture_make(&c, dtype, 37); /* the same random numbers in the same order */
         fixture_run(&f, t, 2);
         fixture_run(&g, t, 2);
         expect_same_bits(&f.p.q, &g.p.q, "q");
@@ -269,6 +288,7 @@ int main(void)
         cmocka_unit_test(pages_beyond_2_31_elements_are_right),
         cmocka_unit_test(more_than_65535_heads_of_batch_are_right),
         cmocka_unit_test(a_workspace_of_the_size_asked_for_suffices_and_one_byte_less_is_refused),
+        cmocka_unit_test(a_workspace_suffices_for_a_backward_that_leaves_dbias_out),
         cmocka_unit_test(an_output_over_an_input_is_right_or_refused),
         cmocka_unit_test(outputs_that_overlap_one_another_are_refused),
         cmocka_unit_test(views_of_any_layout_give_the_same_answer),

@@ -103,6 +103,12 @@ size_t fa_cpu_workspace(const fa_cpu *cpu, const fa_call *call)
 {
     size_t bytes = call->pass == FLASH_ATTN_FORWARD ? fa_forward_bytes(cpu, call, cpu->num_threads)
                                                     : fa_backward_bytes(cpu, call, cpu->num_threads);
+    if (call->dbias.data) { /* a call that leaves it out may take kernels that need more */
+        fa_call without    = *call;
+        without.dbias.data = NULL;
+        size_t other       = fa_backward_bytes(cpu, &without, cpu->num_threads);
+        bytes              = other > bytes ? other : bytes;
+    }
     return bytes + FA_ALIGN_SLACK;
 }
 
