@@ -20,7 +20,7 @@ typedef struct checker {
     double              scale;
     tally               o, dq, dk, dv;
     bool                lse_right;
-    double             *prob; /* one row */
+    double             *prob, *slope; /* one row: P before dropout; bench_score's slope */
 } checker;
 
 double bench_tolerance(flash_attn_dtype dtype, flash_attn_pass pass)
@@ -62,10 +62,29 @@ static void judge(const checker *c, tally *t, const flash_attn_tensor *tensor, c
     }
 }
 
-static int64_t keys_seen(const bench_shape *shape, int64_t row)
+/* P of a query, before dropout; its LSE. */
+static double find_probabilities(checker *c, int64_t b, int64_t query, int64_t h, bench_keys keys)
 {
-    int64_t seen = shape->causal ? row + 1 + shape->seqlen_k - shape->seqlen_q : shape->seqlen_k;
-    return seen < 0 ? 0 : seen;
+    const bench_arrays *a     = c->arrays;
+    const bench_shape  *shape = &a->shape;
+    int64_t             hk    = h / (shape->heads / shape->heads_k);
+    const float        *q     = a->q + at(c, shape->seqlen_q, shape->heads, b, query, h);
+    double              sink = bench_sink_of(a, h), max = sink, sum;
+    for (int64_t j = keys.begin; j < keys.end; j++) {
+        const float *k = a->k + at(c, shape->seqlen_k, shape->heads_k, b, j, hk);
+        bench_score  s = bench_score_of(a, c->scale * dot(q, k, shape->head_dim), h, query, j);
+        c->prob[j]     = s.value;
+        c->slope[j]    = s.slope;
+        max            = fmax(max, s.value);
+    }
+    if (max == -INFINITY)
+        return max;
+    sum = exp(sink - max);
+    for (int64_t j = keys.begin; j < keys.end; j++)
+        sum += c->prob[j] = exp(c->prob[j] - max);
+    for (int64_t j = keys.begin; j < keys.end; j++)
+        c->prob[j] /= sum;
+    return max + log(sum);
 }
 
 /* A query's output and LSE, and for the backward its dq. */
@@ -73,27 +92,21 @@ static void check_query(checker *c, flash_attn_pass pass, int64_t b, int64_t row
 {
     const bench_arrays *a     = c->arrays;
     const bench_shape  *shape = &a->shape;
-    int64_t             d = shape->head_dim, seen = keys_seen(shape, row), hk = h / (shape->heads / shape->heads_k);
+    bench_keys          keys  = bench_keys_of(shape, row);
+    int64_t             d = shape->head_dim, hk = h / (shape->heads / shape->heads_k);
     int64_t             first = at(c, shape->seqlen_q, shape->heads, b, row, h);
     double o[LARGEST_DIM] = {0}, o_size[LARGEST_DIM] = {0}, dq[LARGEST_DIM] = {0}, dq_size[LARGEST_DIM] = {0};
-    double max = -INFINITY, sum = 0, delta = 0;
-    for (int64_t j = 0; j < seen; j++) {
-        c->prob[j] = c->scale * dot(a->q + first, a->k + at(c, shape->seqlen_k, shape->heads_k, b, j, hk), d);
-        max        = fmax(max, c->prob[j]);
-    }
-    for (int64_t j = 0; j < seen; j++)
-        sum += c->prob[j] = exp(c->prob[j] - max);
-    for (int64_t j = 0; j < seen; j++) {
-        const float *v = a->v + at(c, shape->seqlen_k, shape->heads_k, b, j, hk);
-        c->prob[j] /= sum;
+    double lse = find_probabilities(c, b, row, h, keys), delta = 0;
+    for (int64_t j = keys.begin; j < keys.end; j++) {
+        const float *v    = a->v + at(c, shape->seqlen_k, shape->heads_k, b, j, hk);
+        double       prob = c->prob[j] * bench_kept(shape, b, h, row, j);
         for (int64_t n = 0; n < d; n++) {
-            o[n] += c->prob[j] * v[n];
-            o_size[n] += c->prob[j] * fabsf(v[n]);
+            o[n] += prob * v[n];
+            o_size[n] += prob * fabsf(v[n]);
         }
     }
     if (pass == FLASH_ATTN_FORWARD) {
-        double lse   = seen > 0 ? max + log(sum) : -INFINITY;
-        float  found = ((const float *)a->problem.lse.data)[(b * shape->heads + h) * shape->seqlen_q + row];
+        float found = ((const float *)a->problem.lse.data)[(b * shape->heads + h) * shape->seqlen_q + row];
         judge(c, &c->o, &a->problem.o, a->o, first, o, o_size);
         if (!c->standard && !((double)found == lse || fabs(found - lse) <= 5e-6 * fmax(1, fabs(lse))))
             c->lse_right = false;
@@ -101,10 +114,11 @@ static void check_query(checker *c, flash_attn_pass pass, int64_t b, int64_t row
     }
     for (int64_t n = 0; n < d; n++)
         delta += a->dout[first + n] * o[n];
-    for (int64_t j = 0; j < seen; j++) {
-        int64_t      key   = at(c, shape->seqlen_k, shape->heads_k, b, j, hk);
-        double       dprob = dot(a->dout + first, a->v + key, d), factor = c->scale * c->prob[j];
-        const float *k = a->k + key;
+    for (int64_t j = keys.begin; j < keys.end; j++) {
+        int64_t      key    = at(c, shape->seqlen_k, shape->heads_k, b, j, hk);
+        double       dprob  = dot(a->dout + first, a->v + key, d) * bench_kept(shape, b, h, row, j);
+        double       factor = c->scale * c->prob[j] * c->slope[j];
+        const float *k      = a->k + key;
         for (int64_t n = 0; n < d; n++) {
             dq[n] += factor * (dprob - delta) * k[n];
             dq_size[n] += fabs(factor * k[n]) * (fabs(dprob) + fabs(delta));
@@ -125,20 +139,23 @@ static void check_key(checker *c, int64_t b, int64_t j, int64_t hk)
     library.standard = false;
     for (int64_t h = hk * group; h < (hk + 1) * group; h++)
         for (int64_t row = 0; row < shape->seqlen_q; row++) {
+            bench_keys   keys  = bench_keys_of(shape, row);
             int64_t      first = at(c, shape->seqlen_q, shape->heads, b, row, h);
             const float *q = a->q + first, *dout = a->dout + first;
-            if (j >= keys_seen(shape, row))
+            if (j < keys.begin || j >= keys.end)
                 continue;
-            double lse   = (double)((const float *)a->problem.lse.data)[(b * shape->heads + h) * shape->seqlen_q + row];
-            double prob  = exp(c->scale * dot(q, a->k + key, d) - lse);
-            double dprob = dot(dout, a->v + key, d), delta = 0;
+            double lse  = (double)((const float *)a->problem.lse.data)[(b * shape->heads + h) * shape->seqlen_q + row];
+            double kept = bench_kept(shape, b, h, row, j), delta = 0;
+            bench_score s    = bench_score_of(a, c->scale * dot(q, a->k + key, d), h, row, j);
+            double      prob = exp(s.value - lse), dprob = kept * dot(dout, a->v + key, d);
+            double      factor = c->scale * s.slope * prob;
             for (int64_t n = 0; n < d; n++)
                 delta += dout[n] * result(&library, &a->problem.o, NULL, first + n);
             for (int64_t n = 0; n < d; n++) {
-                dv[n] += prob * dout[n];
-                dv_size[n] += prob * fabsf(dout[n]);
-                dk[n] += c->scale * prob * (dprob - delta) * q[n];
-                dk_size[n] += fabs(c->scale * prob * q[n]) * (fabs(dprob) + fabs(delta));
+                dv[n] += kept * prob * dout[n];
+                dv_size[n] += kept * prob * fabsf(dout[n]);
+                dk[n] += factor * (dprob - delta) * q[n];
+                dk_size[n] += fabs(factor * q[n]) * (fabs(dprob) + fabs(delta));
             }
         }
     judge(c, &c->dk, &a->grads.dk, a->dk, key, dk, dk_size);
@@ -161,8 +178,10 @@ double bench_error(const bench_arrays *arrays, flash_attn_pass pass, bool standa
     const bench_shape *shape  = &arrays->shape;
     uint64_t           random = seed ^ 0xC4EC;
     checker            c      = {.arrays = arrays, .standard = standard, .lse_right = true};
-    c.scale                   = 1.0 / sqrt((double)shape->head_dim);
-    c.prob                    = malloc((size_t)shape->seqlen_k * sizeof *c.prob);
+    const cli_number  *scale  = &shape->options.scale;
+    c.scale                   = scale->given ? (double)(float)scale->value : 1.0 / sqrt((double)shape->head_dim);
+    c.prob                    = malloc(2 * (size_t)shape->seqlen_k * sizeof *c.prob);
+    c.slope                   = c.prob + shape->seqlen_k;
     *right                    = c.prob != NULL && shape->head_dim <= LARGEST_DIM;
     if (!*right) {
         free(c.prob);

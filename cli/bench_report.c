@@ -67,15 +67,19 @@ static int64_t peak_rss_bytes(void)
 static const char memory_meaning[] = "memory beyond q, k, v, o and gradients: workspace and LSE; "
                                      "standard: P (backward: P, dP, D)";
 
-void bench_report_begin(bench_report *report, const flash_attn_device_info *device, const char *device_name)
+void bench_report_begin(bench_report *report, const flash_attn_device_info *device, const char *device_name,
+                        const bench_options *options)
 {
     int  version = flash_attn_version();
-    char text[32];
+    char text[32], given[BENCH_OPTIONS_TEXT];
     snprintf(text, sizeof text, "%d.%d.%d", version / 10000, version / 100 % 100, version % 100);
     fprintf(report->table, "flashattn %s on %s (%s), tier %s\n", text, device_name, device->name, device->isa);
     fprintf(report->table,
             "standard attention: S = QK^T, P = softmax(S), O = PV, three passes in float32; products by %s\n",
             cli_gemm_name());
+    if (bench_has_options(options))
+        fprintf(report->table, "options, which standard attention is left out for: %s\n",
+                bench_options_text(options, given));
     fprintf(report->table, "each result is checked before it is timed\nMB: %s\n", memory_meaning);
     if (report->json_file) {
         report->json   = (cli_json){.file = report->json_file};
@@ -94,7 +98,8 @@ void bench_report_begin(bench_report *report, const flash_attn_device_info *devi
         json_open(json, "rows", '[');
     }
     if (report->csv)
-        fputs("pass,dtype,batch,heads,heads_k,seqlen_q,seqlen_k,head_dim,causal,threads,kernel,right,error,tolerance,"
+        fputs("pass,dtype,batch,heads,heads_k,seqlen_q,seqlen_k,head_dim,causal,options,threads,kernel,right,error,"
+              "tolerance,"
               "repeats,min_ms,median_ms,gflops,fma_peak_gflops,amx_peak_gflops,standard_min_ms,standard_median_ms,"
               "standard_gflops,ratio_to_standard,memory_bytes,standard_memory_bytes,efficiency,efficiency_of_peak\n",
               report->csv);
@@ -134,7 +139,7 @@ static void print_row(const bench_report *report, const bench_row *row)
              shape->seqlen_q == shape->seqlen_k ? (long long)shape->seqlen_k : (long long)shape->seqlen_q,
              (long long)shape->seqlen_k);
     fprintf(table, "%-8s %-5s %4lld %-6s %6s |", pass_name(row->pass), cli_dtype_name(shape->dtype),
-            (long long)shape->head_dim, shape->causal ? "causal" : "full", length);
+            (long long)shape->head_dim, bench_mask_name(shape), length);
     if (!row->right) {
         fprintf(table, " WRONG: relative error %.2g (standard's %.2g), tolerance %.2g\n", row->error,
                 row->standard_error, row->tolerance);
@@ -163,6 +168,7 @@ static void write_json_row(bench_report *report, const bench_row *row)
 {
     const bench_shape *shape = &row->shape;
     cli_json          *json  = &report->json;
+    char               options[BENCH_OPTIONS_TEXT];
     json_open(json, NULL, '{');
     json_text(json, "pass", pass_name(row->pass));
     json_text(json, "dtype", cli_dtype_name(shape->dtype));
@@ -173,6 +179,7 @@ static void write_json_row(bench_report *report, const bench_row *row)
     json_whole(json, "seqlen_k", shape->seqlen_k);
     json_whole(json, "head_dim", shape->head_dim);
     json_bool(json, "causal", shape->causal);
+    json_text(json, "options", bench_options_text(&shape->options, options));
     json_whole(json, "threads", report->threads);
     json_text(json, "kernel", row->kernel);
     json_bool(json, "right", row->right);
@@ -207,10 +214,12 @@ static void write_json_row(bench_report *report, const bench_row *row)
 static void write_csv_row(bench_report *report, const bench_row *row)
 {
     const bench_shape *shape = &row->shape;
-    fprintf(report->csv, "%s,%s,%lld,%lld,%lld,%lld,%lld,%lld,%d,%d,%s,%d,%.4g,%.4g,", pass_name(row->pass),
+    char               options[BENCH_OPTIONS_TEXT];
+    fprintf(report->csv, "%s,%s,%lld,%lld,%lld,%lld,%lld,%lld,%d,%s,%d,%s,%d,%.4g,%.4g,", pass_name(row->pass),
             cli_dtype_name(shape->dtype), (long long)shape->batch, (long long)shape->heads, (long long)shape->heads_k,
             (long long)shape->seqlen_q, (long long)shape->seqlen_k, (long long)shape->head_dim, shape->causal,
-            report->threads, row->kernel, row->right, row->error, row->tolerance);
+            bench_options_text(&shape->options, options), report->threads, row->kernel, row->right, row->error,
+            row->tolerance);
     fprintf(report->csv, "%d,%.6g,%.6g,%.6g,%.6g,%.6g,", row->ours.repeats, row->ours.min_ms, row->ours.median_ms,
             gflops(row, &row->ours), report->peaks.fma_gflops, report->peaks.amx_gflops);
     if (row->standard.repeats)

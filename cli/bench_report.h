@@ -32,7 +32,9 @@ typedef struct bench_report {
     } earlier[CLI_LIST_LONGEST];
 } bench_report;
 
-void bench_report_begin(bench_report *report, const flash_attn_device_info *device, const char *device_name);
+/* options: of all rows. */
+void bench_report_begin(bench_report *report, const flash_attn_device_info *device, const char *device_name,
+                        const bench_options *options);
 
 /* The rows that follow are at so many threads, with these peaks so far. At most CLI_LIST_LONGEST calls. */
 void bench_report_threads(bench_report *report, int threads, cli_peaks peaks);

@@ -8,7 +8,7 @@
 
 /* ---- arrays ---- */
 
-static void *allocate(bench_arrays *arrays, int64_t count, size_t element_bytes)
+void *bench_allocate(bench_arrays *arrays, int64_t count, size_t element_bytes)
 {
     int64_t bytes = 0;
     void   *memory =
@@ -18,38 +18,43 @@ static void *allocate(bench_arrays *arrays, int64_t count, size_t element_bytes)
     return memory;
 }
 
-/* A tensor of [b, s, h, d]; false: no memory. */
-static bool make_tensor(bench_arrays *arrays, int64_t seqlen, int64_t heads, flash_attn_tensor *tensor)
+/* Data of a tensor that has its shape; false: no memory. */
+static bool give_data(bench_arrays *arrays, flash_attn_tensor *tensor)
 {
-    const bench_shape *shape = &arrays->shape;
-    int64_t            count = 0;
-    *tensor = (flash_attn_tensor){.dtype = shape->dtype, .shape = {shape->batch, seqlen, heads, shape->head_dim}};
-    if (__builtin_mul_overflow(shape->batch * seqlen, heads * shape->head_dim, &count))
+    int64_t count = 0;
+    if (__builtin_mul_overflow(tensor->shape[0] * tensor->shape[1], tensor->shape[2] * tensor->shape[3], &count))
         return false;
-    tensor->data = allocate(arrays, count, dtype_bytes(shape->dtype));
+    tensor->data = bench_allocate(arrays, count, dtype_bytes(tensor->dtype));
     return tensor->data != NULL;
 }
 
-/* Normal numbers in `tensor`, the same in float32 in *floats. A few thousand of them over and over, in a period that no
- * row length divides: making each anew would take longer than the measurements. */
-static bool make_random(bench_arrays *arrays, flash_attn_tensor *tensor, float **floats, uint64_t *random)
+/* [b, s, h, d] */
+static flash_attn_tensor tensor_of(const bench_shape *shape, int64_t seqlen, int64_t heads)
+{
+    return (flash_attn_tensor){.dtype = shape->dtype, .shape = {shape->batch, seqlen, heads, shape->head_dim}};
+}
+
+/* A few thousand numbers over and over, in a period that no row length divides: making each anew would take longer than
+ * the measurements. */
+bool bench_make_random(bench_arrays *arrays, flash_attn_tensor *tensor, float **floats, uint64_t *random)
 {
     enum { PERIOD = 8191 };
-    int64_t           count         = tensor->shape[0] * tensor->shape[1] * tensor->shape[2] * tensor->shape[3];
-    int64_t           made          = count < PERIOD ? count : PERIOD;
-    flash_attn_tensor flat          = *tensor;
-    size_t            element_bytes = dtype_bytes(tensor->dtype);
-    *floats                         = allocate(arrays, count, sizeof(float));
-    if (!*floats)
+    int64_t count         = tensor->shape[0] * tensor->shape[1] * tensor->shape[2] * tensor->shape[3];
+    int64_t made          = count < PERIOD ? count : PERIOD;
+    size_t  element_bytes = dtype_bytes(tensor->dtype);
+    if (!give_data(arrays, tensor) || (floats && !(*floats = bench_allocate(arrays, count, sizeof(float)))))
         return false;
+    flash_attn_tensor flat = *tensor;
     memcpy(flat.stride, (int64_t[4]){0, 0, 0, 1}, sizeof flat.stride);
     for (int64_t n = 0; n < made; n++) {
         set(&flat, 0, 0, 0, n, random_normal(random));
-        (*floats)[n] = (float)get(&flat, 0, 0, 0, n);
+        if (floats)
+            (*floats)[n] = (float)get(&flat, 0, 0, 0, n);
     }
     for (int64_t n = made; n < count; n += made) {
         int64_t piece = count - n < made ? count - n : made;
-        memcpy(*floats + n, *floats, (size_t)piece * sizeof(float));
+        if (floats)
+            memcpy(*floats + n, *floats, (size_t)piece * sizeof(float));
         memcpy((char *)tensor->data + (size_t)n * element_bytes, tensor->data, (size_t)piece * element_bytes);
     }
     return true;
@@ -76,11 +81,11 @@ static bool make_standard(bench_arrays *arrays, const bench_settings *settings, 
     int64_t            k_count = shape->batch * shape->seqlen_k * shape->heads_k * shape->head_dim;
     if (!settings->with_standard || bytes < 0 || bytes > settings->memory_limit_bytes)
         return true;
-    arrays->o = allocate(arrays, q_count, sizeof(float));
+    arrays->o = bench_allocate(arrays, q_count, sizeof(float));
     if (backward) {
-        arrays->dq = allocate(arrays, q_count, sizeof(float));
-        arrays->dk = allocate(arrays, k_count, sizeof(float));
-        arrays->dv = allocate(arrays, k_count, sizeof(float));
+        arrays->dq = bench_allocate(arrays, q_count, sizeof(float));
+        arrays->dk = bench_allocate(arrays, k_count, sizeof(float));
+        arrays->dv = bench_allocate(arrays, k_count, sizeof(float));
     }
     return arrays->o && (!backward || (arrays->dq && arrays->dk && arrays->dv)) &&
            standard_create(&arrays->standard, &peer, backward, settings->pool);
@@ -93,21 +98,18 @@ static bool make_all(bench_arrays *arrays, const bench_settings *settings, bool 
     flash_attn_grads   *g      = &arrays->grads;
     uint64_t            random = settings->seed;
     p->device                  = settings->device;
-    p->mask                    = shape->causal ? FLASH_ATTN_CAUSAL : FLASH_ATTN_NONE;
     p->lse                     = (flash_attn_tensor){.shape = {shape->batch, shape->heads, shape->seqlen_q, 1}};
-    p->lse.data                = allocate(arrays, shape->batch * shape->heads * shape->seqlen_q, sizeof(float));
-    if (!p->lse.data || !make_tensor(arrays, shape->seqlen_q, shape->heads, &p->q) ||
-        !make_tensor(arrays, shape->seqlen_k, shape->heads_k, &p->k) ||
-        !make_tensor(arrays, shape->seqlen_k, shape->heads_k, &p->v) ||
-        !make_tensor(arrays, shape->seqlen_q, shape->heads, &p->o) ||
-        !make_random(arrays, &p->q, &arrays->q, &random) || !make_random(arrays, &p->k, &arrays->k, &random) ||
-        !make_random(arrays, &p->v, &arrays->v, &random))
+    p->q = p->o = g->dout = g->dq = tensor_of(shape, shape->seqlen_q, shape->heads);
+    p->k = p->v = g->dk = g->dv = tensor_of(shape, shape->seqlen_k, shape->heads_k);
+    if (!give_data(arrays, &p->lse) || !give_data(arrays, &p->o) ||
+        !bench_make_random(arrays, &p->q, &arrays->q, &random) ||
+        !bench_make_random(arrays, &p->k, &arrays->k, &random) ||
+        !bench_make_random(arrays, &p->v, &arrays->v, &random))
         return false;
-    if (backward && (!make_tensor(arrays, shape->seqlen_q, shape->heads, &g->dout) ||
-                     !make_tensor(arrays, shape->seqlen_q, shape->heads, &g->dq) ||
-                     !make_tensor(arrays, shape->seqlen_k, shape->heads_k, &g->dk) ||
-                     !make_tensor(arrays, shape->seqlen_k, shape->heads_k, &g->dv) ||
-                     !make_random(arrays, &g->dout, &arrays->dout, &random)))
+    if (backward && (!give_data(arrays, &g->dq) || !give_data(arrays, &g->dk) || !give_data(arrays, &g->dv) ||
+                     !bench_make_random(arrays, &g->dout, &arrays->dout, &random)))
+        return false;
+    if (!bench_apply_options(arrays, &random))
         return false;
     return make_standard(arrays, settings, backward);
 }
@@ -192,10 +194,21 @@ static flash_attn_status time_both(bench_arrays *arrays, const bench_settings *s
 
 /* ---- one pass ---- */
 
+const char *bench_mask_name(const bench_shape *shape)
+{
+    return shape->options.window.given ? "window" : shape->causal ? "causal" : "full";
+}
+
 double bench_flops(const bench_shape *shape, flash_attn_pass pass)
 {
     double sq = (double)shape->seqlen_q, sk = (double)shape->seqlen_k, pairs = sq * sk;
-    if (shape->causal)
+    if (shape->options.window.given || shape->options.blocks > 0) {
+        pairs = 0;
+        for (int64_t query = 0; query < shape->seqlen_q; query++) {
+            bench_keys keys = bench_keys_of(shape, query);
+            pairs += keys.end > keys.begin ? (double)(keys.end - keys.begin) : 0;
+        }
+    } else if (shape->causal)
         pairs = sq <= sk ? sq * sk - 0.5 * sq * sq : 0.5 * sk * sk;
     double forward = 4 * pairs * (double)(shape->head_dim * shape->heads * shape->batch);
     return pass == FLASH_ATTN_FORWARD ? forward : 2.5 * forward;
@@ -228,7 +241,10 @@ int bench_measure(bench_arrays *arrays, const bench_settings *settings, flash_at
     row->standard_bytes = standard_bytes(&peer, pass == FLASH_ATTN_BACKWARD);
     row->over_limit     = settings->with_standard && !arrays->standard.prob;
 
-    flash_attn_status status = flash_attn_explain(settings->context, &arrays->problem, pass, &explanation);
+    flash_attn_problem planned = arrays->problem;
+    if (pass == FLASH_ATTN_BACKWARD) /* it would be explained with dbias, which is not asked for here */
+        planned.bias = (flash_attn_tensor){0};
+    flash_attn_status status = flash_attn_explain(settings->context, &planned, pass, &explanation);
     if (status == FLASH_ATTN_OK)
         status = flash_attn_workspace_size(settings->context, &arrays->problem, pass, &exec.workspace_bytes);
     if (status != FLASH_ATTN_OK)

@@ -2,6 +2,7 @@
 #ifndef CLI_BENCH_SHAPE_H
 #define CLI_BENCH_SHAPE_H
 
+#include "bench_options.h"
 #include "flashattn.h"
 #include "pool.h"
 #include "standard.h"
@@ -10,6 +11,7 @@ typedef struct bench_shape {
     flash_attn_dtype dtype;
     int64_t          batch, heads, heads_k, seqlen_q, seqlen_k, head_dim;
     bool             causal;
+    bench_options    options;
 } bench_shape;
 
 typedef struct bench_settings {
@@ -35,7 +37,7 @@ typedef struct bench_row {
     bench_times     ours, standard;
     int64_t         ours_bytes, standard_bytes; /* of memory beyond q, k, v, o and their gradients */
     bool            over_limit;                 /* standard attention was skipped for its memory */
-    double          flops;                      /* 4 s^2 d h b; half when causal; backward 2.5 times */
+    double          flops;                      /* bench_flops */
     double          error, standard_error;      /* worst relative L2 error of the results; standard's: -1 if skipped */
     double          tolerance;
     bool            right; /* both are within the tolerance */
@@ -49,7 +51,7 @@ typedef struct bench_arrays {
     float             *q, *k, *v, *dout; /* what the library's tensors hold, in float32 */
     float             *o, *dq, *dk, *dv; /* standard attention's */
     standard           standard;         /* prob NULL: skipped */
-    void              *memory[18];
+    void              *memory[24];
     int                num_memory;
 } bench_arrays;
 
@@ -60,7 +62,18 @@ void bench_close(bench_arrays *arrays);
 /* Check, then time, one pass. The backward needs the forward's results: measure that first. */
 int bench_measure(bench_arrays *arrays, const bench_settings *settings, flash_attn_pass pass, bench_row *row);
 
-/* The papers' count: 4 s^2 d h b, half of it when causal; the backward's five products against two. */
+/* For what the arrays own; zeros. NULL: no memory. */
+void *bench_allocate(bench_arrays *arrays, int64_t count, size_t element_bytes);
+
+/* Give a contiguous tensor that has its dtype and shape data: normal numbers; floats, if not NULL: the same in float32,
+ * in *floats. false: no memory. */
+bool bench_make_random(bench_arrays *arrays, flash_attn_tensor *tensor, float **floats, uint64_t *random);
+
+/* "full", "causal" or "window". */
+const char *bench_mask_name(const bench_shape *shape);
+
+/* The papers' count: 4 s^2 d h b, half of it when causal; with a window or blocks 4 d h b for each pair that is seen.
+ * The backward's five products count against two. */
 double bench_flops(const bench_shape *shape, flash_attn_pass pass);
 
 /* bench_check.c: the worst relative L2 error of some rows of the results against the formula in double. `standard`:

@@ -21,6 +21,7 @@ typedef struct bench_flags {
     cli_number     seconds;
     uint64_t       seed;
     const char    *json, *csv, *kernel;
+    bench_options  options;
 } bench_flags;
 
 /* One or both of two words, as bits. */
@@ -43,7 +44,7 @@ static const char *parse_passes(const char *text, void *field)
 }
 
 #define FIELD(name) offsetof(bench_flags, name)
-static const cli_option bench_options[] = {
+static const cli_option bench_flag_table[] = {
     {"seqlen", "LIST", cli_parse_counts, FIELD(seqlen), "lengths; default 512,1024,2048,4096"},
     {"seqlen-q", "N", cli_parse_count, FIELD(seqlen_q), "queries, if not as many as keys: 1 is decoding"},
     {"head-dim", "LIST", cli_parse_counts, FIELD(head_dim), "default 64,128"},
@@ -80,12 +81,14 @@ static const cli_help bench_help = {
                 "checking both against the formula in double. GFLOP/s count 4 s^2 d heads batch, half of it when\n"
                 "causal, 2.5 times for the backward; %FMA and %AMX are of the peaks measured in the same run. With\n"
                 "several numbers of threads eff.% is parallel efficiency against the first of them; of peak:\n"
-                "the same, corrected by how much the peaks have grown.",
+                "the same, corrected by how much the peaks have grown. With options of the problem flashattn alone\n"
+                "is checked and timed.",
     .examples = "  flashattn bench --quick\n"
                 "  flashattn bench --seqlen 1024,4096,16384 --head-dim 128 --dtype bf16 --json bench.json\n"
                 "  flashattn bench --seqlen-q 1 --seqlen 32768 --heads 32 --heads-k 8 --pass forward\n"
                 "  flashattn bench --threads 1,2,4 --isa avx2 --mask causal --csv bench.csv\n"
                 "  flashattn bench --threads 1,2,4,8,16 --seqlen 8192 --no-standard\n"
+                "  flashattn bench --softcap 30 --window 1024,0 --seqlen 4096 --dtype bf16\n"
                 "  flashattn bench --kernel all\n"
                 "  flashattn bench --kernel k4.2,k6,forward_sm80 --head-dim 128 --seqlen 1024,8192 --json ladder.json",
 };
@@ -102,15 +105,16 @@ static void set_default(cli_list *list, int count, const int64_t *values)
 static int run_kernels(bench_flags *flags)
 {
     static const int64_t lengths[] = {8192}, dims[] = {64, 128}, dtypes[] = {FLASH_ATTN_BF16};
-    const char          *foreign = flags->threads.count             ? "--threads"
-                                   : flags->isa != 0                ? "--isa"
-                                   : flags->no_amx_split            ? "--no-amx-split"
-                                   : flags->no_standard             ? "--no-standard"
-                                   : flags->memory_limit_bytes >= 0 ? "--memory-limit"
-                                   : flags->quick                   ? "--quick"
-                                   : flags->csv                     ? "--csv"
-                                   : flags->passes & 2              ? "--pass backward"
-                                                                    : NULL;
+    const char          *foreign = flags->threads.count                 ? "--threads"
+                                   : flags->isa != 0                    ? "--isa"
+                                   : flags->no_amx_split                ? "--no-amx-split"
+                                   : flags->no_standard                 ? "--no-standard"
+                                   : flags->memory_limit_bytes >= 0     ? "--memory-limit"
+                                   : flags->quick                       ? "--quick"
+                                   : flags->csv                         ? "--csv"
+                                   : flags->passes & 2                  ? "--pass backward"
+                                   : bench_has_options(&flags->options) ? "an option of the problem"
+                                                                        : NULL;
     if (foreign)
         return cli_fail_usage(&bench_help, "%s does not go with --kernel", foreign);
     if (flags->device.given && flags->device.device.type != FLASH_ATTN_CUDA)
@@ -144,11 +148,12 @@ static int complete(bench_flags *flags)
     set_default(&flags->head_dim, 2, dims);
     set_default(&flags->dtype, 2, dtypes);
     set_default(&flags->threads, 1, all_threads);
-    flags->batch   = flags->batch < 0 ? 1 : flags->batch;
-    flags->heads   = flags->heads < 0 ? 4 : flags->heads;
-    flags->masks   = flags->masks ? flags->masks : flags->quick ? 2 : 3;
-    flags->passes  = flags->passes ? flags->passes : 3;
-    flags->heads_k = flags->heads_k ? flags->heads_k : flags->heads;
+    flags->batch     = flags->batch < 0 ? 1 : flags->batch;
+    flags->heads     = flags->heads < 0 ? 4 : flags->heads;
+    bool masks_given = flags->masks != 0;
+    flags->masks     = flags->options.window.given ? 1 : masks_given ? flags->masks : flags->quick ? 2 : 3;
+    flags->passes    = flags->passes ? flags->passes : 3;
+    flags->heads_k   = flags->heads_k ? flags->heads_k : flags->heads;
     if (!flags->seconds.given)
         flags->seconds.value = flags->quick ? 0.2 : 1;
     if (flags->seconds.value < 0)
@@ -162,6 +167,14 @@ static int complete(bench_flags *flags)
         if (flags->head_dim.value[i] > 576)
             return cli_fail_usage(&bench_help, "--head-dim %lld: expected 1 to 576",
                                   (long long)flags->head_dim.value[i]);
+    if (flags->options.window.given && masks_given)
+        return cli_fail_usage(&bench_help, "--mask and --window exclude each other; a causal window is --window L,0");
+    for (int i = 0; i < flags->seqlen.count; i++) {
+        int64_t seqlen = flags->seqlen.value[i];
+        if (flags->options.blocks > (flags->seqlen_q && flags->seqlen_q < seqlen ? flags->seqlen_q : seqlen))
+            return cli_fail_usage(&bench_help, "--blocks %lld: more than there are queries or keys at --seqlen %lld",
+                                  (long long)flags->options.blocks, (long long)seqlen);
+    }
     if (flags->device.device.type == FLASH_ATTN_CUDA)
         return cli_fail_usage(&bench_help, "--device cuda: standard attention here is the CPU's; expected cpu or "
                                            "reference, or --kernel for the GPU's kernels");
@@ -194,7 +207,7 @@ static int run_shape(bench_run *run, const bench_shape *shape)
         bench_row row;
         bool      wanted = run->flags->passes & (1 << pass);
         snprintf(what, sizeof what, "%s %s d=%lld %s s=%lld", names[pass], cli_dtype_name(shape->dtype),
-                 (long long)shape->head_dim, shape->causal ? "causal" : "full", (long long)shape->seqlen_k);
+                 (long long)shape->head_dim, bench_mask_name(shape), (long long)shape->seqlen_k);
         cli_progress_show(&run->progress, run->num_done, what);
         if (pass == 0 && !wanted) { /* the backward reads the forward's results, on both sides */
             bench_settings untimed = run->settings;
@@ -238,7 +251,8 @@ static int run_shapes(bench_run *run)
                                           .seqlen_q = flags->seqlen_q ? flags->seqlen_q : seqlen,
                                           .seqlen_k = seqlen,
                                           .head_dim = flags->head_dim.value[d],
-                                          .causal   = mask == 1};
+                                          .causal   = mask == 1,
+                                          .options  = flags->options};
                     if (!(flags->masks & (1 << mask)))
                         continue;
                     int go_on = run_shape(run, &shape);
@@ -278,7 +292,7 @@ static int run_at_threads(bench_run *run, int64_t threads, bool first)
         cli_measure_peaks(&peaks, run->settings.pool, 40, run->with_amx);
         cli_progress_clear(&run->progress);
         if (first)
-            bench_report_begin(&run->report, &info, cli_device_name(flags->device.device));
+            bench_report_begin(&run->report, &info, cli_device_name(flags->device.device), &flags->options);
         bench_report_threads(&run->report, info.num_threads, peaks);
         go_on = run_shapes(run);
     }
@@ -298,10 +312,11 @@ static int open_file(const char *path, FILE **file)
 
 int cli_bench(int argc, char **argv)
 {
-    bench_flags     flags = {.batch = -1, .heads = -1, .memory_limit_bytes = -1, .seed = 1};
-    const cli_group group = {"options", bench_options, &flags};
-    bench_run       run   = {.flags = &flags};
-    int             go_on = cli_parse(&bench_help, &group, 1, argc, argv);
+    bench_flags     flags    = {.batch = -1, .heads = -1, .memory_limit_bytes = -1, .seed = 1};
+    const cli_group groups[] = {{"options", bench_flag_table, &flags},
+                                {"options of the problem", bench_option_table, &flags.options}};
+    bench_run       run      = {.flags = &flags};
+    int             go_on    = cli_parse(&bench_help, groups, 2, argc, argv);
     if (go_on == CLI_GO_ON && flags.kernel)
         return run_kernels(&flags);
     if (go_on == CLI_GO_ON)
@@ -318,7 +333,7 @@ int cli_bench(int argc, char **argv)
     run.report.quick   = flags.quick;
     run.report.scaling = flags.threads.count > 1;
     run.settings       = (bench_settings){.device        = flags.device.device,
-                                          .with_standard = !flags.no_standard,
+                                          .with_standard = !flags.no_standard && !bench_has_options(&flags.options),
                                           .seconds       = flags.seconds.value,
                                           .least_repeats = 3,
                                           .seed          = flags.seed};

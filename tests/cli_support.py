@@ -11,6 +11,7 @@ import unittest
 
 COMMAND = [None]  # the path to flashattn, from the command line
 TIMEOUT_S = 300
+BENCH = "bench --device reference --seqlen 32,48 --head-dim 16 --heads 2 --seconds 0".split()  # a small one
 
 
 def run(*words, expect=0):
