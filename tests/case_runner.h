@@ -16,8 +16,8 @@
  *   A mean error towards or away from zero of at most a tenth of the largest error, where there are enough numbers to tell.
  * - dsinks in 16 bit: plus one rounding of the size that its terms have before they cancel, since one number a head is
  *   too few to measure plain attention by.
- * - Random shapes (CASE_RANDOM), which may be as small and as odd as they like: |s|, the larger of |lse| and the size
- *   of scale * q.k, in place of |lse|. Gradients: L2 1e-5, plus 16 x 2^-24 of the size of their terms (with one key,
+ * - Random shapes (CASE_RANDOM), which may be as small and as odd as they like: |s|, twice the larger of |lse| and the
+ *   size of scale * q.k, in place of |lse|. Gradients: L2 1e-5, plus 16 x 2^-24 of the size of their terms (with one key,
  *   dS = P (dP - Delta) is 0 and all of its rounding is left). In 16 bit: plus a
  *   quarter of a rounding of that size; all with dropout, a whole one.
  * - Exactly 0: what a query that sees nothing gives, and the gradients of keys and pairs that nobody sees.

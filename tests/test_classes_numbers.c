@@ -110,6 +110,35 @@ static void equal_scores_give_the_mean(void **state)
 
 /* ---- LSE and merging ---- */
 
+/* One key has all the weight: dS = P (dP - Delta) is 0, and what is left of it only the rounding of two sums, also where
+ * dO is wider than the products' operands. */
+static void one_key(const tier *t, flash_attn_dtype dtype)
+{
+    static const bool wide[] = {false, true};
+    for (int n = 0; n < 2; n++) {
+        test_case shape = {.seqlen_q = 70, .seqlen_k = 1, .heads_q = 3, .head_dim = 64, .bias = BIAS, .o_f32 = wide[n]};
+        fixture   f     = fixture_make(&shape, dtype, 5);
+        fixture_run(&f, t, 2);
+        /* dP is a sum of 64 products, about 8 at most 30 in size */
+        const flash_attn_tensor *zeros[] = {&f.g.dq, &f.g.dk, &f.g.dbias};
+        for (int m = 0; m < 3; m++) {
+            double *value = values_of(zeros[m]), limit = m == 1 ? 70 * 3e-5 : 3e-5; /* dK adds up all queries */
+            for (int64_t i = 0; i < count_of(zeros[m]); i++)
+                if (!(fabs(value[i]) <= limit))
+                    fail_msg("%s, %s, %s: gradient %d is %g with one key in sight", t->name, dtype_name(dtype),
+                             wide[n] ? "float32 results" : "results like inputs", m, value[i]);
+            free(value);
+        }
+        fixture_free(&f);
+    }
+}
+
+static void gradients_of_a_single_key_vanish(void **state)
+{
+    (void)state;
+    for_each_tier_and_dtype(one_key);
+}
+
 static void lse_by_hand(const tier *t, flash_attn_dtype dtype)
 {
     enum { NQ = 12, NK = 75 };
@@ -311,6 +340,7 @@ int main(void)
         cmocka_unit_test(logits_that_rise_and_fall_by_block_are_right),
         cmocka_unit_test(scores_far_beyond_float16_are_right),
         cmocka_unit_test(equal_scores_give_the_mean),
+        cmocka_unit_test(gradients_of_a_single_key_vanish),
         cmocka_unit_test(lse_holds_the_sink_and_the_softcap_in_natural_logarithm),
         cmocka_unit_test(merging_parts_gives_the_whole),
         cmocka_unit_test(merging_empty_halves_is_empty_not_nan),

@@ -364,7 +364,8 @@ static float dot_of_nonzero(const fa_rows *a, const fa_rows *b, int row)
 }
 
 /* Row r of b times row r of a by the products of S and dP, added up in their order: where a is V's row of a key that
- * has all the weight, dP - Delta is 0 exactly. */
+ * has all the weight, dP - Delta is 0 exactly. b is cut into as many pieces as dP's operand is, for what that drops dP
+ * drops too; a, which nothing cuts elsewhere, into three where b has fewer. */
 FA_AMX_INLINE void row_dots_pieces(float *out, const fa_rows *a, const fa_rows *b, int pieces)
 {
     for (int first = 0; first < a->count; first += 16) {
@@ -374,17 +375,36 @@ FA_AMX_INLINE void row_dots_pieces(float *out, const fa_rows *a, const fa_rows *
         memset(c, 0, sizeof c);
         for (int col = 0; col < a->cols; col += 32) {
             load_pairs(left, b, first, col, pieces);
-            load_pairs(right, a, first, col, pieces);
-            for (int n = 0; n < pieces; n++)
+            load_pairs(right, a, first, col, MAX_PIECES);
+            for (int n = 0; n < MAX_PIECES; n++)
                 fa_amx_transpose(right[n]);
             operand x = {(const char *)left, 0, 0}, y = {(const char *)right, 0, 0};
-            multiply(&sums, &x, &y, 1, pieces, true);
+            if (pieces == MAX_PIECES) {
+                multiply(&sums, &x, &y, 1, MAX_PIECES, true);
+                continue;
+            }
+            for (int m = 0; m < pieces * MAX_PIECES; m++) {
+                x.base = (const char *)left[m / MAX_PIECES];
+                y.base = (const char *)right[m % MAX_PIECES];
+                multiply(&sums, &x, &y, 1, 1, true);
+            }
         }
         for (int r = 0; r < 16 && first + r < a->count; r++)
             out[first + r] = isfinite(c[17 * r]) ? c[17 * r] : dot_of_nonzero(a, b, first + r);
     }
 }
 
+/* 16-bit inputs: a float32 dO is rounded before it is multiplied, so Delta's has to be. */
+FA_AMX_INLINE void row_dots_16_bit(float *out, const fa_rows *a, const fa_rows *b, int pieces)
+{
+    if (b->dtype == FLASH_ATTN_F32)
+        row_dots_pieces(out, a, b, pieces);
+    else
+        fa_kernels_avx512()->row_dots(out, a, b);
+}
+
+static void row_dots_1(float *out, const fa_rows *a, const fa_rows *b) { row_dots_16_bit(out, a, b, 1); }
+static void row_dots_2(float *out, const fa_rows *a, const fa_rows *b) { row_dots_16_bit(out, a, b, 2); }
 static void row_dots_3(float *out, const fa_rows *a, const fa_rows *b) { row_dots_pieces(out, a, b, 3); }
 
 /* ---- tiles are configured once a thread and region ---- */
@@ -450,6 +470,7 @@ static fa_kernels     tables[MAX_PIECES + 1];
 static pthread_once_t tables_once = PTHREAD_ONCE_INIT;
 
 #define FILL_PIECES(N)                                                                                                 \
+    tables[N].row_dots               = row_dots_##N;                                                               \
     tables[N].packed_bytes           = packed_bytes_##N;                                                               \
     tables[N].pack                   = pack_##N;                                                                       \
     tables[N].scores                 = scores_##N;                                                                     \
@@ -479,7 +500,6 @@ static void fill_tables(void)
     FILL_PIECES(1)
     FILL_PIECES(2)
     FILL_PIECES(3)
-    tables[3].row_dots = row_dots_3;
 }
 
 const fa_kernels *fa_kernels_amx(const fa_kernels *base, flash_attn_dtype dtype)

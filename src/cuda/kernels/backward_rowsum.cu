@@ -27,6 +27,18 @@ template <int DTYPE> FA_DEVICE void load_eight(float (&x)[8], const fa_view &vie
     }
 }
 
+/* As dP's operand holds them: a float32 dO of 16-bit inputs is rounded there, and delta must lose the same. */
+FA_DEVICE void round_to_operand(float (&x)[8])
+{
+    if constexpr (FA_DTYPE_DOUT == FA_F32 && FA_DTYPE != FA_F32)
+#pragma unroll
+        for (int c = 0; c < 8; c += 2) {
+            float2 e = unpack<FA_DTYPE>(pack<FA_DTYPE>(x[c], x[c + 1]));
+            x[c]     = e.x;
+            x[c + 1] = e.y;
+        }
+}
+
 extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_rowsum(const __grid_constant__ fa_args args)
 {
     unsigned n     = blockIdx.x;
@@ -45,6 +57,7 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_rowsum(cons
                                                       head * args.o.stride[2], col, args.head_dim_v);
                 load_eight<FA_DTYPE_DOUT>(dout, args.dout, s.q_entry * args.dout.stride[0] + row * args.dout.stride[1] +
                                                                head * args.dout.stride[2], col, args.head_dim_v);
+                round_to_operand(dout);
 #pragma unroll
                 for (int c = 0; c < 8; c++)
                     sum += o[c] != 0.0f ? o[c] * dout[c] : 0.0f; /* a row that sees nothing has O 0, whatever dO holds */
