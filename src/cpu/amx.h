@@ -24,6 +24,9 @@
 /* Statements of our own, not the compiler's intrinsics: those do not say that they read memory. */
 #define TILE_LOAD(t, p, stride)                                                                                        \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(p), "r"((int64_t)(stride)) : "memory")
+/* For what is not read again soon: it leaves the first-level cache to the rest. */
+#define TILE_LOAD_ONCE(t, p, stride)                                                                                   \
+    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #t ::"r"(p), "r"((int64_t)(stride)) : "memory")
 #define TILE_STORE(t, p, stride)                                                                                       \
     __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"((int64_t)(stride)) : "memory")
 #define TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)

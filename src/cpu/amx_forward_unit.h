@@ -66,33 +66,44 @@ FA_AMX_INLINE operands operands_of(operands x, bool scores, int pieces, int n)
 #define SWITCH_TILE(t, a, b)                                                                                           \
     if (first && held->columns > (t) % 2)                                                                              \
         STORE_TO(held, t);                                                                                             \
-    if (next->columns > (t) % 2) {                                                                                     \
-        if (first && next->unit >= 0)                                                                                  \
+    if (scores || next->columns > (t) % 2) {                                                                           \
+        if (first && scores)                                                                                           \
             TILE_ZERO(t);                                                                                              \
-        if (first && next->unit < 0)                                                                                   \
+        if (first && !scores)                                                                                          \
             LOAD_FROM(next, t);                                                                                        \
         TILE_DOT(t, a, b);                                                                                             \
     }
 
-/* Product t of the four of a step; first: tile t goes home to `held` and becomes next's. */
-FA_AMX_INLINE void product(int t, const operands *x, const target *held, const target *next, bool first)
+/* Q is read again for the next keys; P, and K and V, which other rows need much later, are not. */
+#define LOAD_LEFT(t, p)                                                                                                \
+    if (scores)                                                                                                        \
+        TILE_LOAD(t, p, 64);                                                                                           \
+    else                                                                                                               \
+        TILE_LOAD_ONCE(t, p, 64)
+
+/* Product t of the four of a step, of scores or of values; first: tile t goes home to `held` and becomes next's. */
+FA_AMX_INLINE void product(int t, const operands *x, bool scores, const target *held, const target *next, bool first)
 {
     switch (t) {
     case 0:
-        if (x->new_a)
-            TILE_LOAD(4, x->a[0], 64);
+        if (x->new_a) {
+            LOAD_LEFT(4, x->a[0]);
+        }
         if (x->new_b)
-            TILE_LOAD(6, x->b[0], 64);
-        SWITCH_TILE(0, 4, 6) break;
+            TILE_LOAD_ONCE(6, x->b[0], 64);
+        SWITCH_TILE(0, 4, 6)
+        break;
     case 1:
-        if (next->columns > 1 && x->new_b)
-            TILE_LOAD(7, x->b[1], 64);
+        if ((scores || next->columns > 1) && x->new_b)
+            TILE_LOAD_ONCE(7, x->b[1], 64);
         SWITCH_TILE(1, 4, 7)
         break;
     case 2:
-        if (x->new_a)
-            TILE_LOAD(5, x->a[1], 64);
-        SWITCH_TILE(2, 5, 6) break;
+        if (x->new_a) {
+            LOAD_LEFT(5, x->a[1]);
+        }
+        SWITCH_TILE(2, 5, 6)
+        break;
     default: SWITCH_TILE(3, 5, 7) break;
     }
 }
@@ -104,7 +115,7 @@ FA_AMX_INLINE void products_alone(operands x, bool scores, const target *held, c
     UNROLL(6) for (int n = 0; n < num_products(scores, PIECES); n++)
     {
         operands one = operands_of(x, scores, PIECES, n);
-        UNROLL(4) for (int t = 0; t < 4; t++) product(t, &one, held, next, first && n == 0);
+        UNROLL(4) for (int t = 0; t < 4; t++) product(t, &one, scores, held, next, first && n == 0);
     }
 }
 
@@ -210,7 +221,7 @@ FA_AMX_INLINE bool run_unit(const unit *u, values *v, target *held, const consta
             UNROLL(4) for (int t = 0; t < 4; t++)
             {
                 if (u->q)
-                    product(t, &x, held, &u->s_next, part == 0 && i == 0);
+                    product(t, &x, true, held, &u->s_next, part == 0 && i == 0);
                 SOFTMAX_ROWS(4 * (part * in_scores + i) + t)
             }
         }
@@ -229,7 +240,7 @@ FA_AMX_INLINE bool run_unit(const unit *u, values *v, target *held, const consta
                 UNROLL(4) for (int t = 0; t < 4; t++)
                 {
                     if (some && m < v->units)
-                        product(t, &x, held, &next, m == 0 && i == 0);
+                        product(t, &x, false, held, &next, m == 0 && i == 0);
                     SOFTMAX_ROWS(4 * (KS * in_scores + (b * CHUNK + m) * in_values + i) + t)
                 }
             }
