@@ -14,18 +14,22 @@ import types
 # What flash_attn reports of itself; clients compare it with the oldest that they accept.
 FLASH_ATTN_VERSION = "2.8.4"
 
+_PRIVATE = "_flash_attn_", "_wrapped_flash_attn_"  # names that clients import all the same
+
 
 def _module(name, source, **extra):
     module = types.ModuleType(name, f"flashattn's functions under the name {name}.")
-    module.__dict__.update({key: value for key, value in vars(source).items() if not key.startswith("_")}, **extra)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=name == "flash_attn")
+    shown = {key: value for key, value in vars(source).items() if key.startswith(_PRIVATE) or not key.startswith("_")}
+    module.__dict__.update(shown, **extra)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package="__path__" in extra)
     module.__flashattn__ = True
     return module
 
 
 def install():
-    """Register the modules flash_attn, flash_attn.flash_attn_interface, flash_attn.bert_padding and flash_attn_interface."""
-    for name in ("flash_attn", "flash_attn_interface"):
+    """Register the modules flash_attn, flash_attn.flash_attn_interface, flash_attn.bert_padding; flash_attn_interface, and
+    flash_attn_3, which has that too."""
+    for name in ("flash_attn", "flash_attn_interface", "flash_attn_3"):
         if name in sys.modules and not hasattr(sys.modules[name], "__flashattn__"):
             raise ImportError(f"{name} is imported already and is not flashattn's: call flashattn.compat.install() first")
     interface = importlib.import_module("flashattn.interface")
@@ -37,7 +41,9 @@ def install():
         setattr(package, name, module)
         sys.modules[f"flash_attn.{name}"] = module
     sys.modules["flash_attn"] = package
-    sys.modules["flash_attn_interface"] = _module("flash_attn_interface", interface3)
+    third = _module("flash_attn_interface", interface3)
+    package3 = _module("flash_attn_3", types.SimpleNamespace(flash_attn_interface=third), __path__=[])
+    sys.modules.update({"flash_attn_interface": third, "flash_attn_3": package3, "flash_attn_3.flash_attn_interface": third})
 
 
 def uninstall():

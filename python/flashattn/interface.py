@@ -3,14 +3,16 @@ flash_attn/flash_attn_interface.py). Tensors may be PyTorch's (differentiable), 
 
 Differences: any head_dim up to 576, any strides, float32 too, head_dim of v may differ, page sizes need not be multiples
 of 256, CPU as well as CUDA. return_attn_probs gives (out, softmax_lse, S_dmask) with S_dmask None: the probabilities
-are never stored.
+are never stored. The names with an underscore are flash_attn's own too: the passes alone, without autograd, which clients with
+a backward of their own (ring attention, context parallelism) call.
 """
 
 import numpy as np
 
 from . import _native
 from ._arrays import is_torch
-from ._call import Call, append_kv, short_numpy
+from ._call import Call, short_numpy
+from ._kvcache import kvcache
 
 
 def _attend(q, k, v, dropout_p, return_attn_probs, **options):
@@ -108,15 +110,6 @@ def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0,
                           window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic)
 
 
-def full_like_lengths(array, count, value):
-    """int32 [count] filled with value, of the kind and device of array."""
-    if is_torch(array):
-        import torch
-
-        return torch.full((count,), value, dtype=torch.int32, device=array.device)
-    return np.full((count,), value, dtype=np.int32)
-
-
 def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
                             cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None,
                             causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True,
@@ -126,52 +119,88 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
     before the call; it is not changed. k_cache, v_cache [batch_cache, seqlen_cache, heads_k, d], or with block_table
     [num_pages, page_size, heads_k, d]. Without a mask all queries are rotated to position cache_seqlens, with one query i
     to cache_seqlens + i; cache_leftpad does not shift positions. No backward. Returns out, or (out, softmax_lse [batch, heads_q, seqlen_q])."""
-    return kvcache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-                   block_table, rotary_interleaved, return_softmax_lse, scale=softmax_scale, causal=causal,
-                   window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits)
-
-
-def kvcache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-            block_table, *others, **options):
-    """What both spellings of flash_attn_with_kvcache do."""
-    try:
-        return _kvcache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-                        block_table, *others, **options)
-    except _native.InvalidError as error:
-        if block_table is None or len(block_table.shape) != 2:
-            raise
-        raise _native.InvalidError(f"{error} (block_table has {block_table.shape[1]} pages of {k_cache.shape[1]} rows for each "
-                                   "sequence)") from None
-
-
-def _kvcache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-            block_table, rotary_interleaved, return_softmax_lse, rotary_seqlens=None, **options):
-    if is_torch(q):
-        q, k_cache, v_cache = q.detach(), k_cache.detach(), v_cache.detach()
-        k, v = (t.detach() if t is not None else None for t in (k, v))
-    if isinstance(cache_seqlens, int):
-        cache_seqlens = full_like_lengths(q, q.shape[0], cache_seqlens)
-    if (k is None) != (v is None):
-        raise _native.InvalidError("k and v must be given together")
-    if k is None and rotary_cos is not None:
-        raise _native.InvalidError("rotary_cos needs k and v: only new keys are rotated")
-    if k is not None:
-        if cache_seqlens is None:
-            raise _native.InvalidError("If key is supplied, it must have seqlen <= the seqlen of the KV cache: "
-                                       "cache_seqlens must say where k and v go")
-        if rotary_cos is not None:
-            q_out = q.clone() if is_torch(q) else q.copy()
-            q, rotated = q_out, q
-        else:
-            rotated = None
-        # As flash_attn has it, positions count from the cache's first row, padding included, unless rotary_seqlens says where
-        # they begin. The C call's leftpad_k is what it takes off.
-        back = None if rotary_seqlens is None or rotary_cos is None else cache_seqlens - rotary_seqlens
-        append_kv(k_cache, v_cache, k, v, q=rotated, q_out=q if rotated is not None else None,
-                  cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, leftpad_k=back, block_table=block_table,
-                  rotary_cos=rotary_cos, rotary_sin=rotary_sin, interleaved=rotary_interleaved,
-                  q_at_end=not options["causal"] and tuple(options["window"]) == (-1, -1))
-        cache_seqlens = cache_seqlens + k.shape[1]
-    out, lse = Call(q, k_cache, v_cache, seqused_k=cache_seqlens, cache_batch_idx=cache_batch_idx,
-                    leftpad_k=cache_leftpad, block_table=block_table, **options).forward(want_lse=return_softmax_lse)
+    out, lse = kvcache(q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+                       rotary_interleaved=rotary_interleaved, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
+                       cache_leftpad=cache_leftpad, block_table=block_table, scale=softmax_scale, causal=causal,
+                       window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits,
+                       want_lse=return_softmax_lse)
     return (out, lse) if return_softmax_lse else out
+
+
+# ---- the passes alone, on PyTorch tensors ----
+
+
+def _forward_pass(q, k, v, dropout_p, block_table=None, leftpad_k=None, num_splits=0, **options):
+    import torch
+
+    if block_table is None and leftpad_k is None and num_splits <= 1:
+        from .torch_ops import attention
+
+        with torch.no_grad():
+            out, lse, rng_state = attention(q, k, v, dropout_p=dropout_p, **options)
+    else:
+        if dropout_p:
+            raise _native.UnsupportedError("dropout with block_table, leftpad_k or num_splits is not supported: these are for "
+                                           "inference")
+        if block_table is not None and options["seqused_k"] is None:
+            options["seqused_k"] = options["cu_seqlens_k"][1:] - options["cu_seqlens_k"][:-1]
+        if block_table is not None:
+            options["cu_seqlens_k"] = None
+        out, lse = Call(q, k, v, block_table=block_table, leftpad_k=leftpad_k, num_splits=num_splits, **options).forward()
+        rng_state = None
+    if rng_state is None:
+        rng_state = torch.zeros(2, dtype=torch.int64, device="cpu")
+    return out, lse, q.new_empty(0), rng_state
+
+
+def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+                        alibi_slopes, return_softmax):
+    """flash_attn_func's forward: (out, softmax_lse float32 [batch, heads_q, seqlen_q], S_dmask, rng_state). S_dmask is empty,
+    with return_softmax too: the probabilities are never stored. rng_state int64 [2] is what the backward takes; it lies on the
+    CPU."""
+    return _forward_pass(q, k, v, dropout_p, scale=softmax_scale, causal=causal, window=(window_size_left, window_size_right),
+                         softcap=softcap, alibi_slopes=alibi_slopes)
+
+
+def _flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+                               causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+                               return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None,
+                               zero_tensors=False, num_splits=0):
+    """flash_attn_varlen_func's forward: as _flash_attn_forward with softmax_lse [heads_q, total_q]. zero_tensors changes
+    nothing: every element is written anyway."""
+    return _forward_pass(q, k, v, dropout_p, block_table, leftpad_k, num_splits, cu_seqlens_q=cu_seqlens_q,
+                         cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+                         scale=softmax_scale, causal=causal, window=(window_size_left, window_size_right), softcap=softcap,
+                         alibi_slopes=alibi_slopes)
+
+
+def _flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
+                         window_size_right, softcap, alibi_slopes, deterministic, rng_state=None):
+    """flash_attn_func's backward of out, softmax_lse and rng_state, into dq, dk and dv: of any strides, q's dtype or
+    float32; None: not wanted. out and softmax_lse may be those over more keys than k has, as in a ring: then this is k's share
+    of dq, and dk and dv are whole. Returns softmax_d float32 [batch, heads_q, seqlen_q rounded up to 128]: the sum over the
+    head_dim of dout * out, times 1 - dropout_p."""
+    from .torch_ops import backward_pass
+
+    return backward_pass(dout, q, k, v, out, softmax_lse, dq, dk, dv, rng_state, dropout_p=dropout_p, scale=softmax_scale,
+                         causal=causal, window=(window_size_left, window_size_right), softcap=softcap,
+                         alibi_slopes=alibi_slopes, deterministic=deterministic)
+
+
+def _flash_attn_varlen_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                                max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+                                alibi_slopes, deterministic, rng_state=None, zero_tensors=False):
+    """flash_attn_varlen_func's backward, as _flash_attn_backward. Returns softmax_d [heads_q, total_q + 128 batch], in which
+    sequence b begins at cu_seqlens_q[b] + 128 b."""
+    from .torch_ops import backward_pass
+
+    return backward_pass(dout, q, k, v, out, softmax_lse, dq, dk, dv, rng_state, cu_seqlens_q=cu_seqlens_q,
+                         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, dropout_p=dropout_p,
+                         scale=softmax_scale, causal=causal, window=(window_size_left, window_size_right), softcap=softcap,
+                         alibi_slopes=alibi_slopes, deterministic=deterministic)
+
+
+# flash_attn has each a second time, as PyTorch's registered operator.
+_wrapped_flash_attn_forward, _wrapped_flash_attn_backward = _flash_attn_forward, _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward

@@ -318,4 +318,39 @@ def attention(q, k, v, *, bias=None, alibi_slopes=None, sinks=None, cu_seqlens_q
     return *_call(q, k, v, *options).forward(want_lse=want_lse), rng_state
 
 
-__all__ = ["attention", "attention_packed", "forward", "backward"]
+# ---- the backward alone, for clients whose autograd is their own ----
+
+
+def backward_pass(dout, q, k, v, out, lse, dq, dk, dv, rng_state=None, *, alibi_slopes=None, cu_seqlens_q=None,
+                  cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=0, max_seqlen_k=0, scale=None, causal=False,
+                  window=(-1, -1), softcap=0.0, dropout_p=0.0, deterministic=False):
+    """Write those of the gradients dq, dk, dv that are not None; no autograd. Returns row_sums."""
+    options = _options(q, None, alibi_slopes, None, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, None, rng_state,
+                       max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, dropout_p, deterministic)
+    with torch.no_grad():
+        if not _is_compiling() and _eager((dout, q, k, v, out, lse, dq, dk, dv)):
+            if not dq is dk is dv is None:
+                _call(q, k, v, *options).backward(dout, out, lse, dq, dk, dv)
+        else:
+            grads = torch.ops.flashattn.backward(dout, q, k, v, out, lse, *options, False, False)
+            for given, grad in zip((dq, dk, dv), grads):
+                if given is not None:
+                    given.copy_(grad)
+        return row_sums(dout, out, cu_seqlens_q, 1 - dropout_p)
+
+
+def row_sums(dout, out, cu_seqlens_q, kept):
+    """kept * sum of dout * out over the head_dim, float32, where flash_attn has it: [batch, heads, seqlen_q rounded up to 128],
+    or [heads, total_q + 128 batch] with sequence b from cu_seqlens_q[b] + 128 b on. What lies between is 0."""
+    sums = (dout.float() * out).sum(-1).transpose(-1, -2)
+    if kept != 1:
+        sums = sums * kept
+    if cu_seqlens_q is None:
+        return torch.nn.functional.pad(sums, (0, -sums.shape[-1] % 128))
+    rows = torch.arange(sums.shape[1], device=sums.device, dtype=cu_seqlens_q.dtype)
+    sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), rows, right=True)
+    spread = sums.new_zeros(sums.shape[0], sums.shape[1] + 128 * (len(cu_seqlens_q) - 1))
+    return spread.index_copy_(1, rows + 128 * sequence, sums)
+
+
+__all__ = ["attention", "attention_packed", "backward_pass", "forward", "backward"]

@@ -1,0 +1,108 @@
+"""What both spellings of flash_attn_with_kvcache do: append the new keys to the cache, rotate, attend."""
+
+import numpy as np
+
+from . import _native
+from ._arrays import is_torch
+from ._call import Call, append_kv
+from ._variants import chunk_slices, host_list, join_qv
+
+
+def kvcache(q, k_cache, v_cache, k, v, *, block_table=None, **options):
+    """(out, softmax_lse or None) of flash_attn_with_kvcache; the arguments have its names, the options the C call's. With
+    cu_seqlens_q q is [total_q, heads_q, d], with cu_seqlens_k_new k and v are [total_new, heads_k, d or dv]."""
+    try:
+        return _kvcache(q, k_cache, v_cache, k, v, block_table=block_table, **options)
+    except _native.InvalidError as error:
+        if block_table is None or len(block_table.shape) != 2:
+            raise
+        raise _native.InvalidError(f"{error} (block_table has {block_table.shape[1]} pages of {k_cache.shape[1]} rows for each "
+                                   "sequence)") from None
+
+
+def _kvcache(q, k_cache, v_cache, k, v, *, rotary_cos=None, rotary_sin=None, rotary_interleaved=True, rotary_seqlens=None,
+             cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, cu_seqlens_q=None,
+             cu_seqlens_k_new=None, seqused_q=None, qv=None, attention_chunk=0, causal=False, window=(-1, -1), want_lse=True,
+             out=None, **options):
+    if is_torch(q):
+        q, k_cache, v_cache = q.detach(), k_cache.detach(), v_cache.detach()
+        k, v, qv = (t.detach() if t is not None else None for t in (k, v, qv))
+    batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = _full(q, batch, cache_seqlens)
+    if (k is None) != (v is None):
+        raise _native.InvalidError("k and v must be given together")
+    if k is None and rotary_cos is not None:
+        raise _native.InvalidError("rotary_cos needs k and v: only new keys are rotated")
+    if k is None and cu_seqlens_k_new is not None:
+        raise _native.InvalidError("cu_seqlens_k_new needs k and v: it says which rows are a sequence's")
+    if k is not None:
+        if cache_seqlens is None:
+            raise _native.InvalidError("If key is supplied, it must have seqlen <= the seqlen of the KV cache: "
+                                       "cache_seqlens must say where k and v go")
+        rotated = None
+        if rotary_cos is not None:
+            rotated, q = q, q.clone() if is_torch(q) else q.copy()
+        # As flash_attn has it, positions count from the cache's first row, padding included, unless rotary_seqlens says where
+        # they begin. The C call's leftpad_k is what it takes off.
+        back = None if rotary_seqlens is None or rotary_cos is None else cache_seqlens - rotary_seqlens
+        both = dict(rotary_cos=rotary_cos, rotary_sin=rotary_sin, interleaved=rotary_interleaved,
+                    q_at_end=not causal and tuple(window) == (-1, -1) and not attention_chunk)
+        each = dict(cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, leftpad_k=back, block_table=block_table)
+        if cu_seqlens_q is None and cu_seqlens_k_new is None:
+            append_kv(k_cache, v_cache, k, v, q=rotated, q_out=q if rotated is not None else None, **each, **both)
+            cache_seqlens = cache_seqlens + k.shape[1]
+        else:
+            _append_each(batch, k_cache, v_cache, k, v, rotated, q, cu_seqlens_q, cu_seqlens_k_new, each, both)
+            new = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new[1:] - cu_seqlens_k_new[:-1]
+            cache_seqlens = cache_seqlens + new
+    if attention_chunk:
+        capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+        rows = seqused_q
+        if rows is None:
+            rows = q.shape[1] if cu_seqlens_q is None else cu_seqlens_q[1:] - cu_seqlens_q[:-1]
+        options["slices"], options["slice_offsets"] = chunk_slices(
+            q, attention_chunk, rows, capacity if cache_seqlens is None else cache_seqlens, batch, cache_leftpad)
+    if qv is not None:
+        q, k_cache = join_qv(q, k_cache, v_cache, qv)
+    call = Call(q, k_cache, v_cache, seqused_k=cache_seqlens, cache_batch_idx=cache_batch_idx, leftpad_k=cache_leftpad,
+                block_table=block_table, cu_seqlens_q=cu_seqlens_q, seqused_q=seqused_q, causal=causal, window=window, **options)
+    return call.forward(out=out, want_lse=want_lse)
+
+
+def _full(array, count, value):
+    """int32 [count] filled with value, of the kind and device of array."""
+    if is_torch(array):
+        import torch
+
+        return torch.full((count,), value, dtype=torch.int32, device=array.device)
+    return np.full((count,), value, dtype=np.int32)
+
+
+def _append_each(batch, k_cache, v_cache, k, v, q, q_out, cu_seqlens_q, cu_seqlens_k, each, both):
+    """append_kv one sequence at a time, since the C call appends equally many rows to all. Which rows are a sequence's is read
+    on the host. each: options with a row for every sequence; both: the rest."""
+    begin_q, begin_k = host_list(cu_seqlens_q), host_list(cu_seqlens_k)
+    held = host_list(each["cache_seqlens"])
+    table = each["block_table"]
+    capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    counts = [k.shape[1]] * batch if begin_k is None else [b - a for a, b in zip(begin_k, begin_k[1:])]
+    if begin_k is not None and (len(counts) != batch or min(counts, default=0) < 0 or (begin_k[0], begin_k[-1]) != (0, len(k))):
+        raise _native.InvalidError(f"cu_seqlens_k_new goes from {begin_k[0]} to {begin_k[-1]} in {len(counts)} sequences: "
+                                   f"expected rising from 0 to {len(k)}, the rows of k, in {batch}")
+    for b, count in enumerate(counts):  # before the first is written
+        if held[b] < 0 or held[b] + count > capacity:
+            raise _native.InvalidError(f"cache_seqlens[{b}] is {held[b]}: expected at least 0 and, with {count} new keys, at "
+                                       f"most {capacity}, the rows of the cache")
+
+    def rows(array, begin, b):
+        return None if array is None else array[b : b + 1] if begin is None else array[None, begin[b] : begin[b + 1]]
+
+    for b, count in enumerate(counts):
+        of_q = rows(q, begin_q, b), rows(q_out, begin_q, b)
+        rotates = q is not None and of_q[0].shape[1] > 0
+        if count or rotates:
+            entry = slice(b, b + 1) if each["cache_batch_idx"] is None and table is None else slice(None)
+            append_kv(k_cache[entry], v_cache[entry], *((rows(k, begin_k, b), rows(v, begin_k, b)) if count else (None, None)),
+                      q=of_q[0] if rotates else None, q_out=of_q[1] if rotates else None,
+                      **{name: None if a is None else a[b : b + 1] for name, a in each.items()}, **both)
