@@ -13,13 +13,11 @@
  *         dV += P^T dO, dK += dS^T Q     over all queries of the tile, accumulators in registers
  *     dQ^T += K^T dS                     over all keys of the tile; so dS needs no transpose
  *
- * A tile store right behind its product stalls all that follows, a product later it is nearly free: so the accumulators
- * of a block are stored among the first products of the next one (struct pending). Sums are kept in tiles of 16 x 16
+ * Blocks of products are in amx_backward_blocks.h, vectors in amx_gradient.h. Sums are kept in tiles of 16 x 16
  * ("tiled", cpu.h): rows of 64 bytes next to each other. docs/cpu-amx.md has the measurements.
  */
+#include "cpu/amx_backward_blocks.h"
 #include "cpu/amx_backward_options.h"
-#include "cpu/amx_gradient.h"
-#include "cpu/amx_multiply.h"
 
 enum { CELL = 32, STRIP_CELLS = 4, MAX_CELLS = STRIP_CELLS * FA_MAX_TILE / CELL };
 
@@ -38,150 +36,6 @@ size_t fa_amx_backward_scratch(int rows, int keys, int pieces)
 {
     int tiles = 2 * STRIP_CELLS * 2 * cells(rows) + 2 * cells(rows) * cells(keys);
     return sizeof(scratch) + (size_t)(tiles * pieces) * FA_AMX_TILE;
-}
-
-/* ---- the tile stage: blocks of 2 x 2 tiles of C ---- */
-
-/* Which products of pieces a block adds up. turned: left and right trade places in the list, so that S^T and dP^T are
- * the bits of S and dP. Of float16 ll' is 2^-18 of the whole: with logits of 1e4 S needs it, nothing else does. */
-typedef struct piece_sum {
-    int  pieces;
-    bool turned, all;
-} piece_sum;
-
-static const fa_amx_product float16_products[3] = {{0, 1}, {0, 0}, {1, 0}};
-
-FA_AMX_INLINE int num_products(piece_sum sum)
-{
-    return sum.pieces == 2 && !sum.all ? 3 : fa_amx_num_products[sum.pieces];
-}
-
-FA_AMX_INLINE fa_amx_product product_at(piece_sum sum, int n)
-{
-    fa_amx_product x = sum.pieces == 2 && !sum.all ? float16_products[n] : fa_amx_products[sum.pieces][n];
-    return sum.turned ? (fa_amx_product){x.right, x.left} : x;
-}
-
-/* Four tiles of C that still are in registers 0 to 3. c NULL: none. */
-typedef struct pending {
-    float  *c;
-    int64_t row, col; /* floats from one tile to the next */
-} pending;
-
-typedef struct block {
-    const char *a, *b;
-    int64_t     a_row, a_step, b_col, b_step; /* bytes from one tile to the next, across C and along the contraction */
-    pending     c;
-    bool        add; /* else C starts at 0 */
-} block;
-
-#define STORE_PENDING(t, offset)                                                                                       \
-    if (last->c)                                                                                                       \
-    TILE_STORE(t, last->c + (offset), 64)
-#define BEGIN_C(t, offset)                                                                                             \
-    if (x->add)                                                                                                        \
-        TILE_LOAD(t, x->c.c + (offset), 64);                                                                           \
-    else                                                                                                               \
-        TILE_ZERO(t)
-
-/* Rows of P and dS of one cell that go between the products of the next. */
-typedef struct beside {
-    const gradient *g;
-    bool            special;
-    int             row, credit, groups; /* 16 rows among so many groups of four products */
-} beside;
-
-#define BESIDE_PIECES 3 /* 4 to 9% faster with three pieces, slower with fewer */
-#define BESIDE_AFTER 2  /* groups; then what the rows read has been stored */
-
-/* Functions of their own, for there are many places to put a row. */
-static __attribute__((noinline)) void row_beside(const gradient *g, int row)
-{
-    gradient_row(g, row, false, BESIDE_PIECES);
-}
-
-static __attribute__((noinline)) void special_row_beside(const gradient *g, int row)
-{
-    gradient_row(g, row, true, BESIDE_PIECES);
-}
-
-static beside beside_make(const gradient *g, bool special, int groups)
-{
-    return (beside){g, special, 0, -16 * BESIDE_AFTER, groups + BESIDE_AFTER};
-}
-
-FA_AMX_INLINE void next_row(beside *v)
-{
-    if (v->special)
-        special_row_beside(v->g, v->row++);
-    else
-        row_beside(v->g, v->row++);
-}
-
-FA_AMX_INLINE void next_rows(beside *v)
-{
-    for (v->credit += 16; v->credit >= v->groups && v->row < 16; v->credit -= v->groups)
-        next_row(v);
-}
-
-/* One step of the contraction. last: C begins here, and what was in its registers is stored. */
-FA_AMX_INLINE void block_step(const block *x, const char *a, const char *b, const pending *last, piece_sum sum,
-                              beside *v)
-{
-    _Pragma("GCC unroll 6") for (int n = 0; n < num_products(sum); n++)
-    {
-        const fa_amx_product now = product_at(sum, n), before = product_at(sum, n == 0 ? 0 : n - 1);
-        const char          *a0 = a + now.left * FA_AMX_TILE, *b0 = b + now.right * FA_AMX_TILE;
-        const bool           new_a = n == 0 || now.left != before.left, new_b = n == 0 || now.right != before.right;
-        const bool           begin = last && n == 0;
-        if (new_a)
-            TILE_LOAD(4, a0, 64);
-        if (new_b)
-            TILE_LOAD(6, b0, 64);
-        if (begin) {
-            STORE_PENDING(0, 0);
-            BEGIN_C(0, 0);
-        }
-        TILE_DOT(0, 4, 6);
-        if (new_b)
-            TILE_LOAD(7, b0 + x->b_col, 64);
-        if (begin) {
-            STORE_PENDING(1, last->col);
-            BEGIN_C(1, x->c.col);
-        }
-        TILE_DOT(1, 4, 7);
-        if (new_a)
-            TILE_LOAD(5, a0 + x->a_row, 64);
-        if (begin) {
-            STORE_PENDING(2, last->row);
-            BEGIN_C(2, x->c.row);
-        }
-        TILE_DOT(2, 5, 6);
-        if (begin) {
-            STORE_PENDING(3, last->row + last->col);
-            BEGIN_C(3, x->c.row + x->c.col);
-        }
-        TILE_DOT(3, 5, 7);
-        if (v)
-            next_rows(v);
-    }
-}
-
-FA_AMX_INLINE void run_block(const block *x, int steps, pending *last, piece_sum sum, beside *v)
-{
-    block_step(x, x->a, x->b, last, sum, v);
-    for (int n = 1; n < steps; n++)
-        block_step(x, x->a + n * x->a_step, x->b + n * x->b_step, NULL, sum, v);
-    *last = x->c;
-}
-
-FA_AMX_INLINE void store_pending(pending *last)
-{
-    STORE_PENDING(0, 0);
-    STORE_PENDING(1, last->col);
-    STORE_PENDING(2, last->row);
-    STORE_PENDING(3, last->row + last->col);
-    last->c = NULL;
 }
 
 /* ---- a tile: what the parts share ---- */
@@ -276,8 +130,8 @@ FA_AMX_INLINE block cell_block(const char *keys, const char *queries, int depth,
                    false};
 }
 
-FA_AMX_INLINE piece_sum sum_of_s(int pieces) { return (piece_sum){pieces, true, true}; }
-FA_AMX_INLINE piece_sum sum_of_dp(int pieces) { return (piece_sum){pieces, true, false}; }
+FA_AMX_INLINE piece_sum sum_of_s(int pieces) { return (piece_sum){pieces, true, true, false}; }
+FA_AMX_INLINE piece_sum sum_of_dp(int pieces) { return (piece_sum){pieces, true, false, false}; }
 
 /* v NULL: nothing beside. */
 FA_AMX_INLINE void cell_products(const walk *w, cell at, int parity, pending *last, int pieces, beside *v)
@@ -311,12 +165,15 @@ FA_AMX_INLINE void gradient_rows(const gradient *g, bool special, pending *last,
 {
     for (int row = 0; row < 4; row++)
         gradient_row(g, row, special, pieces);
+    KEEP_AWAKE();
     STORE_PENDING(0, 0);
     for (int row = 4; row < 8; row++)
         gradient_row(g, row, special, pieces);
+    KEEP_AWAKE();
     STORE_PENDING(1, last->col);
     for (int row = 8; row < 12; row++)
         gradient_row(g, row, special, pieces);
+    KEEP_AWAKE();
     STORE_PENDING(2, last->row);
     for (int row = 12; row < 16; row++)
         gradient_row(g, row, special, pieces);
@@ -390,8 +247,11 @@ FA_AMX_INLINE void cell_step(const walk *w, const exponential *e, cell at, const
         cell_products(w, *next, !parity, last, pieces, &v);
     else
         store_pending(last);
-    while (v.row < 16)
+    while (v.row < 16) {
         next_row(&v);
+        if (v.row % 4 == 0)
+            KEEP_AWAKE();
+    }
 }
 
 /* dV and dK of a strip; B: the column block's tiles of dO or Q, used by all cells before the next. */
@@ -416,7 +276,7 @@ FA_AMX_INLINE void strip_sums(const walk *w, int first, const fa_range groups[ST
                                   fa_tiled_at(columns * 16, 16, 0), FA_AMX_TILE_FLOATS},
                                  true};
             if (range.begin < range.end)
-                run_block(&x, range.end - range.begin, last, (piece_sum){pieces, false, false}, NULL);
+                run_block(&x, range.end - range.begin, last, (piece_sum){pieces, false, false, false}, NULL);
         }
     }
 }
@@ -505,7 +365,7 @@ FA_AMX_INLINE void run_tile(const fa_backward_block *b, int pieces)
 FA_AMX_INLINE void dq_block(const char *a, int64_t a_row, const char *b, float *c, int steps, pending *last)
 {
     block column = {.c = {c, 2 * FA_AMX_TILE_FLOATS, FA_AMX_TILE_FLOATS}, .add = true}, *x = &column;
-    TILE_LOAD(4, b, 64);
+    TILE_LOAD_ONCE(4, b, 64);
     TILE_LOAD(5, a, 64);
     STORE_PENDING(0, 0);
     BEGIN_C(0, 0);
@@ -525,7 +385,7 @@ FA_AMX_INLINE void dq_block(const char *a, int64_t a_row, const char *b, float *
     for (int n = 1; n < steps; n++) {
         a += FA_AMX_TILE;
         b += FA_AMX_TILE;
-        TILE_LOAD(4, b, 64);
+        TILE_LOAD_ONCE(4, b, 64);
         TILE_LOAD(5, a, 64);
         TILE_DOT(0, 5, 4);
         TILE_LOAD(6, a + a_row, 64);
@@ -565,7 +425,7 @@ FA_AMX_INLINE void run_dq(const fa_backward_block *b, int pieces)
                                {b->dq + fa_tiled_at(b->head_dim, group * CELL, col * 16), FA_AMX_TILE_FLOATS, next_queries},
                                true};
             if (strips.begin < strips.end)
-                run_block(&x, strips.end - strips.begin, &last, (piece_sum){pieces, false, false}, NULL);
+                run_block(&x, strips.end - strips.begin, &last, (piece_sum){pieces, false, false, true}, NULL);
         }
     }
     store_pending(&last);
