@@ -121,7 +121,8 @@ static void a_stored_tile_is_used_and_said(void **state)
     }
 }
 
-static const fa_tile_shape extremes[] = {{16, 32}, {48, 96}, {80, 512}, {512, 32}, {512, 512}, {336, 224}};
+static const fa_tile_shape extremes[] = {{16, 32},   {48, 96},   {80, 512},  {512, 32},
+                                         {512, 512}, {336, 224}, {48, 1024}, {1024, 32}};
 
 /* One problem on every tier with every extreme. */
 static void expect_right(const test_case *shape, flash_attn_dtype dtype)
@@ -254,8 +255,8 @@ static void numbers_out_of_bounds_are_not_used(void **state)
          "tile avx512 forward 64 0 0\n",
          "tile avx512 forward 64 8 128\n",
          "tile avx512 forward 64 96 100\n",
-         "tile avx512 forward 64 96 528\n",
-         "tile avx512 forward 64 528 64\n",
+         "tile avx512 forward 64 96 1056\n",
+         "tile avx512 forward 64 1040 64\n",
          "tile avx512 forward 64 100000 64\n",
          "tile avx512 forward 64 -96 128\n",
          "tile avx512 forward 64 99999999999 64\n",

@@ -3,6 +3,7 @@
  * from the AVX-512 table.
  */
 #include "cpu/amx_multiply.h"
+#include "cpu/amx_pack.h"
 
 #include <pthread.h>
 
@@ -78,21 +79,13 @@ FA_AMX_INLINE void load_pairs(__m512i piece[MAX_PIECES][16], const fa_rows *src,
     }
 }
 
-/* The caller's rows are seldom in a cache and too far apart for the processor to guess: ask for one some rows ahead. */
-FA_AMX_INLINE void prefetch_row(const fa_rows *src, int row, int col)
-{
-    enum { AHEAD = 32 };
-    if (row + AHEAD < src->count && src->row[row + AHEAD])
-        _mm_prefetch((const char *)((const uint16_t *)src->row[row + AHEAD] + col), _MM_HINT_T0);
-}
-
 /* bfloat16 as it lies: 16 rows of 32 columns. */
 FA_AMX_INLINE void load_pairs_in_place(__m512i tile[16], const fa_rows *src, int first, int col)
 {
     __mmask32 mask = src->cols - col >= 32 ? 0xFFFFFFFF : (1u << (src->cols - col)) - 1;
     for (int r = 0; r < 16; r++) {
         const uint16_t *row = first + r < src->count ? src->row[first + r] : NULL;
-        prefetch_row(src, first + r, col);
+        fa_amx_prefetch_row(src, first + r, col);
         tile[r] = row ? _mm512_maskz_loadu_epi16(mask, row + col) : _mm512_setzero_si512();
     }
 }
@@ -101,7 +94,17 @@ FA_AMX_INLINE void pack_along_columns(char *out, const fa_rows *src, int pieces,
 {
     __m512i tile[MAX_PIECES][16];
     for (int first = 0; first < src->count; first += 16) {
+        bool whole = src->stride == 1 && src->dtype == FLASH_ATTN_BF16 && fa_amx_rows_exist(src, first, 16);
         for (int col = 0; col < src->cols; col += 32) {
+            if (whole && col + 32 <= src->cols) {
+                fa_amx_prefetch_rows(src, first, 16, col);
+                if (keys)
+                    fa_amx_transpose_tile(out, src->row + first, col);
+                else
+                    fa_amx_copy_tile(out, src->row + first, col);
+                out += FA_AMX_TILE;
+                continue;
+            }
             if (src->stride == 1 && src->dtype == FLASH_ATTN_BF16)
                 load_pairs_in_place(tile[0], src, first, col);
             else
@@ -122,7 +125,7 @@ FA_AMX_INLINE bool row_is_finite(const fa_rows *src, int r)
         const __m512i exponent = _mm512_set1_epi16(0x7F80);
         __mmask32     special  = 0;
         for (int col = 0; col < src->cols; col += 32) {
-            prefetch_row(src, r, col);
+            fa_amx_prefetch_row(src, r, col);
             __mmask32 mask = src->cols - col >= 32 ? 0xFFFFFFFF : (1u << (src->cols - col)) - 1;
             __m512i   x    = _mm512_maskz_loadu_epi16(mask, (const uint16_t *)src->row[r] + col);
             special |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent);
@@ -155,6 +158,11 @@ FA_AMX_INLINE int pack_along_rows(char *out, const fa_rows *src, int pieces, int
 {
     int num_bad = 0;
     for (int first = 0; first < src->count; first += 32) {
+        if (src->stride == 1 && src->dtype == FLASH_ATTN_BF16 && src->cols % 32 == 0 &&
+            fa_amx_rows_exist(src, first, 32) && (fa_amx_pair_whole_rows(out, src, first) || !bad)) {
+            out += src->cols / 16 * FA_AMX_TILE;
+            continue;
+        }
         const void *row[32];
         for (int r = 0; r < 32; r++) {
             row[r] = first + r < src->count ? src->row[first + r] : NULL;
@@ -470,7 +478,7 @@ static fa_kernels     tables[MAX_PIECES + 1];
 static pthread_once_t tables_once = PTHREAD_ONCE_INIT;
 
 #define FILL_PIECES(N)                                                                                                 \
-    tables[N].row_dots               = row_dots_##N;                                                               \
+    tables[N].row_dots               = row_dots_##N;                                                                   \
     tables[N].packed_bytes           = packed_bytes_##N;                                                               \
     tables[N].pack                   = pack_##N;                                                                       \
     tables[N].scores                 = scores_##N;                                                                     \

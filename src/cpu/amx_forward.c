@@ -229,13 +229,17 @@ static __attribute__((noinline)) void redo_unit(const walk *w, place at, const u
 
 static void begin_group(walk *w, int group, float *sum)
 {
-    const fa_forward_block *b    = w->block;
-    int                     rows = rows_of_group(w, group);
+    const fa_forward_block *b     = w->block;
+    const __m512            empty = _mm512_set1_ps(-INFINITY);
+    int                     rows  = rows_of_group(w, group);
     memset(sum, 0, sizeof(float) * UNIT * 16);
     w->unset = false;
-    for (int r = 0; r < UNIT; r++) {
-        set_shift(w, r, r < rows ? b->m[group * UNIT + r] : 0.0f);
-        w->unset |= w->own->m[r] == -INFINITY;
+    for (int r = 0; r < UNIT; r += 16) { /* as set_shift */
+        __m512    m     = fa_amx_load16(b->m + group * UNIT, 1, FLASH_ATTN_F32, r, rows);
+        __mmask16 unset = _mm512_cmp_ps_mask(m, empty, _CMP_EQ_OQ);
+        _mm512_store_ps(w->own->m + r, m);
+        _mm512_store_ps(w->own->shift + r, _mm512_maskz_sub_ps((__mmask16)~unset, _mm512_set1_ps(w->bonus), m));
+        w->unset |= unset != 0;
     }
     if (b->options)
         set_option_rows(&w->own->options, b, group * UNIT, rows);
@@ -243,11 +247,17 @@ static void begin_group(walk *w, int group, float *sum)
 
 static void end_group(const walk *w, int group, const float *sum)
 {
-    const fa_forward_block *b = w->block;
-    for (int r = 0; r < rows_of_group(w, group); r++) {
-        int row = group * UNIT + r;
-        b->l[row] += _mm512_reduce_add_ps(_mm512_load_ps(sum + 16 * r)) * w->inverse;
-        b->m[row] = b->l[row] == 0.0f ? -INFINITY : w->own->m[r];
+    const fa_forward_block *b    = w->block;
+    int                     rows = rows_of_group(w, group);
+    for (int r = 0; r < rows; r += 16) {
+        __mmask16 mask = rows - r >= 16 ? 0xFFFF : (__mmask16)((1u << (rows - r)) - 1);
+        float    *m = b->m + group * UNIT + r, *l = b->l + group * UNIT + r;
+        __m512    sums  = _mm512_mul_ps(sums_of_rows(sum + 16 * r), _mm512_set1_ps(w->inverse));
+        __m512    total = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, l), sums);
+        __mmask16 empty = _mm512_cmp_ps_mask(total, _mm512_setzero_ps(), _CMP_EQ_OQ);
+        _mm512_mask_storeu_ps(l, mask, total);
+        _mm512_mask_storeu_ps(m, mask,
+                              _mm512_mask_mov_ps(_mm512_load_ps(w->own->m + r), empty, _mm512_set1_ps(-INFINITY)));
     }
 }
 

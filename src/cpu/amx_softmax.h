@@ -99,6 +99,22 @@ FA_AMX_INLINE __m512i softmax_row(int row, float *s, uint16_t *p, int p_down, co
     return _mm512_or_si512(check, _mm512_castps_si512(sum));
 }
 
+/* Lane n: the sum of x[n][0 .. 15], of all rows in the same order. */
+static __m512 sums_of_rows(const float *x)
+{
+    __m512 v[4];
+    for (int n = 0; n < 4; n++) { /* four rows in the four lanes, a quarter summed each */
+        __m512 a = _mm512_load_ps(x + 16 * n), b = _mm512_load_ps(x + 16 * (n + 4));
+        __m512 c = _mm512_load_ps(x + 16 * (n + 8)), d = _mm512_load_ps(x + 16 * (n + 12));
+        __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+        __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
+        v[n]      = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+    }
+    __m512 low  = _mm512_add_ps(_mm512_shuffle_ps(v[0], v[1], 0x44), _mm512_shuffle_ps(v[0], v[1], 0xEE));
+    __m512 high = _mm512_add_ps(_mm512_shuffle_ps(v[2], v[3], 0x44), _mm512_shuffle_ps(v[2], v[3], 0xEE));
+    return _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x88), _mm512_shuffle_ps(low, high, 0xDD));
+}
+
 /* Bit 30 in some lane: the row, or one of the unit's, is to be redone. */
 FA_AMX_INLINE bool outgrew(__m512i check) { return _mm512_test_epi32_mask(check, _mm512_set1_epi32(0x40000000)) != 0; }
 

@@ -233,7 +233,7 @@ typedef enum fa_table {
     FA_TABLES
 } fa_table;
 
-enum { FA_TUNE_MOST_TILE = 512, FA_HEAD_CLASSES = 3 }; /* classes: head_dim up to 64, 128, 256; beyond: never tuned */
+enum { FA_TUNE_MOST_TILE = 1024, FA_HEAD_CLASSES = 3 }; /* classes: head_dim up to 64, 128, 256; beyond: never tuned */
 
 /* All zero: the defaults. The same in every call of a context, so that bits depend on a sequence's shape alone. */
 typedef struct fa_tuning {

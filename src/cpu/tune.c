@@ -194,7 +194,7 @@ static flash_attn_status measure_tile(tuner *t, const fa_kernels *kernels, flash
                                       int head_class)
 {
     static const int vector_q[] = {48, 96, 144, 192, 288}, amx_q[] = {64, 128, 192, 256, 384},
-                     keys[] = {64, 128, 256, 512};
+                     keys[] = {64, 128, 256, 512, 1024};
     bool          amx       = kernels->isa == FLASH_ATTN_ISA_AMX;
     fa_table      table     = fa_table_of(kernels, dtype);
     int           d = fa_head_class_most(head_class), heads = t->context->cpu->num_threads;
@@ -212,7 +212,7 @@ static flash_attn_status measure_tile(tuner *t, const fa_kernels *kernels, flash
     one->tuning.tile[table][pass][head_class] = (fa_tile_shape){0, 0};
     snprintf(one->label, sizeof one->label, "%d %d", usual.q, usual.k);
     for (int i = 0; i < 5; i++)
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < 5; j++) {
             fa_tile_shape tile = {amx ? amx_q[i] : vector_q[i], keys[j]};
             if (tile.q == usual.q && tile.k == usual.k)
                 continue;

@@ -1,0 +1,103 @@
+/*
+ * Packing of bfloat16 whose rows lie side by side, whole tiles at a time: the usual case, without masks or spills.
+ * amx.c does the rest; both give the same bytes.
+ */
+#ifndef FA_CPU_AMX_PACK_H
+#define FA_CPU_AMX_PACK_H
+
+#include "cpu/amx.h"
+
+/* The caller's rows are seldom in a cache and too far apart for the processor to guess: ask for one some rows ahead. */
+enum { FA_AMX_ROWS_AHEAD = 32 };
+
+FA_AMX_INLINE void fa_amx_prefetch_row(const fa_rows *src, int row, int col)
+{
+    if (row + FA_AMX_ROWS_AHEAD < src->count && src->row[row + FA_AMX_ROWS_AHEAD])
+        _mm_prefetch((const char *)((const uint16_t *)src->row[row + FA_AMX_ROWS_AHEAD] + col), _MM_HINT_T0);
+}
+
+FA_AMX_INLINE void fa_amx_prefetch_rows(const fa_rows *src, int first, int count, int col)
+{
+    if (first + count + FA_AMX_ROWS_AHEAD > src->count)
+        return;
+    _Pragma("GCC unroll 4") for (int r = 0; r < count; r++)
+    {
+        const uint16_t *row = src->row[first + FA_AMX_ROWS_AHEAD + r]; /* NULL: asks for what is not there */
+        _mm_prefetch((const char *)(row + col), _MM_HINT_T0);
+    }
+}
+
+FA_AMX_INLINE bool fa_amx_rows_exist(const fa_rows *src, int first, int count)
+{
+    bool all = first + count <= src->count;
+    for (int r = 0; r < count && all; r++)
+        all = src->row[first + r] != NULL;
+    return all;
+}
+
+/* 16 rows of 32 columns as a left operand. */
+FA_AMX_INLINE void fa_amx_copy_tile(char *out, const void *const *row, int col)
+{
+    _Pragma("GCC unroll 16") for (int r = 0; r < 16; r++)
+        _mm512_store_si512(out + 64 * r, _mm512_loadu_si512((const uint16_t *)row[r] + col));
+}
+
+/* Columns col to col + 7 of rows 0, 4, 8 and 12 of `row`. */
+FA_AMX_INLINE __m512i fa_amx_load_chunks(const void *const *row, int col)
+{
+#define CHUNK(r) _mm_loadu_si128((const __m128i *)((const uint16_t *)row[r] + col))
+    __m512i x = _mm512_castsi128_si512(CHUNK(0));
+    x         = _mm512_inserti32x4(x, CHUNK(4), 1);
+    x         = _mm512_inserti32x4(x, CHUNK(8), 2);
+    return _mm512_inserti32x4(x, CHUNK(12), 3);
+#undef CHUNK
+}
+
+/* 16 rows of 32 columns as keys, dwords transposed: loads put rows into place, half of the shuffles do. */
+FA_AMX_INLINE void fa_amx_transpose_tile(char *out, const void *const *row, int col)
+{
+    _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++)
+    {
+        __m512i x[4];
+        _Pragma("GCC unroll 4") for (int n = 0; n < 4; n++) x[n] = fa_amx_load_chunks(row + n, col + 8 * c);
+        __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
+        __m512i d = _mm512_unpacklo_epi32(x[2], x[3]), e = _mm512_unpackhi_epi32(x[2], x[3]);
+        _mm512_store_si512(out + 256 * c, _mm512_unpacklo_epi64(a, d));
+        _mm512_store_si512(out + 256 * c + 64, _mm512_unpackhi_epi64(a, d));
+        _mm512_store_si512(out + 256 * c + 128, _mm512_unpacklo_epi64(b, e));
+        _mm512_store_si512(out + 256 * c + 192, _mm512_unpackhi_epi64(b, e));
+    }
+}
+
+/* 32 rows of 32 columns as values, two tiles: pairs (r, r + 16). Returns the largest magnitude's bits with `largest`.
+ */
+FA_AMX_INLINE __m512i fa_amx_pair_rows(char *out, const void *const *row, int col, __m512i largest)
+{
+    const __m512i spread    = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m512i magnitude = _mm512_set1_epi16(0x7FFF);
+    _Pragma("GCC unroll 16") for (int r = 0; r < 16; r++)
+    {
+        __m512i x = _mm512_loadu_si512((const uint16_t *)row[r] + col);
+        __m512i y = _mm512_loadu_si512((const uint16_t *)row[r + 16] + col);
+        largest   = _mm512_max_epu16(largest, _mm512_and_si512(x, magnitude));
+        largest   = _mm512_max_epu16(largest, _mm512_and_si512(y, magnitude));
+        x         = _mm512_permutexvar_epi64(spread, x);
+        y         = _mm512_permutexvar_epi64(spread, y);
+        _mm512_store_si512(out + 64 * r, _mm512_unpacklo_epi16(x, y));
+        _mm512_store_si512(out + FA_AMX_TILE + 64 * r, _mm512_unpackhi_epi16(x, y));
+    }
+    return largest;
+}
+
+/* As fa_amx_pair_rows, all columns up to a multiple of 32; false: some value is not finite. */
+FA_AMX_INLINE bool fa_amx_pair_whole_rows(char *out, const fa_rows *src, int first)
+{
+    __m512i largest = _mm512_setzero_si512();
+    for (int col = 0; col + 32 <= src->cols; col += 32) {
+        fa_amx_prefetch_rows(src, first, 32, col);
+        largest = fa_amx_pair_rows(out + col / 16 * FA_AMX_TILE, src->row + first, col, largest);
+    }
+    return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7F80)) == 0;
+}
+
+#endif
