@@ -246,14 +246,17 @@ def _short_fill(device, index, dtype, q, q_shape, q_stride, k, k_shape, k_stride
     return short.varlen_at
 
 
-def _short_tensors(q, k, v, dtype, out, lse, scale, causal, window, softcap, cu_seqlens, max_seqlens):
+def _short_tensors(q, k, v, dtype, out, lse, scale, causal, window, softcap, cu_seqlens, max_seqlens, heads_first=False):
     """_short_fill of torch tensors: (the struct's address, the address of exec); None where a stride cannot be said to C."""
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     q_stride, k_stride, v_stride = q.stride(), k.stride(), v.stride()
     if not (any(q_stride) and any(k_stride) and any(v_stride)):
         return None
     lengths = None
-    if cu_seqlens:
+    if heads_first:
+        q_shape, k_shape, v_shape, q_stride, k_stride, v_stride = [
+            (t[0], t[2], t[1], t[3]) for t in (q_shape, k_shape, v_shape, q_stride, k_stride, v_stride)]
+    elif cu_seqlens:
         q_shape, k_shape, v_shape = (1, *q_shape), (1, *k_shape), (1, *v_shape)
         q_stride, k_stride, v_stride = (1, *q_stride), (1, *k_stride), (1, *v_stride)
         cu_q, cu_k = cu_seqlens
@@ -268,17 +271,25 @@ def _short_tensors(q, k, v, dtype, out, lse, scale, causal, window, softcap, cu_
                        causal, window, softcap, lengths), run
 
 
-def short_torch(q, k, v, dtype, scale, causal, window, softcap, want_lse, cu_seqlens=(), max_seqlens=(0, 0)):
+def short_torch(q, k, v, dtype, scale, causal, window, softcap, want_lse, cu_seqlens=(), max_seqlens=(0, 0),
+                heads_first=False):
     """Call(q, k, v, ...).forward() without objects in between: a few microseconds, which is what a tiny attention takes.
-    dtype is q's code, which k and v share; cu_seqlens () or (of q, of k), contiguous int32 on q's device. None where a
-    stride cannot be said to C."""
+    dtype is q's code, which k and v share; cu_seqlens () or (of q, of k), contiguous int32 on q's device. heads_first: q, k, v
+    and the result are [batch, heads, rows, d], the result in memory as ever. None where a stride cannot be said to C."""
     shape = q.shape
-    out = q.new_empty((*shape[:-1], v.shape[-1]))
+    if heads_first:
+        batch, heads, rows, _ = shape
+        head_dim = v.shape[3]
+        out = q.new_empty_strided((batch, heads, rows, head_dim), (rows * heads * head_dim, head_dim, heads * head_dim, 1))
+    elif q.is_contiguous() and shape[-1] == v.shape[-1]:
+        out = sys.modules["torch"].empty_like(q)  # the quickest way to new memory
+    else:
+        out = q.new_empty((*shape[:-1], v.shape[-1]))
     lse = None
     if want_lse:
         lse = q.new_empty((shape[1], shape[0]) if cu_seqlens else (shape[0], shape[2], shape[1]),
                           dtype=sys.modules["torch"].float32)
-    filled = _short_tensors(q, k, v, dtype, out, lse, scale, causal, window, softcap, cu_seqlens, max_seqlens)
+    filled = _short_tensors(q, k, v, dtype, out, lse, scale, causal, window, softcap, cu_seqlens, max_seqlens, heads_first)
     if filled is None:
         return None
     status = lib.flash_attn_forward(_native.context, *filled)

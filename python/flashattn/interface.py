@@ -15,11 +15,20 @@ from ._call import Call, short_numpy
 from ._kvcache import kvcache
 
 
+_attention = None  # torch_ops.attention, once PyTorch is there: an import in the function would cost as much as a small call
+
+
+def _torch_attention():
+    global _attention
+    from .torch_ops import attention
+
+    _attention = attention
+    return attention
+
+
 def _attend(q, k, v, dropout_p, return_attn_probs, **options):
     if is_torch(q):
-        from .torch_ops import attention
-
-        out, lse, _ = attention(q, k, v, dropout_p=dropout_p, want_lse=return_attn_probs, **options)
+        out, lse, _ = (_attention or _torch_attention())(q, k, v, dropout_p=dropout_p, want_lse=return_attn_probs, **options)
     else:
         if options["alibi_slopes"] is None and not dropout_p and "cu_seqlens_q" not in options:
             done = short_numpy(q, k, v, options["scale"], options["causal"], options["window"], options["softcap"],

@@ -137,14 +137,14 @@ _short_dtypes = {torch.float32: _native.F32, torch.float16: _native.F16, torch.b
 _is_compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.maybe_current_level
 _is_tracing = torch._C._get_tracing_state
-_forward_ad = torch.autograd.forward_ad
+_forward_ad, _Parameter = torch.autograd.forward_ad, torch.nn.Parameter
 
 
 def _eager(tensors):
     """No compiler, tracer, transform, tensor subclass or view that negates what it shows: the C call may be made directly.
     Tensors may be None."""
     for t in tensors:
-        if t is not None and (type(t) is not Tensor and type(t) is not torch.nn.Parameter or t.is_neg()):
+        if t is not None and (type(t) is not Tensor and type(t) is not _Parameter or t.is_neg()):
             return False
     return not _modes() and _transforms() is None and _is_tracing() is None
 
@@ -286,13 +286,14 @@ def attention(q, k, v, *, bias=None, alibi_slopes=None, sinks=None, cu_seqlens_q
               seqused_k=None, slices=None, slice_offsets=None, max_seqlen_q=0, max_seqlen_k=0, scale=None, causal=False,
               window=(-1, -1), softcap=0.0, dropout_p=0.0, deterministic=False, want_lse=True):
     """Differentiable attention on torch tensors: (out, softmax_lse, rng_state). Without want_lse the second may be None."""
-    for name, t in (("k", k), ("v", v)):
-        if not isinstance(t, Tensor):
-            raise _native.InvalidError(f"{name} is {type(t).__name__} but q is a PyTorch tensor: give arrays of one kind")
     if _forward_ad._current_level >= 0 and any(_forward_ad.unpack_dual(t).tangent is not None for t in (q, k, v)):
         raise _native.UnsupportedError("forward-mode differentiation is not supported: only the reverse mode")
     eager = not _is_compiling() and _eager((q, k, v)) and (
         bias is sinks is cu_seqlens_q is None or _eager((bias, sinks, cu_seqlens_q, cu_seqlens_k)))
+    if not eager:
+        for name, t in (("k", k), ("v", v)):
+            if not isinstance(t, Tensor):
+                raise _native.InvalidError(f"{name} is {type(t).__name__} but q is a PyTorch tensor: give arrays of one kind")
     grad = eager and _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if eager and bias is alibi_slopes is sinks is seqused_q is seqused_k is slices is None and not dropout_p \
             and not (grad and deterministic):
@@ -316,6 +317,16 @@ def attention(q, k, v, *, bias=None, alibi_slopes=None, sinks=None, cu_seqlens_q
     if grad or _grad_enabled() and any(t is not None and t.requires_grad for t in (bias, sinks)):
         return *_EagerFunction.apply(q, k, v, *options), rng_state
     return *_call(q, k, v, *options).forward(want_lse=want_lse), rng_state
+
+
+def attention_heads_first(q, k, v, scale, causal):
+    """Attention of [batch, heads, rows, d] without mask, dropout or gradient, on the short way; None where only attention serves."""
+    if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) or _is_compiling() or not _eager((q, k, v)) \
+            or _forward_ad._current_level >= 0:
+        return None
+    dtype = _short_dtype(q, k, v, None, None)
+    done = None if dtype is None else short_torch(q, k, v, dtype, scale, causal, (-1, -1), 0.0, False, heads_first=True)
+    return None if done is None else done[0]
 
 
 # ---- the backward alone, for clients whose autograd is their own ----

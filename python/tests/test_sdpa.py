@@ -80,6 +80,25 @@ def test_gqa_and_scale():
         sdpa(q, k, v)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layout", ["heads first", "rows first", "no head_dim last", "broadcast", "wide values"])
+def test_the_short_way_gives_the_same_bits_and_strides(layout, causal):
+    """Without a gradient nothing is transposed on the way."""
+    q, k, v = (make(2, 3, 11, 16, seed=n) for n in range(3))
+    if layout == "rows first":
+        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    elif layout == "no head_dim last":
+        q, k = (t.transpose(2, 3).contiguous().transpose(2, 3) for t in (q, k))
+    elif layout == "broadcast":
+        k, v = k[:, :1].expand(2, 3, 11, 16), v[:1, :1, :1, :1].expand(2, 3, 11, 16)
+    elif layout == "wide values":
+        v = make(2, 3, 11, 40)
+    expected = sdpa(q, k, v, is_causal=causal)
+    with torch.no_grad():
+        out = sdpa(q, k, v, is_causal=causal)
+    assert expected.requires_grad and torch.equal(out, expected) and out.stride() == expected.stride()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits(dtype):
     q, k, v = (make(2, 3, 33, 32, dtype=dtype, seed=n) for n in range(3))
