@@ -4,6 +4,7 @@
 #     make            build the library, the command and the examples in build/
 #     make test       build and run every test
 #     make test-gpu   build and run the GPU's tests; skipped, with the reason, where there is no GPU
+#     make test-emulated-gpu  the GPU's case list on an emulated GPU of four architectures (make test runs a part of it)
 #     make test-python  install the Python package and PyTorch into build/venv and run the package's tests
 #     make test-python-gpu  the package's tests on CUDA tensors, with the PyTorch of $(PYTHON); skipped without a GPU
 #     make demo       build, check, train a small GPT for a minute, print the bench table: under three minutes
@@ -26,7 +27,7 @@ ifneq ($(wildcard $(BUILD)/CMakeCache.txt),)
 GENERATOR :=
 endif
 
-.PHONY: all build test test-gpu test-python test-python-gpu demo check bench install format clean setup-build setup-test setup-format
+.PHONY: all build test test-gpu test-emulated-gpu test-python test-python-gpu demo check bench install format clean setup-build setup-test setup-format
 
 all: build
 
@@ -54,6 +55,14 @@ test-gpu: setup-test
 	@rm -f $(BUILD).log
 	cmake --build $(BUILD) -j $(JOBS)
 	cd $(BUILD) && ctest --verbose -j $(JOBS) -R '^test_cuda(|_.*)$$|^test_jit$$|^cuda_sanitizer$$' $(CTEST_FLAGS)
+
+# Some ten minutes: each architecture has tiles of its own, and each variant is compiled.
+test-emulated-gpu: setup-test
+	@cmake -S . -B $(BUILD) $(GENERATOR) -DCMAKE_BUILD_TYPE=Release -DCMAKE_INSTALL_PREFIX=$(PREFIX) \
+	    -DFLASH_ATTN_TESTS=ON $(FLAGS) >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
+	@rm -f $(BUILD).log
+	cmake --build $(BUILD) -j $(JOBS)
+	printf '%s\n' 80 86 90 120 | xargs -P $(JOBS) -n 1 sh $(BUILD)/tests/emulator/all_cases.sh
 
 # A private environment, so that nothing of the system's Python changes. What pip installs there is not asked for again.
 test-python: setup-build setup-python

@@ -452,6 +452,63 @@ static void a_device_that_is_not_there_is_said(void **state)
     free_plain(&p);
 }
 
+/* ---- several devices ---- */
+
+static void *without_a_context(void *argument)
+{
+    thread_work *work = argument;
+    for (int round = 0; round < 10; round++)
+        work->failures += flash_attn_forward(NULL, &work->p.problem, NULL) != FLASH_ATTN_OK;
+    return NULL;
+}
+
+/* Makes its context the current one. */
+static bool switch_to_device(int index) { return case_gpu_memory(index, no_gpu, sizeof no_gpu) != NULL; }
+
+static void two_devices_work_in_their_own_memory(void **state)
+{
+    (void)state;
+    need_gpu();
+    plain          first    = make_plain(1, 100, 150, 2, 1, 64, 9);
+    unsigned char *expected = expected_of(&first);
+    if (!switch_to_device(1)) {
+        print_message("skipped: %s\n", no_gpu);
+        assert_true(switch_to_device(0));
+        free(expected);
+        free_plain(&first);
+        skip();
+    }
+    plain second                = make_plain(1, 100, 150, 2, 1, 64, 9);
+    second.problem.device.index = 1;
+    free(expected_of(&second)); /* with its context as the current one */
+    expect_same(&second, expected);
+    poison(&second);
+    assert_true(switch_to_device(0)); /* with the other's, which stays */
+    expect_ok(flash_attn_forward(NULL, &second.problem, NULL));
+    free(expected_of(&first));
+    expect_same(&first, expected);
+    poison(&first);
+    assert_true(switch_to_device(1));
+    expect_same(&second, expected);
+    poison(&second);
+
+    thread_work work[2] = {{.p = first}, {.p = second}};
+    pthread_t   thread[2];
+    for (int t = 0; t < 2; t++)
+        assert_int_equal(pthread_create(&thread[t], NULL, without_a_context, &work[t]), 0);
+    for (int t = 0; t < 2; t++) {
+        pthread_join(thread[t], NULL);
+        assert_int_equal(work[t].failures, 0);
+    }
+    assert_true(gpu->wait(NULL));
+    expect_same(&second, expected);
+    free_plain(&second);
+    assert_true(switch_to_device(0) && gpu->wait(NULL));
+    expect_same(&first, expected);
+    free(expected);
+    free_plain(&first);
+}
+
 /* ---- processes ---- */
 
 /* The exit status of one small call in a process that has not used CUDA before. */
@@ -529,6 +586,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(the_forward_repeats_bit_by_bit),
         cmocka_unit_test(a_sequence_has_the_same_bits_alone_and_in_a_batch),
         cmocka_unit_test(a_device_that_is_not_there_is_said),
+        cmocka_unit_test(two_devices_work_in_their_own_memory),
         cmocka_unit_test(eight_cold_processes_at_once),
     };
     return cmocka_run_group_tests_name("cuda", tests, NULL, NULL);

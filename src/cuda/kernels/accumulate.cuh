@@ -8,7 +8,7 @@
 #ifndef FA_ACCUMULATE_CUH
 #define FA_ACCUMULATE_CUH
 
-#include "ptx_sm80.cuh"
+#include "numbers.cuh"
 
 /* Where column `col` of a row is kept. */
 FA_DEVICE int accumulated_place(int col)

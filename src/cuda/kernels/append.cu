@@ -3,7 +3,7 @@
  * warp a row. What cache_seqlens, cache_batch_idx and the page table say is bounded: a row that does not fit the cache,
  * or whose page or entry does not exist, is not written.
  */
-#include "ptx_sm80.cuh"
+#include "numbers.cuh"
 
 /* Elements of 1, 2 or 4 bytes, bit by bit. */
 FA_DEVICE void copy_element(void *to, fa_i64 to_at, const void *from, fa_i64 from_at, int dtype)

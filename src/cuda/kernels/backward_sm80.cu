@@ -1,6 +1,6 @@
 /*
  * FlashAttention-2 backward (Algorithm 2) by mma.sync, for every GPU from Ampere on; float16, bfloat16,
- * and float32 in three pieces of bfloat16 (ptx_sm80.cuh).
+ * and float32 in three pieces of bfloat16 (numbers.cuh).
  *
  * A block owns FA_TILE_K keys of one key head, with K and V in shared memory and dK, dV in registers, and walks the
  * query tiles that see them, for each query head of its share of the group. Everything is computed transposed, keys down
@@ -306,7 +306,7 @@ FA_DEVICE void wait_for_turn(const fa_args &args, const work &w, place at)
     if (threadIdx.x == 0) {
         int wanted = turn_number(args, w, at), now;
         do
-            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn_of(args, w, at)) : "memory");
+            now = load_acquire(turn_of(args, w, at));
         while (now < wanted);
     }
     __syncthreads();
@@ -317,7 +317,7 @@ FA_DEVICE void end_turn(const fa_args &args, const work &w, place at)
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0)
-        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn_of(args, w, at)) : "memory");
+        add_one_release(turn_of(args, w, at));
 }
 
 /* dQ += dS K (line 15) of the step before, from dS^T in shared memory. */
@@ -358,10 +358,7 @@ struct block_state {
     float dk[KEYS16][COLS8][4], dv[KEYS16][COLS8_V][4];
 };
 
-FA_DEVICE void team_barrier()
-{
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + key_warp()), "n"(32 * TEAM) : "memory");
-}
+FA_DEVICE void team_barrier() { barrier<32 * TEAM>(1 + key_warp()); }
 
 /* Lines 11-14 and dV, dK for a part of the query tile that lies at q and dout; dS^T goes to ds. */
 template <bool MASKED>

@@ -4,7 +4,7 @@
  * with the sink as one more part that has no O. One warp a row of O; parts are added in their order, so the bits do not
  * depend on how many of them are empty.
  */
-#include "ptx_sm80.cuh"
+#include "numbers.cuh"
 
 /* The sequence that owns row `row` of entry `entry`: the last one that starts at or before it. */
 FA_DEVICE int sequence_of(const fa_args &args, int entry, int row)

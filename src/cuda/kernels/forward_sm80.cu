@@ -1,6 +1,6 @@
 /*
  * FlashAttention-2 forward (Algorithm 1) by mma.sync, for every GPU from Ampere on; float16, bfloat16, and float32 in three
- * pieces of bfloat16 (ptx_sm80.cuh).
+ * pieces of bfloat16 (numbers.cuh).
  *
  *              head_dim                 A block owns FA_TILE_Q rows of Q of one head and walks its key tiles from right to
  *           +-----------+               left: first the tiles on the mask's edge, then the clean ones in a loop without any

@@ -3,7 +3,7 @@
 #ifndef FA_MASK_CUH
 #define FA_MASK_CUH
 
-#include "ptx_sm80.cuh"
+#include "numbers.cuh"
 
 /* fa_sequence of call.h, from device memory. Lengths are forced into the tensors' sizes. */
 struct sequence {

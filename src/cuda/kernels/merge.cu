@@ -3,7 +3,7 @@
  *     LSE = log sum_n exp(LSE_n),    O = sum_n exp(LSE_n - LSE) O_n.
  * One warp a row. The result may be part 0: every element is read before it is written, by the same lane.
  */
-#include "ptx_sm80.cuh"
+#include "numbers.cuh"
 
 FA_DEVICE float part_lse(const fa_merge_part &part, int b, int h, int i)
 {

@@ -1,5 +1,5 @@
-/* The PTX that the portable kernels use, one function an instruction, and the 16-bit number formats through it. NVRTC
- * gives no header, so everything is declared here. */
+/* The PTX that the portable kernels use, one function an instruction, and nothing else: tests/emulator has the same in C++.
+ * NVRTC gives no header, so everything is declared here. */
 #ifndef FA_PTX_SM80_CUH
 #define FA_PTX_SM80_CUH
 
@@ -10,25 +10,6 @@
 #define FA_DEVICE static __device__ __forceinline__
 
 typedef unsigned short fa_u16;
-
-/*
- * What the tensor cores multiply. float32 is cut into three bfloat16, 8 bits of it each: a product is then the sum of the
- * six products of pieces that matter, exact but for 2^-24 or so, in the accumulators' float32. A tile of float32 is three
- * tiles of bfloat16, the planes, one behind the other.
- */
-#if FA_DTYPE == FA_F32
-typedef float fa_element;
-#else
-typedef fa_u16 fa_element;
-#endif
-constexpr int OPERAND = FA_DTYPE == FA_F32 ? FA_BF16 : FA_DTYPE;
-constexpr int PLANES  = FA_DTYPE == FA_F32 ? 3 : 1;
-
-#define FA_LOG2E 1.4426950408889634f
-#define FA_LN2 0.6931471805599453f
-
-FA_DEVICE float float_of_bits(unsigned bits) { return __int_as_float((int)bits); }
-FA_DEVICE float infinity() { return float_of_bits(0x7F800000u); }
 
 /* ---- memory ---- */
 
@@ -144,6 +125,23 @@ FA_DEVICE void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, 
 #endif
 }
 
+/* ---- between warps and blocks ---- */
+
+/* Barrier `id` (0 is that of __syncthreads) of so many threads. */
+template <int THREADS> FA_DEVICE void barrier(int id)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
+
+FA_DEVICE int load_acquire(const int *from)
+{
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+}
+
+FA_DEVICE void add_one_release(int *to) { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(to) : "memory"); }
+
 /* ---- numbers ---- */
 
 FA_DEVICE float exp2_fast(float x)
@@ -182,60 +180,11 @@ FA_DEVICE unsigned pack_f16(float low, float high)
     return packed;
 }
 
-template <int DTYPE> FA_DEVICE unsigned pack(float low, float high)
-{
-    if constexpr (DTYPE == FA_BF16)
-        return pack_bf16(low, high);
-    else
-        return pack_f16(low, high);
-}
-
 FA_DEVICE float float_of_f16(fa_u16 half)
 {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
     return value;
-}
-
-FA_DEVICE float float_of_bf16(fa_u16 half) { return float_of_bits((unsigned)half << 16); }
-
-template <int DTYPE> FA_DEVICE float2 unpack(unsigned packed)
-{
-    if constexpr (DTYPE == FA_BF16)
-        return make_float2(float_of_bits(packed << 16), float_of_bits(packed & 0xFFFF0000u));
-    else
-        return make_float2(float_of_f16((fa_u16)packed), float_of_f16((fa_u16)(packed >> 16)));
-}
-
-/* Two neighbours as operands, a register a plane. */
-FA_DEVICE void pack_planes(unsigned (&plane)[PLANES], float low, float high)
-{
-#pragma unroll
-    for (int p = 0; p < PLANES; p++) {
-        plane[p] = pack<OPERAND>(low, high);
-        if (p + 1 < PLANES) {
-            float2 kept = unpack<OPERAND>(plane[p]);
-            low -= kept.x;
-            high -= kept.y;
-        }
-    }
-}
-
-/* An element of any dtype; index in elements. */
-FA_DEVICE float load_element(const void *data, fa_i64 index, int dtype)
-{
-    if (dtype == FA_F32)
-        return ((const float *)data)[index];
-    fa_u16 half = ((const fa_u16 *)data)[index];
-    return dtype == FA_BF16 ? float_of_bf16(half) : float_of_f16(half);
-}
-
-FA_DEVICE void store_element(void *data, fa_i64 index, int dtype, float value)
-{
-    if (dtype == FA_F32)
-        ((float *)data)[index] = value;
-    else
-        ((fa_u16 *)data)[index] = (fa_u16)(dtype == FA_BF16 ? pack_bf16(value, 0.0f) : pack_f16(value, 0.0f));
 }
 
 /* A 16-bit pair is Inf or NaN somewhere: acc turns NaN in that half and stays so. Start with 0. */
@@ -246,21 +195,6 @@ FA_DEVICE void note_nonfinite(unsigned &acc, unsigned pair)
 #else
     asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(acc) : "r"(pair), "r"(0u));
 #endif
-}
-
-FA_DEVICE bool finite(float x) { return (__float_as_int(x) & 0x7F800000) != 0x7F800000; }
-
-/* Over the four lanes that share a row of an accumulator. */
-FA_DEVICE float quad_max(float x)
-{
-    x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
-}
-
-FA_DEVICE float quad_sum(float x)
-{
-    x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
-    return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
 }
 
 #endif

@@ -9,7 +9,7 @@
 #ifndef FA_PTX_SM90_CUH
 #define FA_PTX_SM90_CUH
 
-#include "ptx_sm80.cuh"
+#include "numbers.cuh"
 
 /* ---- mbarriers: `barrier` is the shared address of eight bytes ---- */
 

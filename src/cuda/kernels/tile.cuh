@@ -9,7 +9,7 @@
 #ifndef FA_TILE_CUH
 #define FA_TILE_CUH
 
-#include "ptx_sm80.cuh"
+#include "numbers.cuh"
 
 constexpr int THREADS = 32 * FA_WARPS;
 

@@ -1,0 +1,90 @@
+/* Numbers as the kernels hold them: the operands of the tensor cores, elements of any dtype, sums over a row's lanes. */
+#ifndef FA_NUMBERS_CUH
+#define FA_NUMBERS_CUH
+
+#include "ptx_sm80.cuh"
+
+/*
+ * What the tensor cores multiply. float32 is cut into three bfloat16, 8 bits of it each: a product is then the sum of the
+ * six products of pieces that matter, exact but for 2^-24 or so, in the accumulators' float32. A tile of float32 is three
+ * tiles of bfloat16, the planes, one behind the other.
+ */
+#if FA_DTYPE == FA_F32
+typedef float fa_element;
+#else
+typedef fa_u16 fa_element;
+#endif
+constexpr int OPERAND = FA_DTYPE == FA_F32 ? FA_BF16 : FA_DTYPE;
+constexpr int PLANES  = FA_DTYPE == FA_F32 ? 3 : 1;
+
+#define FA_LOG2E 1.4426950408889634f
+#define FA_LN2 0.6931471805599453f
+
+FA_DEVICE float float_of_bits(unsigned bits) { return __int_as_float((int)bits); }
+FA_DEVICE float infinity() { return float_of_bits(0x7F800000u); }
+
+template <int DTYPE> FA_DEVICE unsigned pack(float low, float high)
+{
+    if constexpr (DTYPE == FA_BF16)
+        return pack_bf16(low, high);
+    else
+        return pack_f16(low, high);
+}
+
+FA_DEVICE float float_of_bf16(fa_u16 half) { return float_of_bits((unsigned)half << 16); }
+
+template <int DTYPE> FA_DEVICE float2 unpack(unsigned packed)
+{
+    if constexpr (DTYPE == FA_BF16)
+        return make_float2(float_of_bits(packed << 16), float_of_bits(packed & 0xFFFF0000u));
+    else
+        return make_float2(float_of_f16((fa_u16)packed), float_of_f16((fa_u16)(packed >> 16)));
+}
+
+/* Two neighbours as operands, a register a plane. */
+FA_DEVICE void pack_planes(unsigned (&plane)[PLANES], float low, float high)
+{
+#pragma unroll
+    for (int p = 0; p < PLANES; p++) {
+        plane[p] = pack<OPERAND>(low, high);
+        if (p + 1 < PLANES) {
+            float2 kept = unpack<OPERAND>(plane[p]);
+            low -= kept.x;
+            high -= kept.y;
+        }
+    }
+}
+
+/* An element of any dtype; index in elements. */
+FA_DEVICE float load_element(const void *data, fa_i64 index, int dtype)
+{
+    if (dtype == FA_F32)
+        return ((const float *)data)[index];
+    fa_u16 half = ((const fa_u16 *)data)[index];
+    return dtype == FA_BF16 ? float_of_bf16(half) : float_of_f16(half);
+}
+
+FA_DEVICE void store_element(void *data, fa_i64 index, int dtype, float value)
+{
+    if (dtype == FA_F32)
+        ((float *)data)[index] = value;
+    else
+        ((fa_u16 *)data)[index] = (fa_u16)(dtype == FA_BF16 ? pack_bf16(value, 0.0f) : pack_f16(value, 0.0f));
+}
+
+FA_DEVICE bool finite(float x) { return (__float_as_int(x) & 0x7F800000) != 0x7F800000; }
+
+/* Over the four lanes that share a row of an accumulator. */
+FA_DEVICE float quad_max(float x)
+{
+    x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
+}
+
+FA_DEVICE float quad_sum(float x)
+{
+    x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
+    return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
+}
+
+#endif

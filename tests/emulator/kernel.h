@@ -1,0 +1,142 @@
+/*
+ * CUDA C++ for the host's compiler: what the kernels' text uses of the language, included in front of it by the emulated
+ * NVRTC (nvrtc.c). Threads are fibers of one thread of the host (cuda.c); what a warp does together happens when its last
+ * lane has come.
+ */
+#ifndef EMULATOR_KERNEL_H
+#define EMULATOR_KERNEL_H
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "emulator.h"
+
+#define __CUDACC_RTC__ 1
+#define __noinline__ __attribute__((noinline))
+#define __device__
+#define __global__
+#define __constant__ const __attribute__((used))
+#define __shared__ static /* blocks run one after the other */
+#define __forceinline__ inline
+#define __grid_constant__
+#define __align__(bytes) alignas(bytes)
+#define __launch_bounds__(...)
+
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+static inline float2 make_float2(float x, float y) { return {x, y}; }
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static inline uint4  make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+/* Set by the driver before each fiber runs. */
+extern "C" emulator_state emulator;
+emulator_state            emulator;
+
+#define threadIdx emulator.thread
+#define blockIdx emulator.block
+#define gridDim emulator.grid
+
+template <class T> static inline T max(T a, T b) { return a > b ? a : b; }
+template <class T> static inline T min(T a, T b) { return a < b ? a : b; }
+
+template <class TO, class FROM> static inline TO bits_as(FROM from)
+{
+    static_assert(sizeof(TO) == sizeof from, "the same bits");
+    TO to;
+    memcpy(&to, &from, sizeof to);
+    return to;
+}
+static inline float    __int_as_float(int x) { return bits_as<float>(x); }
+static inline int      __float_as_int(float x) { return bits_as<int>(x); }
+static inline unsigned __float_as_uint(float x) { return bits_as<unsigned>(x); }
+static inline float    __fdividef(float a, float b) { return a / b; }
+template <class T> static inline T __ldcg(const T *from) { return *from; }
+
+static inline void __threadfence() {}
+static inline void __syncthreads() { emulator.barrier(0, emulator.threads); }
+static inline int  __syncthreads_or(int x) { return emulator.barrier_or(x); }
+static inline int  atomicAdd(int *to, int value)
+{
+    int before = *to;
+    *to += value;
+    return before;
+}
+
+/* ---- what a warp does together: each lane brings a record, the last one has the work done for all ---- */
+
+template <class RECORD> static inline void together(void (*work)(RECORD *lane[32]), RECORD *mine)
+{
+    emulator.meet((void (*)(void **))work, mine);
+}
+
+struct exchange {
+    unsigned value, from, result;
+};
+
+static void exchange_all(exchange *lane[32])
+{
+    for (int l = 0; l < 32; l++)
+        lane[l]->result = lane[lane[l]->from % 32]->value;
+}
+
+template <class T> static inline T __shfl_sync(unsigned, T value, int from)
+{
+    exchange mine = {bits_as<unsigned>(value), (unsigned)from, 0};
+    together(exchange_all, &mine);
+    return bits_as<T>(mine.result);
+}
+
+template <class T> static inline T __shfl_xor_sync(unsigned mask, T value, int bits)
+{
+    return __shfl_sync(mask, value, (int)(emulator.thread.x % 32) ^ bits);
+}
+
+static void any_of_all(exchange *lane[32])
+{
+    unsigned any = 0;
+    for (int l = 0; l < 32; l++)
+        any |= lane[l]->value != 0;
+    for (int l = 0; l < 32; l++)
+        lane[l]->result = any;
+}
+
+static inline int __any_sync(unsigned, int value)
+{
+    exchange mine = {value != 0, 0, 0};
+    together(any_of_all, &mine);
+    return (int)mine.result;
+}
+
+static inline void __syncwarp() { __any_sync(~0u, 0); }
+
+/* ---- the driver's way in: the entry, with its one parameter by value ---- */
+
+template <class T> struct by_value {
+    typedef T type;
+};
+template <class T> struct by_value<const T> {
+    typedef T type;
+};
+
+template <class PARAMETER> static void call(void (*kernel)(PARAMETER), const void *parameter)
+{
+    kernel(*(const typename by_value<PARAMETER>::type *)parameter);
+}
+
+template <class PARAMETER> static size_t parameter_bytes(void (*)(PARAMETER)) { return sizeof(PARAMETER); }
+
+/* At the end of the text. */
+#define EMULATOR_ENTRY(name)                                                                                           \
+    extern "C" void   emulator_run(const void *parameter) { call(name, parameter); }                                  \
+    extern "C" size_t emulator_parameter_bytes() { return parameter_bytes(name); }
+
+#endif
