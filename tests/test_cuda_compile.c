@@ -153,6 +153,18 @@ static void set_deterministic(flash_attn_problem *p, flash_attn_grads *g)
     p->deterministic = true;
 }
 
+/* The backward in one launch, and in three where a row for few queries would take one. */
+static void set_small(flash_attn_problem *p, flash_attn_grads *g)
+{
+    (void)g;
+    p->q.shape[1] = 256;
+}
+static void set_many(flash_attn_problem *p, flash_attn_grads *g)
+{
+    (void)g;
+    p->q.shape[0] = p->k.shape[0] = p->v.shape[0] = 1024;
+}
+
 static const option options[] = {{"causal", true, true, set_nothing},
                                  {"full", true, true, set_full},
                                  {"window", true, true, set_window},
@@ -171,7 +183,9 @@ static const option options[] = {{"causal", true, true, set_nothing},
                                  {"uneven_d", true, true, set_uneven},
                                  {"odd_d", true, true, set_odd},
                                  {"o_f32", true, true, set_o_f32},
-                                 {"deterministic", false, true, set_deterministic}};
+                                 {"deterministic", false, true, set_deterministic},
+                                 {"small", false, true, set_small},
+                                 {"many", false, true, set_many}};
 enum { NUM_OPTIONS = sizeof options / sizeof *options };
 
 static bool is_backward(const fa_tune_row *row) { return strncmp(fa_kernels[row->kernel].name, "backward", 8) == 0; }

@@ -4,32 +4,11 @@
  *     then heads_k * kv tokens         dk_accum -> dk, times the scale; dv_accum -> dv, times what dropout keeps
  *     then dbias_extent[0 .. 2]        dbias -> dbias_out
  */
-#include "accumulate.cuh"
+#include "backward_rows.cuh"
 
 constexpr int PIECES       = (FA_HEAD_DIM > FA_HEAD_DIM_V ? FA_HEAD_DIM : FA_HEAD_DIM_V) / 8; /* of eight elements, one a lane */
 constexpr int LANES        = PIECES > 16 ? 32 : PIECES > 8 ? 16 : PIECES > 4 ? 8 : 4;         /* that share a row */
 constexpr int ROWS_AT_ONCE = 32 * FA_WARPS / LANES;
-
-/* Row of `from` (in accumulate.cuh's order) to `offset` of a view. */
-FA_DEVICE void convert_row(const fa_view &to, fa_i64 offset, const float *from, float factor, int cols)
-{
-    int lane = threadIdx.x % LANES;
-    if (FA_ALIGNED && to.dtype != FA_F32) {
-        /* places 4 t + 2 u + e of 16: a lane takes columns 8 u ... 8 u + 7, which lie four floats apart in pairs */
-        for (int col = lane * 8; col < cols; col += LANES * 8) {
-            const float *base = from + col / 16 * 16 + (col / 8 % 2) * 2;
-            unsigned     word[4];
-#pragma unroll
-            for (int t = 0; t < 4; t++) {
-                float2 e = *(const float2 *)(base + 4 * t);
-                word[t]  = pack<FA_DTYPE>(e.x * factor, e.y * factor);
-            }
-            *(uint4 *)((fa_u16 *)to.data + offset + col) = make_uint4(word[0], word[1], word[2], word[3]);
-        }
-    } else
-        for (int col = lane; col < cols; col += LANES)
-            store_element(to.data, offset + col * to.stride[3], to.dtype, from[accumulated_place(col)] * factor);
-}
 
 FA_DEVICE void convert(const fa_args &args, fa_i64 row)
 {
@@ -42,7 +21,7 @@ FA_DEVICE void convert(const fa_args &args, fa_i64 row)
         int    entry  = args.q_entries == 1 ? 0 : token / args.q_rows;
         fa_i64 offset = entry * args.dq.stride[0] + (token - (fa_i64)entry * args.q_rows) * args.dq.stride[1] +
                         head * args.dq.stride[2];
-        convert_row(args.dq, offset, args.dq_accum + row * FA_HEAD_DIM, args.scale, args.head_dim);
+        convert_row<LANES>(args.dq, offset, args.dq_accum + row * FA_HEAD_DIM, args.scale, args.head_dim);
         return;
     }
     row -= tokens * args.heads_q;
@@ -55,10 +34,10 @@ FA_DEVICE void convert(const fa_args &args, fa_i64 row)
                 return;
             float v_factor = args.dropout.threshold ? args.dropout.keep_scale : 1.0f;
             if (args.dk.data)
-                convert_row(args.dk, entry * args.dk.stride[0] + in_entry * args.dk.stride[1] + head * args.dk.stride[2],
+                convert_row<LANES>(args.dk, entry * args.dk.stride[0] + in_entry * args.dk.stride[1] + head * args.dk.stride[2],
                             args.dk_accum + row * FA_HEAD_DIM, args.scale, args.head_dim);
             if (args.dv.data)
-                convert_row(args.dv, entry * args.dv.stride[0] + in_entry * args.dv.stride[1] + head * args.dv.stride[2],
+                convert_row<LANES>(args.dv, entry * args.dv.stride[0] + in_entry * args.dv.stride[1] + head * args.dv.stride[2],
                             args.dv_accum + row * FA_HEAD_DIM_V, v_factor, args.head_dim_v);
             return;
         }

@@ -11,14 +11,16 @@
  *     dP^T = V dO^T             dQ += dS   K         warps wrote to shared memory. dQ of the step before is then summed
  *     dS^T = P^T (dP^T - delta)                      over keys and added to float dQ in global memory.
  *
- * delta = rowsum(dO * O) comes from backward_rowsum.cu; backward_convert.cu makes the caller's dQ of the float one.
+ * delta = rowsum(dO * O) comes from backward_rowsum.cu; backward_convert.cu makes the caller's dQ of the float one. A small
+ * problem (FA_ONE_LAUNCH) would wait for their launches longer than for their work: there a step makes delta itself, and
+ * the last block of a key head makes dQ.
  *
  * FA_VARIANT 1 and 2: two or four warps share their keys: each computes P^T and dS^T for a part of the queries, and dK and
  * dV for a part of the columns; they meet in shared memory. A warp then has more keys and reads less of Q and dO, and dK
  * and dV of 16 rows fit into a thread's registers for head_dim above 128.
  * FA_STAGES: buffers of Q and dO.
  */
-#include "accumulate.cuh"
+#include "backward_rows.cuh"
 #include "backward_work.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
@@ -75,7 +77,15 @@ FA_DEVICE void copy_queries(const fa_args &args, const work &w, unsigned shared,
         unsigned to    = shared + STAT_AT + stage * STAT_BYTES + i * 4;
         bool     valid = i < count;
         copy_async_4(to, w.lse + at.head * args.lse.stride[1] + (first + i) * args.lse.stride[2], valid);
-        copy_async_4(to + 4 * FA_TILE_Q, w.delta + head_rows(args, at.head) + first + i, valid);
+        if (!FA_ONE_LAUNCH)
+            copy_async_4(to + 4 * FA_TILE_Q, w.delta + head_rows(args, at.head) + first + i, valid);
+    }
+    if constexpr (FA_ONE_LAUNCH) {
+        constexpr int LANES = THREADS / FA_TILE_Q;
+        int           i     = threadIdx.x / LANES;
+        float         delta = row_delta<LANES>(args, w.seq, at.head, first + i);
+        if (threadIdx.x % LANES == 0)
+            shared_store(shared + STAT_AT + stage * STAT_BYTES + (FA_TILE_Q + i) * 4, delta);
     }
 }
 
@@ -461,16 +471,32 @@ FA_DEVICE void store_gradient(float (&acc)[KEYS16][N8][4], float factor, const f
                                                 view.stride[3], rows, cols - col);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) backward_sm80(const __grid_constant__ fa_args args)
+/* dQ of this block's heads is whole when all blocks of the key head have come here: the last makes the caller's of it. */
+FA_DEVICE void finish_dq(const fa_args &args, const work &w)
 {
-    extern __shared__ __align__(128) char shared_memory[];
-    __shared__ work w; /* the same for all threads: in shared memory, registers are for S, dP, dK and dV */
-    if (threadIdx.x == 0)
-        w = work_of(args);
-    __syncthreads();
-    if (w.first_k >= w.seq.rows_k)
+    constexpr int  LANES = FA_HEAD_DIM > 128 ? 32 : FA_HEAD_DIM > 64 ? 16 : 8;
+    __shared__ bool last;
+    if (!args.dq.data)
         return;
-    unsigned    shared = shared_address(shared_memory);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0)
+        last = atomicAdd(args.dq_blocks + w.b * args.heads_k + w.kv_head, 1) == args.tiles_k - 1;
+    __syncthreads();
+    if (!last)
+        return;
+    __threadfence();
+    for (int head = w.first_head; head < w.first_head + w.num_heads; head++)
+        for (int i = threadIdx.x / LANES; i < w.seq.rows_q; i += THREADS / LANES)
+            convert_row<LANES>(args.dq,
+                               w.seq.q_entry * args.dq.stride[0] + (fa_i64)(w.seq.q_row + i) * args.dq.stride[1] +
+                                   head * args.dq.stride[2],
+                               w.dq + (head_rows(args, head) + i) * FA_HEAD_DIM, args.scale, args.head_dim);
+}
+
+/* dK and dV of the block's keys, and its part of dQ. */
+FA_DEVICE void run(const fa_args &args, const work &w, unsigned shared)
+{
     block_state state;
     clear(state.dk);
     clear(state.dv);
@@ -509,4 +535,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) backward_sm
     store_gradient<FA_HEAD_DIM, COLS8>(state.dk, args.scale, args.dk, args.dk_accum, args, w, staging, args.head_dim);
     float v_factor = FA_HAS_DROPOUT ? args.dropout.keep_scale : 1.0f;
     store_gradient<FA_HEAD_DIM_V, COLS8_V>(state.dv, v_factor, args.dv, args.dv_accum, args, w, staging, args.head_dim_v);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) backward_sm80(const __grid_constant__ fa_args args)
+{
+    extern __shared__ __align__(128) char shared_memory[];
+    __shared__ work w; /* the same for all threads: in shared memory, registers are for S, dP, dK and dV */
+    if (threadIdx.x == 0)
+        w = work_of(args);
+    __syncthreads();
+    if (w.first_k < w.seq.rows_k)
+        run(args, w, shared_address(shared_memory));
+    if (FA_ONE_LAUNCH)
+        finish_dq(args, w);
 }

@@ -40,7 +40,8 @@
     X(has_split, FA_HAS_SPLIT)         /* keys split over blocks: float partial O and LSE, for combine.cu */   \
     X(has_dbias, FA_HAS_DBIAS)         /* backward: gradient of the bias wanted */                             \
     X(has_kv_accum, FA_HAS_KV_ACCUM)   /* backward: dK, dV of a group of heads added in float dk_accum, dv_accum */ \
-    X(deterministic, FA_DETERMINISTIC) /* backward: dQ added in key-tile order */
+    X(deterministic, FA_DETERMINISTIC) /* backward: dQ added in key-tile order */                              \
+    X(one_launch, FA_ONE_LAUNCH)       /* backward: delta and the caller's dQ are made in the main kernel */
 
 /* FA_DTYPE*: flash_attn_dtype's values */
 #define FA_F32 0
