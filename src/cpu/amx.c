@@ -14,21 +14,20 @@ static int tiles_of(int n, int step) { return (n + step - 1) / step; }
 FA_AMX_INLINE bool is_left(fa_role role) { return role == FA_ROLE_Q || role == FA_ROLE_DO; }
 FA_AMX_INLINE bool is_keys(fa_role role) { return role == FA_ROLE_K || role == FA_ROLE_V_T; }
 
-/* The fused backward works on S^T = K Q^T, so its operands are also kept the other way round: K and V as left operands
- * after K_RIGHT and V_T, Q and dO as keys after Q_RIGHT and DO_RIGHT. Behind K's comes K^T as left operand of dQ^T, an
- * even number of tiles of columns. */
-FA_AMX_INLINE bool has_turned_form(fa_role role)
-{
-    return role == FA_ROLE_K_RIGHT || role == FA_ROLE_V_T || role == FA_ROLE_Q_RIGHT || role == FA_ROLE_DO_RIGHT;
-}
+/* The fused backward works on S^T = K Q^T, so its operands are kept the other way round: Q and dO as keys after Q_RIGHT
+ * and DO_RIGHT, V as dO would be as a left operand. K_RIGHT is never a right operand: K as a left one, then K^T as that
+ * of dQ^T, an even number of tiles of columns, then room for 32 rows as values on their way there. */
+FA_AMX_INLINE bool has_turned_form(fa_role role) { return role == FA_ROLE_Q_RIGHT || role == FA_ROLE_DO_RIGHT; }
 
 FA_AMX_INLINE size_t bytes_of(fa_role role, int rows, int cols, int pieces)
 {
     int turned = has_turned_form(role) ? tiles_of(rows, 32) * 2 * tiles_of(cols, 32) : 0;
     int tiles  = is_left(role) || is_keys(role) ? tiles_of(rows, 16) * tiles_of(cols, 32)
                                                 : tiles_of(rows, 32) * tiles_of(cols, 16);
-    if (role == FA_ROLE_K_RIGHT)
-        turned *= 2; /* K and K^T: as many tiles */
+    if (role == FA_ROLE_K_RIGHT) { /* K and K^T: as many tiles */
+        turned = tiles_of(rows, 32) * 4 * tiles_of(cols, 32);
+        tiles  = tiles_of(cols, 16);
+    }
     return (size_t)(turned + tiles) * (size_t)pieces * FA_AMX_TILE;
 }
 
@@ -191,46 +190,55 @@ FA_AMX_INLINE int pack_along_rows(char *out, const fa_rows *src, int pieces, int
     return num_bad;
 }
 
-/* K^T as left operand [cols / 16][rows / 32] from K as right operand [rows / 32][cols / 16]: the same dwords, turned.
- */
-static void pack_k_t(char *out, const char *values, int rows, int cols, int pieces)
+/* K^T as left operand [cols / 16][rows / 32], the tiles of one strip of 32 rows, from these as values [cols / 16]: the
+ * same dwords, turned. */
+static void turn_strip(char *out, const char *values, int strip, int strips, int cols, int pieces)
 {
-    int strips = tiles_of(rows, 32), columns = tiles_of(cols, 16);
     for (int col = 0; col < tiles_of(cols, 32) * 2; col++) {
-        for (int n = 0; n < strips * pieces; n++, out += FA_AMX_TILE) {
+        for (int n = 0; n < pieces; n++) {
             __m512i     tile[16];
-            const char *from = values + (((int64_t)(n / pieces) * columns + col) * pieces + n % pieces) * FA_AMX_TILE;
+            const char *from = values + ((int64_t)col * pieces + n) * FA_AMX_TILE;
+            char       *to   = out + (((int64_t)col * strips + strip) * pieces + n) * FA_AMX_TILE;
             for (int r = 0; r < 16; r++)
-                tile[r] = col < columns ? _mm512_load_si512(from + 64 * r) : _mm512_setzero_si512();
+                tile[r] = col < tiles_of(cols, 16) ? _mm512_load_si512(from + 64 * r) : _mm512_setzero_si512();
             fa_amx_transpose(tile);
             for (int r = 0; r < 16; r++)
-                _mm512_store_si512(out + 64 * r, tile[r]);
+                _mm512_store_si512(to + 64 * r, tile[r]);
         }
     }
 }
 
+FA_AMX_INLINE int pack_keys_backward(char *packed, const fa_rows *src, int *bad, int pieces)
+{
+    int     strips = tiles_of(src->count, 32), num_bad = 0;
+    int64_t form   = (int64_t)strips * 2 * tiles_of(src->cols, 32) * pieces * FA_AMX_TILE;
+    char   *turned = packed + form, *values = turned + form;
+    pack_along_columns(packed, src, pieces, false);
+    for (int strip = 0; strip < strips; strip++) {
+        fa_rows rows  = *src;
+        int    *found = bad ? bad + num_bad : NULL;
+        rows.row += 32 * strip;
+        rows.count = fa_min_int(src->count - 32 * strip, 32);
+        int count  = pack_along_rows(values, &rows, pieces, found);
+        for (int n = 0; n < count; n++)
+            found[n] += 32 * strip;
+        num_bad += count;
+        turn_strip(turned, values, strip, strips, src->cols, pieces);
+    }
+    return num_bad;
+}
+
 FA_AMX_INLINE int pack_any(fa_role role, void *packed, const fa_rows *src, int *bad, int pieces)
 {
-    size_t step = (size_t)pieces * FA_AMX_TILE;
-    if (has_turned_form(role)) {
-        int   count  = role == FA_ROLE_V_T ? tiles_of(src->count, 16) * tiles_of(src->cols, 32)
-                                           : tiles_of(src->count, 32) * tiles_of(src->cols, 16);
-        char *turned = (char *)packed + (size_t)count * step;
-        pack_along_columns(turned, src, pieces, role == FA_ROLE_Q_RIGHT || role == FA_ROLE_DO_RIGHT);
-    }
-    if (is_left(role))
-        pack_along_columns(packed, src, pieces, false);
-    else if (is_keys(role))
-        pack_along_columns(packed, src, pieces, true);
-    else {
-        int num_bad = pack_along_rows(packed, src, pieces, bad);
-        if (role == FA_ROLE_K_RIGHT) {
-            int strips = tiles_of(src->count, 32),
-                tiles  = strips * tiles_of(src->cols, 16) + strips * 2 * tiles_of(src->cols, 32);
-            pack_k_t((char *)packed + (size_t)tiles * step, packed, src->count, src->cols, pieces);
-        }
-        return num_bad;
-    }
+    if (role == FA_ROLE_K_RIGHT)
+        return pack_keys_backward(packed, src, bad, pieces);
+    if (has_turned_form(role))
+        pack_along_columns((char *)packed + (size_t)tiles_of(src->count, 32) * (size_t)tiles_of(src->cols, 16) *
+                                                (size_t)pieces * FA_AMX_TILE,
+                           src, pieces, true);
+    if (!is_left(role) && !is_keys(role))
+        return pack_along_rows(packed, src, pieces, bad);
+    pack_along_columns(packed, src, pieces, is_keys(role));
     return 0;
 }
 

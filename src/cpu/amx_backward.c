@@ -66,9 +66,9 @@ FA_AMX_INLINE walk walk_make(const fa_backward_block *b, int pieces)
     w.p_t          = w.own->operands;
     w.ds_t         = w.p_t + 2 * STRIP_CELLS * w.groups * pieces;
     w.ds           = w.ds_t + 2 * STRIP_CELLS * w.groups * pieces;
-    w.k_left       = (const char *)b->k_right + w.strips * w.columns * number;
+    w.k_left       = b->k;
     w.k_t_left     = w.k_left + w.strips * 2 * w.depth * number;
-    w.v_left       = (const char *)b->v_t + (b->keys + 15) / 16 * w.depth_v * number;
+    w.v_left       = b->v;
     w.q_keys       = (const char *)b->q_right + w.groups * w.columns * number;
     w.dout_keys    = (const char *)b->dout_right + w.groups * w.columns_v * number;
     return w;

@@ -157,8 +157,8 @@ static fa_backward_block fused_block(const step *t)
     const scratch *s    = t->s;
     return (fa_backward_block){.q_right    = t->query.q_right,
                                .dout_right = t->query.dout_right,
-                               .k_right    = s->k_right,
-                               .v_t        = s->v_t,
+                               .k          = s->k_right,
+                               .v          = s->v_t,
                                .lse_log2   = t->query.lse_log2,
                                .delta      = t->query.row_delta,
                                .dk         = s->dk_tiled,
@@ -263,7 +263,7 @@ static void run_step(step *t, int64_t pair, int64_t head_in_group, int number, i
 static void pack_keys(const plan *p, const fa_tile *tile, scratch *s)
 {
     fa_rows rows = fa_key_rows(p->call, &p->call->v, tile, s->row);
-    p->kernels->pack(FA_ROLE_V_T, s->v_t, &rows, NULL);
+    p->kernels->pack(fa_role_of_v(p), s->v_t, &rows, NULL);
     s->k_rows = fa_key_rows(p->call, &p->call->k, tile, s->row_k);
     if (!p->fused)
         p->kernels->pack(FA_ROLE_K, s->k, &s->k_rows, NULL);

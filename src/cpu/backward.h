@@ -57,6 +57,9 @@ typedef struct run {
     atomic_llong next, next_delta, next_bias, next_sink;
 } run;
 
+/* dP^T = V dO^T where the kernels are fused: V on the left. */
+static inline fa_role fa_role_of_v(const plan *p) { return p->fused ? FA_ROLE_DO : FA_ROLE_V_T; }
+
 plan fa_backward_plan(const fa_cpu *cpu, const fa_call *call, const fa_kernels *kernels, int threads);
 
 /* Lay out the run's memory and return its size; base NULL: only measure. Where task_begin and delta lie depends on the

@@ -53,7 +53,7 @@ scratch fa_backward_scratch(fa_arena *arena, const plan *p)
     scratch           s      = {0};
     s.k                      = fa_carve(arena, !p->fused ? k->packed_bytes(FA_ROLE_K, p->tile.k, d) : 0);
     s.k_right                = fa_carve(arena, k->packed_bytes(FA_ROLE_K_RIGHT, p->tile.k, d));
-    s.v_t                    = fa_carve(arena, k->packed_bytes(FA_ROLE_V_T, p->tile.k, dv));
+    s.v_t                    = fa_carve(arena, k->packed_bytes(fa_role_of_v(p), p->tile.k, dv));
     s.dk                     = fa_carve_floats(arena, !p->fused ? (int64_t)p->tile.k * p->ldq : 0);
     s.dv                     = fa_carve_floats(arena, !p->fused ? (int64_t)p->tile.k * p->ldv : 0);
     s.all =

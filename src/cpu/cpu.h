@@ -94,9 +94,9 @@ static inline int64_t fa_tiled_at(int cols, int row, int col)
 static inline int64_t fa_tiled_floats(int rows, int cols) { return fa_round_up(rows, 32) * fa_round_up(cols, 32); }
 
 typedef struct fa_backward_block {
-    const void    *q_right, *dout_right, *k_right, *v_t; /* packed */
-    const float   *lse_log2, *delta; /* [rows]: P = exp2(S * multiplier - lse_log2); dS = P (dP - delta) */
-    const fa_rows *dout_rows;        /* dO, of which bad_dout are the rows that pack left out of dout_right */
+    const void    *q_right, *dout_right, *k, *v; /* packed: roles Q_RIGHT, DO_RIGHT, K_RIGHT, and DO for V */
+    const float   *lse_log2, *delta;             /* [rows]: P = exp2(S * multiplier - lse_log2); dS = P (dP - delta) */
+    const fa_rows *dout_rows; /* dO, of which bad_dout are the rows that pack left out of dout_right */
     const int     *bad_dout;
     int            num_bad_dout;
     float         *dk, *dv; /* added to: tiled [keys][head_dim], [keys][head_dim_v]. dk without the factor `scale` */
@@ -105,7 +105,7 @@ typedef struct fa_backward_block {
     fa_window      window; /* row r sees key j as fa_window_sees(window, diagonal, r, j) */
     int            diagonal;
     float          multiplier;
-    void          *scratch; /* backward_scratch_bytes, this thread's: keeps dS for backward_dq */
+    void          *scratch;          /* backward_scratch_bytes, this thread's: keeps dS for backward_dq */
     const fa_block_options *options; /* NULL: none */
 } fa_backward_block;
 
