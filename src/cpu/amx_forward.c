@@ -309,7 +309,8 @@ FA_AMX_INLINE void set_softmax(unit *u, const walk *w, place at, int n, bool alt
     u->state  = (row_state){w->own->shift, w->own->sum[n % 2], w->own->sum[(n + 1) % 2]};
 }
 
-/* With values beside them units take their scores one unit ahead, for these are stored among the values; else two. */
+/* With values beside them units take their scores one unit ahead, for these are stored among the values; else two. The
+ * last unit then takes its own scores once more, so that the loop need not ask whether there are any (2%). */
 FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, int BESIDE, int CHUNK)
 {
     const int lead = BESIDE ? 1 : 2;
@@ -330,7 +331,7 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, int BESIDE, int CHUNK)
         if (held.unit == n && held.columns)
             store_held(&held);
         set_softmax(&u, w, at, n, BESIDE);
-        set_scores(&u, w, ahead, n + lead);
+        set_scores(&u, w, BESIDE && ahead.group == w->groups ? at : ahead, n + lead);
         if (w->block->options)
             apply_options_to_unit(w->block, &w->own->options, at.unit * UNIT, u.s);
         if (!all_seen(w, at))

@@ -177,7 +177,7 @@ static __attribute__((noinline)) void finish_values(values *v, target *held, int
 /* ---- a unit ---- */
 
 typedef struct unit {
-    const char *q, *k; /* scores of a later unit; q NULL: none */
+    const char *q, *k; /* scores of a later unit; q NULL: none, not with values beside */
     int64_t     q_down;
     target      s_next;
     float      *s; /* softmax */
@@ -216,17 +216,17 @@ FA_AMX_INLINE bool run_unit(const unit *u, values *v, target *held, const consta
         UNROLL(6) for (int i = 0; i < in_scores; i++)
         {
             operands x = {0};
-            if (u->q)
+            if (BESIDE || u->q)
                 x = operands_of(scores_operands(u, part, KS, PIECES), true, PIECES, i);
             UNROLL(4) for (int t = 0; t < 4; t++)
             {
-                if (u->q)
+                if (BESIDE || u->q)
                     product(t, &x, true, held, &u->s_next, part == 0 && i == 0);
                 SOFTMAX_ROWS(4 * (part * in_scores + i) + t)
             }
         }
     }
-    if (u->q)
+    if (BESIDE || u->q)
         *held = u->s_next;
     UNROLL(4) for (int b = 0; b < BESIDE; b++)
     {

@@ -8,7 +8,7 @@
 #include "cpu/amx.h"
 
 /* The caller's rows are seldom in a cache and too far apart for the processor to guess: ask for one some rows ahead. */
-enum { FA_AMX_ROWS_AHEAD = 32 };
+enum { FA_AMX_ROWS_AHEAD = 16 };
 
 FA_AMX_INLINE void fa_amx_prefetch_row(const fa_rows *src, int row, int col)
 {
@@ -42,10 +42,10 @@ FA_AMX_INLINE void fa_amx_copy_tile(char *out, const void *const *row, int col)
         _mm512_store_si512(out + 64 * r, _mm512_loadu_si512((const uint16_t *)row[r] + col));
 }
 
-/* Columns col to col + 7 of rows 0, 4, 8 and 12 of `row`. */
-FA_AMX_INLINE __m512i fa_amx_load_chunks(const void *const *row, int col)
+/* Columns 8 c to 8 c + 7 of rows 0, 4, 8 and 12 of a copied tile. */
+FA_AMX_INLINE __m512i fa_amx_load_chunks(const char *row, int c)
 {
-#define CHUNK(r) _mm_loadu_si128((const __m128i *)((const uint16_t *)row[r] + col))
+#define CHUNK(r) _mm_load_si128((const __m128i *)(row + 64 * (r) + 16 * c))
     __m512i x = _mm512_castsi128_si512(CHUNK(0));
     x         = _mm512_inserti32x4(x, CHUNK(4), 1);
     x         = _mm512_inserti32x4(x, CHUNK(8), 2);
@@ -53,13 +53,16 @@ FA_AMX_INLINE __m512i fa_amx_load_chunks(const void *const *row, int col)
 #undef CHUNK
 }
 
-/* 16 rows of 32 columns as keys, dwords transposed: loads put rows into place, half of the shuffles do. */
+/* 16 rows of 32 columns as keys, dwords transposed: loads put rows into place, half of the shuffles do. Of a copy, for
+ * rows that lie a power of two apart share a set of the first-level cache, which does not hold 16 lines. */
 FA_AMX_INLINE void fa_amx_transpose_tile(char *out, const void *const *row, int col)
 {
+    _Alignas(64) char copy[FA_AMX_TILE];
+    fa_amx_copy_tile(copy, row, col);
     _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++)
     {
         __m512i x[4];
-        _Pragma("GCC unroll 4") for (int n = 0; n < 4; n++) x[n] = fa_amx_load_chunks(row + n, col + 8 * c);
+        _Pragma("GCC unroll 4") for (int n = 0; n < 4; n++) x[n] = fa_amx_load_chunks(copy + 64 * n, c);
         __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
         __m512i d = _mm512_unpacklo_epi32(x[2], x[3]), e = _mm512_unpackhi_epi32(x[2], x[3]);
         _mm512_store_si512(out + 256 * c, _mm512_unpacklo_epi64(a, d));

@@ -41,6 +41,7 @@ static const struct {
     /* More queries halve the traffic of dK and dV through the second-level cache (0032). */
     {FA_TABLE_AMX_BF16, BACKWARD, INT_MAX, {256, 256}},
     /* Pieces make an operand two or three times larger. */
+    {FA_TABLE_AMX_F16, FORWARD, 64, {128, 1024}},
     {FA_TABLE_AMX_F16, FORWARD, 128, {128, 512}},
     {FA_TABLE_AMX_F16, FORWARD, INT_MAX, {128, 256}},
     {FA_TABLE_AMX_F16, BACKWARD, INT_MAX, {128, 256}},
