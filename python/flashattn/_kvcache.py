@@ -90,10 +90,7 @@ def _append_each(batch, k_cache, v_cache, k, v, q, q_out, cu_seqlens_q, cu_seqle
     if begin_k is not None and (len(counts) != batch or min(counts, default=0) < 0 or (begin_k[0], begin_k[-1]) != (0, len(k))):
         raise _native.InvalidError(f"cu_seqlens_k_new goes from {begin_k[0]} to {begin_k[-1]} in {len(counts)} sequences: "
                                    f"expected rising from 0 to {len(k)}, the rows of k, in {batch}")
-    for b, count in enumerate(counts):  # before the first is written
-        if held[b] < 0 or held[b] + count > capacity:
-            raise _native.InvalidError(f"cache_seqlens[{b}] is {held[b]}: expected at least 0 and, with {count} new keys, at "
-                                       f"most {capacity}, the rows of the cache")
+    _check_room(held, counts, k_cache.shape[1], capacity, host_list(table), host_list(each["cache_batch_idx"]))
 
     def rows(array, begin, b):
         return None if array is None else array[b : b + 1] if begin is None else array[None, begin[b] : begin[b + 1]]
@@ -106,3 +103,24 @@ def _append_each(batch, k_cache, v_cache, k, v, q, q_out, cu_seqlens_q, cu_seqle
             append_kv(k_cache[entry], v_cache[entry], *((rows(k, begin_k, b), rows(v, begin_k, b)) if count else (None, None)),
                       q=of_q[0] if rotates else None, q_out=of_q[1] if rotates else None,
                       **{name: None if a is None else a[b : b + 1] for name, a in each.items()}, **both)
+
+
+def _check_room(held, counts, page_size, capacity, table, entries):
+    """What the C call checks of all sequences before it writes the first row: that new rows fit, and that no two are one."""
+    spans = []  # (page or entry, first row, end)
+    for b, count in enumerate(counts):
+        begin, end = held[b], held[b] + count
+        if begin < 0 or end > capacity:
+            raise _native.InvalidError(f"cache_seqlens[{b}] is {begin}: expected at least 0 and, with {count} new keys, at most "
+                                       f"{capacity}, the rows of the cache")
+        if table is None:
+            spans.append((b if entries is None else entries[b], begin, end))
+            continue
+        for page in range(begin // page_size, -(-end // page_size)):
+            spans.append((table[b][page], max(begin - page * page_size, 0), min(end - page * page_size, page_size)))
+    spans = sorted(span for span in spans if span[1] < span[2])
+    for (place, _, end), (other, begin, _) in zip(spans, spans[1:]):
+        if place == other and begin < end:
+            kind = "entry" if table is None else "page"
+            raise _native.InvalidError(f"new keys of two sequences go to row {begin} of {kind} {place} of the cache: expected each to "
+                                       "have rows of its own")

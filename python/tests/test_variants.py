@@ -214,14 +214,20 @@ def test_new_keys_that_do_not_fit_are_refused_before_any_is_written():
     cache = make(2, 10, 1, 8)
     k = make(6, 1, 8, seed=1)
     caches = cache.clone(), cache.clone()
-    run = lambda cu, held: interface3.flash_attn_with_kvcache(make(2, 1, 1, 8), *caches, k, k, cache_seqlens=held,
-                                                              cu_seqlens_k_new=cu)
+    run = lambda cu, held, **more: interface3.flash_attn_with_kvcache(make(2, 1, 1, 8), *caches, k, k, cache_seqlens=held,
+                                                                      cu_seqlens_k_new=cu, **more)
     with pytest.raises(flashattn.InvalidError, match=r"cache_seqlens\[1\] is 7"):
         run(int32(0, 2, 6), int32(3, 7))
     with pytest.raises(flashattn.InvalidError, match="cu_seqlens_k_new goes from 0 to 5"):
         run(int32(0, 2, 5), int32(3, 3))
     with pytest.raises(flashattn.InvalidError, match="cu_seqlens_k_new goes from 0 to 6 in 1 sequences"):
         run(int32(0, 6), int32(3, 3))
+    pages = dict(page_table=int32(1, 0, 0, 1).view(2, 2))
+    for more, place in ((dict(cache_batch_idx=int32(1, 1)), "row 4 of entry 1"), (pages, "row 0 of page 0")):
+        with pytest.raises(flashattn.InvalidError, match=f"two sequences go to {place}"):
+            run(int32(0, 2, 6), int32(3, 4) if place[-7:] == "entry 1" else int32(9, 0), **more)
     assert all(torch.equal(c, cache) for c in caches)
+    run(int32(0, 2, 6), int32(3, 9), **pages)  # rows 3 and 4 of page 1, then 9 of page 0 and 0 to 2 of page 1
+    assert torch.equal(torch.cat([caches[0][1, 3:5], caches[0][0, 9:], caches[0][1, :3]]), k)
     run(int32(0, 2, 6), int32(3, 6))
     assert torch.equal(caches[0][1, 6:], k[2:])
