@@ -116,7 +116,7 @@ static void make_lengths(case_instance *x)
     p->cu_seqlens_k = c->layout == LAYOUT_PACKED ? p->cu_seqlens_q : cumulative(x, c->varlen_k, c->seqlen_k);
     p->batch        = p->cu_seqlens_q ? c->batch : 0;
     p->max_seqlen_q = p->cu_seqlens_q ? c->seqlen_q : 0; /* upper bounds */
-    p->max_seqlen_k = p->cu_seqlens_k ? c->seqlen_k : 0;
+    p->max_seqlen_k = p->cu_seqlens_k || (c->page_size && c->seqused_k) ? c->seqlen_k : 0; /* bounds a bias too */
     int32_t *used_q = c->seqused_q ? int_array(x, c->batch) : NULL,
             *used_k = c->seqused_k ? int_array(x, c->batch) : NULL;
     int32_t *pad    = c->leftpad ? int_array(x, c->batch) : NULL,

@@ -3,11 +3,13 @@
  * judged as a case; a spoilt one must be refused with everything untouched, or be harmless. After each, a known good
  * call must work.
  *
- *     fuzz_problem [--seconds N] [--seed N]
+ *     fuzz_problem [--seconds N] [--seed N] [--gpu]
  *
  * runs seeds 1, 2, 3, ... (from --seed on) for so many seconds, 0 meaning for ever; without --seconds, the one seed.
+ * --gpu: valid ones alone, on CUDA device 0, real or emulated; each new combination of options compiles a kernel.
  * Built with clang -fsanitize=fuzzer -DFLASH_ATTN_FUZZ it is a libFuzzer target instead.
  */
+#include "case_gpu.h"
 #include "case_internal.h"
 #include "harness.h"
 
@@ -177,6 +179,8 @@ static void spoil(bytes *b, flash_attn_problem *p, flash_attn_grads *g, int batc
 
 /* ---- one run ---- */
 
+static const case_memory *gpu_memory; /* NULL: the CPU */
+
 typedef enum outcome { RIGHT, REFUSED, UNSUPPORTED, WRONG, NUM_OUTCOMES } outcome;
 
 static outcome failure(const char *what, const char *reason)
@@ -235,6 +239,7 @@ static outcome run_bytes(bytes b)
     test_case        c       = take_shape(&b);
     take_scores(&b, &c);
     take_lengths(&b, &c);
+    spoilt           = spoilt && !gpu_memory;
     case_instance *x = case_build(&c, dtype, CASE_RANDOM | CASE_BACKWARD | (spoilt ? CASE_NO_EXPECT : 0), seed, why, sizeof why);
     outcome        result;
     if (!x) {
@@ -243,6 +248,8 @@ static outcome run_bytes(bytes b)
         result = run_spoilt(x, t, &b);
     } else {
         case_device device = {.context = t->context, .num_threads = threads};
+        if (gpu_memory)
+            device = (case_device){.device = {.type = FLASH_ATTN_CUDA}, .memory = gpu_memory};
         case_result judged = case_run(x, &device);
         result = judged.verdict == CASE_PASSED ? RIGHT : judged.verdict == CASE_SKIPPED ? UNSUPPORTED : WRONG;
         if (result == WRONG)
@@ -291,7 +298,7 @@ static outcome run_seed(uint64_t seed)
     for (size_t n = 0; n < sizeof data; n++)
         data[n] = (uint8_t)random_bits(&state);
     current_seed = seed;
-    alarm(60);
+    alarm(gpu_memory ? 300 : 60);
     outcome result = run_bytes((bytes){data, data + sizeof data});
     alarm(0);
     if (result == WRONG)
@@ -308,8 +315,15 @@ int main(int argc, char **argv)
             seconds = strtod(argv[++n], NULL);
         } else if (strcmp(argv[n], "--seed") == 0 && n + 1 < argc) {
             seed = strtoull(argv[++n], NULL, 0);
+        } else if (strcmp(argv[n], "--gpu") == 0) {
+            char why[200];
+            gpu_memory = case_gpu_memory(0, why, sizeof why);
+            if (!gpu_memory) {
+                printf("skipped: %s\n", why);
+                return 0;
+            }
         } else {
-            fprintf(stderr, "usage: fuzz_problem [--seconds N] [--seed N]\n");
+            fprintf(stderr, "usage: fuzz_problem [--seconds N] [--seed N] [--gpu]\n");
             return 2;
         }
     }

@@ -501,8 +501,11 @@ FA_DEVICE void run(const fa_args &args, const work &w, unsigned shared)
     clear(state.dk);
     clear(state.dv);
     state.step = 0;
-    state.at   = settle(args, w, {w.first_head, w.start});
-    if (w.tiles.begin < w.tiles.end && inside(w, state.at)) {
+    bool some  = w.tiles.begin < w.tiles.end;
+    state.at   = {w.first_head, w.start};
+    if (some) /* among no tiles it would look for ever */
+        state.at = settle(args, w, state.at);
+    if (some && inside(w, state.at)) {
         int     begin = w.keys.begin - w.first_k, end = w.keys.end - w.first_k;
         fa_i64  row = w.seq.kv_row + w.first_k;
         rows_of k   = {(const fa_element *)args.k.data + w.seq.kv_entry * args.k.stride[0] + row * args.k.stride[1] +
