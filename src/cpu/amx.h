@@ -39,7 +39,7 @@
 /* 16 floats from column `col` of a row of the caller's; beyond `cols` zeros. */
 FA_AMX_INLINE __m512 fa_amx_load16(const void *row, int64_t stride, flash_attn_dtype dtype, int col, int cols)
 {
-    __mmask16 mask = cols - col >= 16 ? 0xFFFF : (__mmask16)((1u << (cols - col)) - 1);
+    __mmask16 mask = cols - col >= 16 ? 0xFFFF : cols <= col ? 0 : (__mmask16)((1u << (cols - col)) - 1);
     if (stride == 1 && dtype == FLASH_ATTN_F32)
         return _mm512_maskz_loadu_ps(mask, (const float *)row + col);
     if (stride == 1 && dtype == FLASH_ATTN_BF16) {
