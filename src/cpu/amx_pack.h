@@ -22,8 +22,8 @@ FA_AMX_INLINE void fa_amx_prefetch_rows(const fa_rows *src, int first, int count
         return;
     _Pragma("GCC unroll 4") for (int r = 0; r < count; r++)
     {
-        const uint16_t *row = src->row[first + FA_AMX_ROWS_AHEAD + r]; /* NULL: asks for what is not there */
-        _mm_prefetch((const char *)(row + col), _MM_HINT_T0);
+        uintptr_t row = (uintptr_t)src->row[first + FA_AMX_ROWS_AHEAD + r]; /* 0: asks for what is not there */
+        _mm_prefetch((const char *)(row + 2 * (uintptr_t)col), _MM_HINT_T0);
     }
 }
 
