@@ -28,6 +28,7 @@ const test_case test_cases[] = {
 
     {"empty", "no queries",      .seqlen_q = 0,  .seqlen_k = 33, .batch = 2},
     {"empty", "no keys",         .seqlen_q = 33, .seqlen_k = 0,  .batch = 2, .heads_q = 2},
+    {"empty", "no queries, bias", .seqlen_q = 0, .seqlen_k = 33, .batch = 2, .heads_q = 4, .heads_k = 2, .bias = BIAS},
     {"empty", "nothing",         .seqlen_q = 0,  .seqlen_k = 0},
     {"empty", "no keys, sinks",  .seqlen_q = 9,  .seqlen_k = 0,  .heads_q = 3, .sinks = true},
     {"empty", "all of varlen",   .seqlen_q = 9,  .seqlen_k = 9,  .batch = 4, .varlen_q = LENGTHS_EMPTY, .varlen_k = LENGTHS_EMPTY},

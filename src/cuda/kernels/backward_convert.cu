@@ -44,10 +44,10 @@ FA_DEVICE void convert(const fa_args &args, fa_i64 row)
         row -= tokens * args.heads_k;
     }
     if (FA_HAS_DBIAS) {
-        fa_i64 i2 = row % args.dbias_extent[2], i1 = row / args.dbias_extent[2] % args.dbias_extent[1];
-        fa_i64 i0 = row / args.dbias_extent[2] / args.dbias_extent[1];
-        if (i0 >= args.dbias_extent[0])
-            return;
+        if (row >= (fa_i64)args.dbias_extent[0] * args.dbias_extent[1] * args.dbias_extent[2])
+            return; /* an extent may be 0 */
+        fa_i64       i2 = row % args.dbias_extent[2], i1 = row / args.dbias_extent[2] % args.dbias_extent[1];
+        fa_i64       i0 = row / args.dbias_extent[2] / args.dbias_extent[1];
         const float *from = (const float *)args.dbias.data + row * args.dbias_extent[3];
         fa_i64       to   = i0 * args.dbias_out.stride[0] + i1 * args.dbias_out.stride[1] + i2 * args.dbias_out.stride[2];
         for (int j = threadIdx.x % LANES; j < args.dbias_extent[3]; j += LANES)
