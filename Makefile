@@ -27,7 +27,7 @@ ifneq ($(wildcard $(BUILD)/CMakeCache.txt),)
 GENERATOR :=
 endif
 
-.PHONY: all build test test-gpu test-emulated-gpu test-python test-python-gpu demo check bench install format clean setup-build setup-test setup-format
+.PHONY: all build build-tests test test-gpu test-emulated-gpu test-python test-python-gpu demo check bench install format clean setup-build setup-test setup-format
 
 all: build
 
@@ -41,27 +41,21 @@ build: setup-build
 	cmake --build $(BUILD) -j $(JOBS)
 
 # The same folder, with the tests added.
-test: setup-test
+build-tests: setup-test
 	@cmake -S . -B $(BUILD) $(GENERATOR) -DCMAKE_BUILD_TYPE=Release -DCMAKE_INSTALL_PREFIX=$(PREFIX) \
 	    -DFLASH_ATTN_TESTS=ON $(FLAGS) >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
 	@rm -f $(BUILD).log
 	cmake --build $(BUILD) -j $(JOBS)
+
+test: build-tests
 	cd $(BUILD) && ctest --output-on-failure -j $(JOBS) $(CTEST_FLAGS)
 
 # A kernel is built when it is first needed and kept in the user's cache, so the first run takes longer.
-test-gpu: setup-test
-	@cmake -S . -B $(BUILD) $(GENERATOR) -DCMAKE_BUILD_TYPE=Release -DCMAKE_INSTALL_PREFIX=$(PREFIX) \
-	    -DFLASH_ATTN_TESTS=ON $(FLAGS) >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
-	@rm -f $(BUILD).log
-	cmake --build $(BUILD) -j $(JOBS)
+test-gpu: build-tests
 	cd $(BUILD) && ctest --verbose -j $(JOBS) -R '^test_cuda(|_.*)$$|^test_jit$$|^cuda_sanitizer$$' $(CTEST_FLAGS)
 
-# Some ten minutes: each architecture has tiles of its own, and each variant is compiled.
-test-emulated-gpu: setup-test
-	@cmake -S . -B $(BUILD) $(GENERATOR) -DCMAKE_BUILD_TYPE=Release -DCMAKE_INSTALL_PREFIX=$(PREFIX) \
-	    -DFLASH_ATTN_TESTS=ON $(FLAGS) >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
-	@rm -f $(BUILD).log
-	cmake --build $(BUILD) -j $(JOBS)
+# Some minutes: each architecture has tiles of its own, and each variant is compiled.
+test-emulated-gpu: build-tests
 	printf '%s\n' 80 86 90 120 | xargs -P $(JOBS) -n 1 sh $(BUILD)/tests/emulator/all_cases.sh
 
 # A private environment, so that nothing of the system's Python changes. What pip installs there is not asked for again.
