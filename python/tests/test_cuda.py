@@ -16,10 +16,12 @@ import test_clients
 import test_interface
 import test_kvcache
 import test_parity
+import test_passes
 import test_sdpa
 import test_torch
+import test_variants
 import torch
-from flashattn import _native, torch_ops
+from flashattn import _native, interface, interface3, torch_ops
 
 DEVICE = os.environ.get("FLASHATTN_TEST_DEVICE", "cuda")
 GPU = DEVICE == "cuda"
@@ -211,6 +213,77 @@ def test_splits_and_their_merge():
     parts = [flashattn.flash_attn_func(q, k[:, a:b], v[:, a:b], return_attn_probs=True)[:2] for a, b in ((0, 13), (13, 700))]
     merged, merged_lse = flashattn.merge(parts)
     assert torch.allclose(merged, whole, atol=1e-5) and torch.allclose(merged_lse, lse, atol=1e-5)
+
+
+# ---- the passes alone, and what FlashAttention-3 adds ----
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["fixed", "varlen"])
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(9, 2), softcap=3.0, scale=0.2, alibi=True),
+                                     dict(causal=True, dropout_p=0.25)], ids=str)
+def test_both_passes_are_those_of_the_public_functions(varlen, options):
+    test_passes.test_both_passes_are_those_of_the_public_functions(varlen, BF16, options)
+
+
+def test_a_cache_in_the_varlen_forward():
+    test_passes.test_a_cache_in_the_varlen_forward()
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["fixed", "varlen"])
+def test_the_third_spelling(varlen):
+    test_passes.test_the_third_spelling(varlen)
+
+
+def test_the_third_spelling_appends_to_a_cache():
+    test_passes.test_the_third_spelling_appends_to_a_cache()
+
+
+def test_a_client_that_torch_compile_sees_through():
+    test_passes.test_a_client_that_torch_compile_sees_through()
+
+
+@pytest.mark.parametrize("module", [interface, interface3], ids=["2", "3"])
+def test_ring_attention_is_the_whole_call(module):
+    test_passes.test_ring_attention_is_the_whole_call(module, BF16, 5)
+
+
+@pytest.mark.parametrize("pair", [(40, 40), (1, 33), (64, 128)], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window_size=(5, 2))], ids=str)
+def test_chunks_see_their_own_keys(pair, options):
+    test_variants.test_chunks_see_their_own_keys(pair, 7, options)
+
+
+def test_chunks_have_gradients():
+    test_variants.test_chunks_have_gradients()
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_chunks_of_sequences_of_several_lengths(used):
+    test_variants.test_chunks_of_sequences_of_several_lengths(used)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_chunks_of_a_cache(paged):
+    test_variants.test_chunks_of_a_cache(paged)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_qv_adds_its_scores(dtype):
+    test_variants.test_qv_adds_its_scores(dtype, (64, 128), "torch")
+
+
+def test_qv_has_gradients():
+    test_variants.test_qv_has_gradients()
+
+
+@pytest.mark.parametrize("kind", ["plain", "entries", "paged"])
+@pytest.mark.parametrize("rotary, packed", [(False, "both"), (True, "k"), (True, "q")])
+def test_new_keys_of_each_sequence(kind, rotary, packed):
+    test_variants.test_new_keys_of_each_sequence("torch", kind, rotary, packed)
+
+
+def test_new_keys_that_do_not_fit_are_refused_before_any_is_written():
+    test_variants.test_new_keys_that_do_not_fit_are_refused_before_any_is_written()
 
 
 # ---- clients ----

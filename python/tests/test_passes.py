@@ -35,8 +35,12 @@ PASSES_3 = {
         "max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, "
         f"{_WINDOW}, softcap=0.0, deterministic=False, sm_margin=0",
 }
-CU_Q, CU_K = (torch.tensor(t, dtype=torch.int32) for t in ([0, 7, 7, 24], [0, 20, 33, 80]))
-LENGTHS = CU_Q, CU_K, 17, 47
+ROWS_Q, ROWS_K = (0, 7, 7, 24), (0, 20, 33, 80)
+
+
+def lengths_of_three():
+    """cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, on PyTorch's default device."""
+    return torch.tensor(ROWS_Q, dtype=torch.int32), torch.tensor(ROWS_K, dtype=torch.int32), 17, 47
 
 
 def make(*shape, seed=0, dtype=torch.float32):
@@ -74,7 +78,7 @@ def test_both_passes_are_those_of_the_public_functions(varlen, dtype, options):
     slopes = torch.tensor([0.5, 0.25, 0.1, 0.03]) if options.get("alibi") else None
     shapes = ((24, 4), (80, 2), (80, 2)) if varlen else ((2, 12, 4), (2, 40, 2), (2, 40, 2))
     q, k, v = (make(*shape, 16, seed=n, dtype=dtype).requires_grad_() for n, shape in enumerate(shapes))
-    lengths, public = (LENGTHS, flashattn.flash_attn_varlen_func) if varlen else ((), flashattn.flash_attn_func)
+    lengths, public = (lengths_of_three(), flashattn.flash_attn_varlen_func) if varlen else ((), flashattn.flash_attn_func)
     torch.manual_seed(5)
     expected, expected_lse, _ = public(q, k, v, *lengths, dropout_p, scale, causal, window, softcap, slopes,
                                        return_attn_probs=True)
@@ -85,7 +89,9 @@ def test_both_passes_are_those_of_the_public_functions(varlen, dtype, options):
     torch.manual_seed(5)
     out, lse, probs, rng_state = getattr(interface, f"_flash_attn{name}_forward")(
         q, k, v, *lengths, dropout_p, scale, causal, *window, softcap, slopes, dropout_p > 0)
-    assert torch.equal(out, expected) and torch.equal(lse, expected_lse) and not out.requires_grad
+    math_.assert_same(out, expected, "out")
+    math_.assert_same(lse, expected_lse, "lse")
+    assert not out.requires_grad
     assert probs.numel() == 0 and rng_state.dtype == torch.int64 and rng_state.shape == (2,)
     # Gradients go into halves of a wider buffer, as those who own one give them.
     grads = [torch.full((*t.shape[:-1], 32), 7.0, dtype=dtype) for t in (q, k, v)]
@@ -93,18 +99,20 @@ def test_both_passes_are_those_of_the_public_functions(varlen, dtype, options):
     rest = *lengths, dropout_p, scale, causal, *window, softcap, slopes, False, rng_state
     softmax_d = backward(dout, q, k, v, out, lse, *(g[..., :16] for g in grads), *rest)
     for given, expected in zip(grads, expected_grads):
-        assert torch.equal(given[..., :16], expected) and (given[..., 16:] == 7).all()
+        math_.assert_same(given[..., :16], expected)
+        assert (given[..., 16:] == 7).all()
 
     dk = torch.empty_like(k)
     again = backward(dout, q, k, v, out, lse, None, dk, None, *rest)
-    assert torch.equal(dk, expected_grads[1]) and torch.equal(again, softmax_d)
-    assert torch.equal(backward(dout, q, k, v, out, lse, None, None, None, *rest), softmax_d)
+    math_.assert_same(dk, expected_grads[1])
+    math_.assert_same(again, softmax_d)
+    math_.assert_same(backward(dout, q, k, v, out, lse, None, None, None, *rest), softmax_d)
 
     sums = (dout.double() * out.double()).sum(-1) * (1 - dropout_p)
     assert softmax_d.dtype == torch.float32
     if varlen:
         assert softmax_d.shape == (4, 24 + 3 * 128)
-        parts = [softmax_d[:, CU_Q[b] + 128 * b : CU_Q[b + 1] + 128 * b] for b in range(3)]
+        parts = [softmax_d[:, ROWS_Q[b] + 128 * b : ROWS_Q[b + 1] + 128 * b] for b in range(3)]
         assert torch.allclose(torch.cat(parts, 1).double(), sums.T, atol=1e-5)
     else:
         assert softmax_d.shape == (2, 4, 128) and torch.allclose(softmax_d[:, :, :12].double(), sums.transpose(1, 2), atol=1e-5)
@@ -127,12 +135,12 @@ def test_a_cache_in_the_varlen_forward():
     run = lambda **more: interface._flash_attn_varlen_forward(q, cache_k, cache_v, cu_q, cu_k, 12, 48, 0.0, None, True,
                                                               block_table=table, **more)[:2]
     for out, lse in (run(), run(seqused_k=cu_k.diff()), run(num_splits=1)):
-        assert torch.equal(out.view_as(expected), expected)
-        assert torch.equal(lse, expected_lse.transpose(0, 1).flatten(1))
+        math_.assert_same(out.view_as(expected), expected, "out")
+        math_.assert_same(lse, expected_lse.transpose(0, 1).flatten(1), "lse")
     pad = torch.tensor([5, 0], dtype=torch.int32)
     expected = flashattn.flash_attn_with_kvcache(q.view(2, 12, 4, 16), cache_k, cache_v, cache_seqlens=cu_k.diff(),
                                                  cache_leftpad=pad, block_table=table, causal=True)
-    assert torch.equal(run(leftpad_k=pad)[0].view_as(expected), expected)
+    math_.assert_same(run(leftpad_k=pad)[0].view_as(expected), expected, "left padding")
     with pytest.raises(flashattn.UnsupportedError, match="dropout"):
         interface._flash_attn_varlen_forward(q, cache_k, cache_v, cu_q, cu_k, 12, 48, 0.5, None, True, block_table=table)
 
@@ -141,7 +149,7 @@ def test_a_cache_in_the_varlen_forward():
 def test_the_third_spelling(varlen):
     q, k, v = (make(24, 4, 16), make(80, 2, 16, seed=1), make(80, 2, 24, seed=2)) if varlen else (
         make(2, 12, 4, 16), make(2, 40, 2, 16, seed=1), make(2, 40, 2, 24, seed=2))
-    lengths = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), LENGTHS)) if varlen else {}
+    lengths = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), lengths_of_three())) if varlen else {}
     public = interface3.flash_attn_varlen_func if varlen else interface3.flash_attn_func
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     expected, expected_lse = public(*leaves, **lengths, causal=True, window_size=(8, 0), return_attn_probs=True)
@@ -149,12 +157,15 @@ def test_the_third_spelling(varlen):
     expected_grads = torch.autograd.grad(expected, leaves, dout)
     given = torch.empty_like(expected)
     out, lse, *parts = interface3._flash_attn_forward(q, k, v, out_=given, **lengths, causal=True, window_size_left=8)
-    assert out is given and torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    assert out is given
+    math_.assert_same(out, expected, "out")
+    math_.assert_same(lse, expected_lse, "lse")
     assert [p.numel() for p in parts] == [0, 0]
     grads = [torch.empty_like(t) for t in (q, k, v)]
     interface3._flash_attn_backward(dout, q, k, v, out, lse, **lengths, dq=grads[0], dk=grads[1], dv=grads[2], is_causal=True,
                                     window_size_left=8)
-    assert all(torch.equal(a, b) for a, b in zip(grads, expected_grads))
+    for grad, expected in zip(grads, expected_grads):
+        math_.assert_same(grad, expected)
 
 
 def test_the_third_spelling_appends_to_a_cache():
@@ -165,10 +176,11 @@ def test_the_third_spelling_appends_to_a_cache():
     expected, expected_lse = interface3.flash_attn_with_kvcache(q, *caches[0], k, v, cache_seqlens=held, cache_batch_idx=entries,
                                                                 causal=True, return_softmax_lse=True)
     out, lse, _, _ = interface3._flash_attn_forward(q, *caches[1], k, v, seqused_k=held, kv_batch_idx=entries, causal=True)
-    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    math_.assert_same(out, expected, "out")
+    math_.assert_same(lse, expected_lse, "lse")
     assert all(torch.equal(a, b) for a, b in zip(*caches))
     with pytest.raises(flashattn.UnsupportedError, match="cu_seqlens_k"):
-        interface3._flash_attn_forward(q, *caches[1], k, v, seqused_k=held, cu_seqlens_k=CU_K)
+        interface3._flash_attn_forward(q, *caches[1], k, v, seqused_k=held, cu_seqlens_k=lengths_of_three()[1])
 
 
 def test_a_client_that_torch_compile_sees_through():

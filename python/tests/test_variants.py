@@ -38,8 +38,9 @@ def test_chunks_see_their_own_keys(pair, chunk, options):
     out, lse = interface3.flash_attn_func(q, k, v, attention_chunk=chunk, return_attn_probs=True, **options)
     math_.assert_close(out, truth, None, "out")
     assert torch.allclose(lse.double(), truth_lse, atol=1e-5)
-    numpy = interface3.flash_attn_func(*(t.numpy() for t in (q, k, v)), attention_chunk=chunk, **options)
-    assert np.array_equal(numpy, out)
+    if out.is_cpu:
+        numpy = interface3.flash_attn_func(*(t.numpy() for t in (q, k, v)), attention_chunk=chunk, **options)
+        assert np.array_equal(numpy, out)
     split = interface3.flash_attn_func(q, k, v, attention_chunk=chunk, num_splits=3, **options)
     math_.assert_close(split, truth, None, "split")
 
@@ -68,7 +69,7 @@ def test_chunks_of_sequences_of_several_lengths(used):
     for b in range(3):
         rows, keys = (slice(c[b], c[b] + n[b]) for c, n in ((cu_q, lengths_q), (cu_k, lengths_k)))
         alone = interface3.flash_attn_func(q[None, rows], k[None, keys], v[None, keys], causal=True, attention_chunk=6)
-        assert torch.equal(out[rows], alone[0])
+        math_.assert_same(out[rows], alone[0], f"sequence {b}")
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -206,8 +207,9 @@ def test_new_keys_of_each_sequence(library, kind, rotary, packed):
         arrays = [t.numpy() for t in arrays]
         given = {n: t.numpy() if isinstance(t, torch.Tensor) else t for n, t in given.items()}
     out = interface3.flash_attn_with_kvcache(*arrays, **given, **options)
-    assert np.array_equal(np.asarray(out).reshape(-1, 4, 24), torch.cat(expected).numpy())
-    assert all(torch.equal(a, b) for a, b in zip(together, written))
+    math_.assert_same(torch.as_tensor(out).reshape(-1, 4, 24), torch.cat(expected), "out")
+    for a, b in zip(together, written):
+        math_.assert_same(a, b, "cache")
 
 
 def test_new_keys_that_do_not_fit_are_refused_before_any_is_written():
