@@ -15,8 +15,9 @@ FA_AMX_INLINE bool is_left(fa_role role) { return role == FA_ROLE_Q || role == F
 FA_AMX_INLINE bool is_keys(fa_role role) { return role == FA_ROLE_K || role == FA_ROLE_V_T; }
 
 /* The fused backward works on S^T = K Q^T, so its operands are kept the other way round: Q and dO as keys after Q_RIGHT
- * and DO_RIGHT, V as dO would be as a left operand. K_RIGHT is never a right operand: K as a left one, then K^T as that
- * of dQ^T, an even number of tiles of columns, then room for 32 rows as values on their way there. */
+ * and DO_RIGHT, which are values by columns (layout_by_columns), V as dO would be as a left operand. K_RIGHT is never a
+ * right operand: K as a left one, then K^T as that of dQ^T, an even number of tiles of columns, then room for 32 rows
+ * as values on their way there. */
 FA_AMX_INLINE bool has_turned_form(fa_role role) { return role == FA_ROLE_Q_RIGHT || role == FA_ROLE_DO_RIGHT; }
 
 FA_AMX_INLINE size_t bytes_of(fa_role role, int rows, int cols, int pieces)
@@ -24,6 +25,8 @@ FA_AMX_INLINE size_t bytes_of(fa_role role, int rows, int cols, int pieces)
     int turned = has_turned_form(role) ? tiles_of(rows, 32) * 2 * tiles_of(cols, 32) : 0;
     int tiles  = is_left(role) || is_keys(role) ? tiles_of(rows, 16) * tiles_of(cols, 32)
                                                 : tiles_of(rows, 32) * tiles_of(cols, 16);
+    if (has_turned_form(role))
+        tiles = tiles_of(rows, 32) * tiles_of(cols, 32) * 2;
     if (role == FA_ROLE_K_RIGHT) { /* K and K^T: as many tiles */
         turned = tiles_of(rows, 32) * 4 * tiles_of(cols, 32);
         tiles  = tiles_of(cols, 16);
@@ -153,15 +156,43 @@ FA_AMX_INLINE void pack_values_in_place(char *out, const void *const row[32], in
     }
 }
 
-FA_AMX_INLINE int pack_along_rows(char *out, const fa_rows *src, int pieces, int *bad)
+/* Where tiles of values lie: bytes from 32 rows to the next, and from two tiles of columns to the next two. */
+typedef struct layout {
+    int64_t rows, columns;
+} layout;
+
+FA_AMX_INLINE layout layout_by_rows(int cols, int pieces)
+{
+    int64_t tile = (int64_t)pieces * FA_AMX_TILE;
+    return (layout){tiles_of(cols, 16) * tile, 2 * tile};
+}
+
+/* Two tiles of columns of all rows side by side, for whoever reads just these, again and again: they then spread over
+ * all sets of the first-level cache, where tiles 4 KB apart share half or a quarter of them. */
+FA_AMX_INLINE layout layout_by_columns(int rows, int pieces)
+{
+    int64_t tile = (int64_t)pieces * FA_AMX_TILE;
+    return (layout){2 * tile, tiles_of(rows, 32) * 2 * tile};
+}
+
+/* 32 rows of bfloat16 side by side; false: some value is not finite. */
+FA_AMX_INLINE bool pair_whole_rows(char *out, const fa_rows *src, int first, layout at)
+{
+    __m512i largest = _mm512_setzero_si512();
+    for (int col = 0; col + 32 <= src->cols; col += 32) {
+        fa_amx_prefetch_rows(src, first, 32, col);
+        largest = fa_amx_pair_rows(out + col / 32 * at.columns, src->row + first, col, largest);
+    }
+    return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7F80)) == 0;
+}
+
+FA_AMX_INLINE int pack_along_rows(char *packed, const fa_rows *src, int pieces, int *bad, layout at)
 {
     int num_bad = 0;
-    for (int first = 0; first < src->count; first += 32) {
+    for (int first = 0; first < src->count; first += 32, packed += at.rows) {
         if (src->stride == 1 && src->dtype == FLASH_ATTN_BF16 && src->cols % 32 == 0 &&
-            fa_amx_rows_exist(src, first, 32) && (fa_amx_pair_whole_rows(out, src, first) || !bad)) {
-            out += src->cols / 16 * FA_AMX_TILE;
+            fa_amx_rows_exist(src, first, 32) && (pair_whole_rows(packed, src, first, at) || !bad))
             continue;
-        }
         const void *row[32];
         for (int r = 0; r < 32; r++) {
             row[r] = first + r < src->count ? src->row[first + r] : NULL;
@@ -170,7 +201,8 @@ FA_AMX_INLINE int pack_along_rows(char *out, const fa_rows *src, int pieces, int
                 row[r]         = NULL;
             }
         }
-        for (int col = 0; col < src->cols; col += 16, out += pieces * FA_AMX_TILE) {
+        for (int col = 0; col < src->cols; col += 16) {
+            char *out = packed + col / 32 * at.columns + (int64_t)(col % 32 / 16 * pieces) * FA_AMX_TILE;
             if (src->stride == 1 && src->dtype == FLASH_ATTN_BF16) {
                 pack_values_in_place(out, row, col, src->cols);
                 continue;
@@ -219,7 +251,7 @@ FA_AMX_INLINE int pack_keys_backward(char *packed, const fa_rows *src, int *bad,
         int    *found = bad ? bad + num_bad : NULL;
         rows.row += 32 * strip;
         rows.count = fa_min_int(src->count - 32 * strip, 32);
-        int count  = pack_along_rows(values, &rows, pieces, found);
+        int count  = pack_along_rows(values, &rows, pieces, found, layout_by_rows(src->cols, pieces));
         for (int n = 0; n < count; n++)
             found[n] += 32 * strip;
         num_bad += count;
@@ -232,12 +264,13 @@ FA_AMX_INLINE int pack_any(fa_role role, void *packed, const fa_rows *src, int *
 {
     if (role == FA_ROLE_K_RIGHT)
         return pack_keys_backward(packed, src, bad, pieces);
-    if (has_turned_form(role))
-        pack_along_columns((char *)packed + (size_t)tiles_of(src->count, 32) * (size_t)tiles_of(src->cols, 16) *
-                                                (size_t)pieces * FA_AMX_TILE,
-                           src, pieces, true);
+    if (has_turned_form(role)) {
+        layout by_columns = layout_by_columns(src->count, pieces);
+        pack_along_columns((char *)packed + tiles_of(src->cols, 32) * by_columns.columns, src, pieces, true);
+        return pack_along_rows(packed, src, pieces, bad, by_columns);
+    }
     if (!is_left(role) && !is_keys(role))
-        return pack_along_rows(packed, src, pieces, bad);
+        return pack_along_rows(packed, src, pieces, bad, layout_by_rows(src->cols, pieces));
     pack_along_columns(packed, src, pieces, is_keys(role));
     return 0;
 }
@@ -356,11 +389,15 @@ FA_AMX_INLINE void accumulate_pieces(float *c, int ldc, const float *rescale, co
 FA_AMX_INLINE void accumulate_t_pieces(float *c, int ldc, const float *p, int ldp, const void *right, int rows,
                                        int keys, int cols, void *scratch, int pieces)
 {
-    int64_t steps = tiles_of(rows, 32), columns = tiles_of(cols, 16), step = (int64_t)pieces * FA_AMX_TILE;
-    matrix  out = {c, ldc, keys, (int)columns * 16};
-    operand a = {scratch, steps * step, step}, b = {right, step, columns * step};
+    int64_t steps = tiles_of(rows, 32), step = (int64_t)pieces * FA_AMX_TILE;
+    layout  at = layout_by_columns(rows, pieces);
+    operand a  = {scratch, steps * step, step};
     pack_p_transposed(scratch, p, ldp, rows, keys, pieces);
-    multiply(&out, &a, &b, (int)steps, pieces, true);
+    for (int col = 0; col < cols; col += 32) {
+        matrix  out = {c + col, ldc, keys, cols - col <= 16 ? 16 : 32};
+        operand b   = {(const char *)right + col / 32 * at.columns, step, at.rows};
+        multiply(&out, &a, &b, (int)steps, pieces, true);
+    }
 }
 
 FA_AMX_INLINE size_t p_bytes(int rows, int keys, int pieces)

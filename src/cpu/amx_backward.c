@@ -69,8 +69,8 @@ FA_AMX_INLINE walk walk_make(const fa_backward_block *b, int pieces)
     w.k_left       = b->k;
     w.k_t_left     = w.k_left + w.strips * 2 * w.depth * number;
     w.v_left       = b->v;
-    w.q_keys       = (const char *)b->q_right + w.groups * w.columns * number;
-    w.dout_keys    = (const char *)b->dout_right + w.groups * w.columns_v * number;
+    w.q_keys       = (const char *)b->q_right + w.groups * 2 * w.depth * number;
+    w.dout_keys    = (const char *)b->dout_right + w.groups * 2 * w.depth_v * number;
     return w;
 }
 
@@ -267,11 +267,11 @@ FA_AMX_INLINE void strip_sums(const walk *w, int first, const fa_range groups[ST
             fa_range    range = groups[n];
             const void *left  = keys ? ds_t_at(w, 2 * n, range.begin, pieces) : p_t_at(w, 2 * n, range.begin, pieces);
             block       x     = {left,
-                                 right + ((int64_t)range.begin * columns + col) * step,
+                                 right + ((int64_t)col * w->groups + 2 * range.begin) * step,
                                  w->groups * step,
                                  step,
                                  step,
-                                 columns * step,
+                                 2 * step,
                                  {sums + fa_tiled_at(columns * 16, (first + n) * CELL, col * 16),
                                   fa_tiled_at(columns * 16, 16, 0), FA_AMX_TILE_FLOATS},
                                  true};

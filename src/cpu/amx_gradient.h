@@ -96,6 +96,17 @@ FA_AMX_INLINE void gradient_vector(const gradient *g, int tile, int row, bool sp
         *ds = _mm512_maskz_mul_ps(some, *ds, _mm512_load_ps(g->slope + at));
 }
 
+/* fa_amx_pair by one shuffle that replaces lower halves, where that takes a shift and a blend: with one piece fewer
+ * operations are faster, with two or three, which wait for port 5 too, slower. */
+FA_AMX_INLINE __m512i gradient_pair(__m512 a, __m512 b, int pieces)
+{
+    const __m512i   upper_down = _mm512_set4_epi32(0x0F0E0F0E, 0x0B0A0B0A, 0x07060706, 0x03020302);
+    const __mmask64 lower      = 0x3333333333333333;
+    if (pieces > 1)
+        return fa_amx_pair(a, b);
+    return _mm512_mask_shuffle_epi8(_mm512_castps_si512(b), lower, _mm512_castps_si512(a), upper_down);
+}
+
 /* Keys `row` and `row` + 16 of a cell. */
 FA_AMX_INLINE void gradient_row(const gradient *g, int row, bool special, int pieces)
 {
@@ -104,12 +115,12 @@ FA_AMX_INLINE void gradient_row(const gradient *g, int row, bool special, int pi
     _Pragma("GCC unroll 3") for (int n = 0; n < pieces; n++)
     {
         const int at = n * FA_AMX_TILE_HALVES + 32 * row;
-        _mm512_store_si512(g->p_t[0] + at, fa_amx_pair(p[0], p[1]));
-        _mm512_store_si512(g->p_t[1] + at, fa_amx_pair(p[2], p[3]));
-        _mm512_store_si512(g->ds_t[0] + at, fa_amx_pair(ds[0], ds[1]));
-        _mm512_store_si512(g->ds_t[1] + at, fa_amx_pair(ds[2], ds[3]));
-        _mm512_store_si512(g->ds[0] + at, fa_amx_pair(ds[0], ds[2]));
-        _mm512_store_si512(g->ds[1] + at, fa_amx_pair(ds[1], ds[3]));
+        _mm512_store_si512(g->p_t[0] + at, gradient_pair(p[0], p[1], pieces));
+        _mm512_store_si512(g->p_t[1] + at, gradient_pair(p[2], p[3], pieces));
+        _mm512_store_si512(g->ds_t[0] + at, gradient_pair(ds[0], ds[1], pieces));
+        _mm512_store_si512(g->ds_t[1] + at, gradient_pair(ds[2], ds[3], pieces));
+        _mm512_store_si512(g->ds[0] + at, gradient_pair(ds[0], ds[2], pieces));
+        _mm512_store_si512(g->ds[1] + at, gradient_pair(ds[1], ds[3], pieces));
         if (n + 1 == pieces)
             break;
         _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++)
