@@ -169,6 +169,10 @@ const test_case test_cases[] = {
     {"decode", "splits, used", .batch = 4, .seqlen_q = 1, .seqlen_k = 400, .heads_q = 4, .heads_k = 2, .num_splits = 4, .seqused_k = LENGTHS_HOLES, .forward_only = true},
     {"decode", "16 queries",   .seqlen_q = 16, .seqlen_k = 700, .heads_q = 4, .heads_k = 2, .mask = C, .forward_only = true},
     {"decode", "bias, softcap", .batch = 2, .seqlen_q = 1, .seqlen_k = 700, .heads_q = 4, .heads_k = 2, .bias = BIAS, .softcap = 15, .forward_only = true},
+    {"decode", "rows of 128",  .seqlen_q = 1, .seqlen_k = 1111, .heads_q = 8, .heads_k = 2, .head_dim = 128, .forward_only = true},
+    {"decode", "heads first",  .layout = LAYOUT_HEADS_FIRST, .seqlen_q = 1, .seqlen_k = 5000, .heads_q = 6, .heads_k = 2, .head_dim = 64, .forward_only = true},
+    {"decode", "16 rows, d 96 and 160", .seqlen_q = 2, .seqlen_k = 300, .heads_q = 16, .heads_k = 2, .head_dim = 96, .head_dim_v = 160, .forward_only = true},
+    {"decode", "pages of 24",  .batch = 3, .seqlen_q = 1, .seqlen_k = 300, .heads_q = 10, .heads_k = 2, .head_dim = 64, .page_size = 24, .seqused_k = LENGTHS_MIXED, .forward_only = true},
 
     {"layout", "heads first",  .layout = LAYOUT_HEADS_FIRST, .batch = 2, .heads_q = 4, .heads_k = 2, .seqlen_q = 50, .seqlen_k = 70},
     {"layout", "packed",       .layout = LAYOUT_PACKED, .batch = 2, .heads_q = 4, .heads_k = 2, .seqlen_q = 66, .seqlen_k = 66, .mask = C},

@@ -543,7 +543,7 @@ static void fill_tables(void)
         t->name           = "amx";
         t->isa            = FLASH_ATTN_ISA_AMX;
         t->key_step       = 32;
-        t->few_rows       = 0;
+        t->few_rows       = 0; /* but for one piece, below */
         t->scores_few     = NULL;
         t->accumulate_few = NULL;
         t->untile         = fa_amx_untile;
@@ -553,6 +553,10 @@ static void fill_tables(void)
     FILL_PIECES(1)
     FILL_PIECES(2)
     FILL_PIECES(3)
+    tables[1].few_rows       = 16;
+    tables[1].few_cols       = 32;
+    tables[1].scores_few     = fa_amx_scores_few;
+    tables[1].accumulate_few = fa_amx_accumulate_few;
 }
 
 const fa_kernels *fa_kernels_amx(const fa_kernels *base, flash_attn_dtype dtype)

@@ -130,6 +130,11 @@ FA_AMX_INLINE void fa_amx_transpose(__m512i r[16])
 
 /* ---- fused entries ---- */
 
+/* amx_few.c: bfloat16, head dims that are multiples of 32. */
+void fa_amx_scores_few(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_rows *soon);
+void fa_amx_accumulate_few(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
+                           const fa_rows *soon);
+
 /* amx_forward.c: operands of so many pieces. */
 bool   fa_amx_forward_block(const fa_forward_block *block, int pieces);
 size_t fa_amx_forward_scratch(int rows, int keys, int head_dim, int head_dim_v);

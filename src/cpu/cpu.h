@@ -163,12 +163,12 @@ typedef struct fa_kernels {
 
     /* Few rows against long keys: read K and V where they lie, once, without packing. rows at most few_rows; role Q's
      * packed form; same meaning as scores and accumulate. Only where every row sees every key, stride is 1, cols is a
-     * multiple of 16 and the type is not F8E4M3. 0 and NULL: not there. */
-    int few_rows;
-    /* soon: rows of V that accumulate_few will read next, for prefetch. */
+     * multiple of few_cols and the type is not F8E4M3. 0 and NULL: not there. */
+    int few_rows, few_cols;
+    /* soon: rows of V, or of K, that the next call will read, for prefetch. Perhaps none. */
     void (*scores_few)(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_rows *soon);
-    void (*accumulate_few)(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v,
-                           int rows);
+    void (*accumulate_few)(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
+                           const fa_rows *soon);
 
     /* Fused; NULL: composed from the entries above. The forward may return false: not for this shape or these options,
      * and nothing was done. */

@@ -94,7 +94,7 @@ static void forward_step(const step *t, const scratch *s)
     if (call->dropout.threshold)
         fa_apply_dropout(k, call, t->tile, s->s, NULL, t->lds);
     if (t->in_place) {
-        k->accumulate_few(t->o, t->ldo, s->rescale, s->s, t->lds, &s->v_rows, rows);
+        k->accumulate_few(t->o, t->ldo, s->rescale, s->s, t->lds, &s->v_rows, rows, &s->next_rows);
         return;
     }
     k->accumulate(t->o, t->ldo, s->rescale, s->s, t->lds, s->keys.v, rows, keys, (int)call->head_dim_v, s->fused);
@@ -109,6 +109,7 @@ typedef struct block {
     const shape *shape;
     fa_tile      at; /* whose block: b, head_k, seq */
     int          tiles;
+    int          keys_end; /* of the task */
     float        scale;
     double       to_natural; /* what takes m from base 2 */
 } block;
@@ -183,6 +184,18 @@ static void need_packed(const block *b, const fa_tile *tile)
     kernels->pack(FA_ROLE_K, s->keys.k, &s->k_rows, NULL);
 }
 
+/* Rows of a tile that is read in place, and where the next one's keys are. */
+static void need_rows(const block *b, const fa_tile *tile)
+{
+    const fa_call *call = b->run->plan.call;
+    scratch       *s    = b->s;
+    fa_tile        next = *tile;
+    next.keys           = (fa_range){tile->keys.end, fa_min_int(tile->keys.end + b->shape->tile.k, b->keys_end)};
+    s->k_rows           = fa_key_rows(call, &call->k, tile, s->row_k);
+    s->v_rows           = fa_key_rows(call, &call->v, tile, s->row_v);
+    s->next_rows        = fa_key_rows(call, &call->k, &next, s->row_next);
+}
+
 /* One tile of keys for all tiles of the block. Packed when the first needs it. */
 static void walk_key_tile(const block *b, fa_range keys)
 {
@@ -199,8 +212,7 @@ static void walk_key_tile(const block *b, fa_range keys)
             continue;
         bool in_place = b->shape->few && visible == FA_VISIBLE_ALL;
         if (in_place && !have_rows) {
-            s->k_rows = fa_key_rows(call, &call->k, tile, s->row_k);
-            s->v_rows = fa_key_rows(call, &call->v, tile, s->row_v);
+            need_rows(b, tile);
             have_rows = true;
         }
         if (!in_place && !packed) {
@@ -311,14 +323,18 @@ static fa_range part_keys(const block *b, int part)
     return (fa_range){(int)begin, end < FA_MAX_SEQLEN ? (int)end : FA_MAX_SEQLEN};
 }
 
-/* One part of a sequence of one tile. Whoever finishes the last part folds them all, in order. */
-static void run_part(run *r, block *b, int part)
+/* Parts of a sequence of one tile. Whoever finishes the last part folds them all, in order. */
+static void run_parts(run *r, block *b, fa_range parts)
 {
-    fa_partial own = tile_result(b, 0, false), sum = tile_result(b, 0, true), shared = part_at(r, b, part);
-    walk_keys(b, part_keys(b, part));
-    fa_partial_copy(&shared, &own);
-    int64_t head = b->at.b * r->plan.call->heads_k + b->at.head_k;
-    if (atomic_fetch_add(&r->parts_done[head], 1) + 1 < b->shape->splits)
+    fa_partial own = tile_result(b, 0, false), sum = tile_result(b, 0, true);
+    for (int part = parts.begin; part < parts.end; part++) {
+        fa_partial shared = part_at(r, b, part);
+        walk_keys(b, part_keys(b, part));
+        fa_partial_copy(&shared, &own);
+    }
+    int64_t head  = b->at.b * r->plan.call->heads_k + b->at.head_k;
+    int     count = parts.end - parts.begin;
+    if (atomic_fetch_add(&r->parts_done[head], count) + count < b->shape->splits)
         return;
     fa_partial_clear(&sum);
     for (int n = 0; n < b->shape->splits; n++) {
@@ -362,8 +378,12 @@ static void run_task(run *r, scratch *s, int64_t b, int64_t task)
     begin_block(&one, tiles.begin);
     if (slot == 0)
         store_unused_rows(&one);
+    int      step  = shape.parts_are_tasks ? shape.task_parts : shape.splits;
+    int      begin = shape.parts_are_tasks ? (int)slot * step : 0;
+    fa_range parts = {begin, fa_min_int(begin + step, shape.splits)};
+    one.keys_end   = fa_min_int(part_keys(&one, parts.end - 1).end, seq.seqlen_k);
     if (shape.parts_are_tasks)
-        run_part(r, &one, (int)slot);
+        run_parts(r, &one, parts);
     else
         run_block(&one);
 }

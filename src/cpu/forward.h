@@ -14,6 +14,7 @@ typedef struct shape {
     int64_t           blocks;
     int               splits, split_keys;
     bool              parts_are_tasks; /* else a task does all parts of its block */
+    int               task_parts;      /* parts of a task */
     bool              shared;          /* its packed keys are made once for all blocks */
 } shape;
 
@@ -45,8 +46,9 @@ typedef struct scratch {
     packed_keys  own;  /* for blocks that pack for themselves */
     packed_keys  keys; /* the key tile at hand: own, or one that all share */
     float       *s, *rescale, *temp;
-    const void **row_q, **row_k, **row_v;
+    const void **row_q, **row_k, **row_v, **row_next;
     fa_rows      k_rows, v_rows; /* of the key tile at hand, where they are needed */
+    fa_rows      next_rows;      /* of K in the tile after it, where K and V are read in place; else none */
     int32_t     *slices;
     void        *fused;
     float       *sum_o, *sum_m, *sum_l; /* as o, m, l: over the parts of a split sequence */

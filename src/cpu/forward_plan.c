@@ -10,13 +10,29 @@
 
 #define MAX_PARTS_BYTES (32 << 20)
 #define MAX_SHARED_BYTES (64 << 20)
+#define MOST_TASK_PARTS 8
+#define LEAST_THREAD_TASKS 8 /* so that threads end together */
 
 /* ---- one sequence ---- */
 
-/* The direct path reads whole vectors in place. */
-static bool readable_in_place(const flash_attn_tensor *t)
+/* The direct path reads whole vectors, or rows of tiles, in place. */
+static bool readable_in_place(const fa_kernels *kernels, const flash_attn_tensor *t)
 {
-    return t->stride[3] == 1 && t->shape[3] % 16 == 0 && t->dtype != FLASH_ATTN_F8E4M3;
+    return t->stride[3] == 1 && t->shape[3] % kernels->few_cols == 0 && t->dtype != FLASH_ATTN_F8E4M3;
+}
+
+/* The table that reads K and V where they lie, for `rows` rows; NULL: none does. */
+static const fa_kernels *few_kernels(const plan *p, int64_t rows)
+{
+    const fa_call    *call   = p->call;
+    const fa_kernels *two[2] = {fa_forward_table(p->cpu, call), p->cpu->vector};
+    for (int n = 0; n < 2; n++) {
+        const fa_kernels *one = two[n];
+        if (one->scores_few && rows <= one->few_rows && readable_in_place(one, &call->k) &&
+            readable_in_place(one, &call->v))
+            return one;
+    }
+    return NULL;
 }
 
 /* Blocks that share packed keys: the first quarter of the tiles, whose tasks come last, in blocks a quarter as long, so
@@ -38,27 +54,41 @@ fa_range fa_forward_block_tiles(const plan *p, const shape *s, int64_t block)
     return (fa_range){(int)first, (int)(end < most ? end : most)};
 }
 
+/* Where a head's keys follow one another, so do a task's parts: K of the next is asked for during V of the last. Where
+ * heads lie side by side, tasks of the same keys follow one another instead. */
+static int parts_of_task(const plan *p, int splits)
+{
+    const fa_call *call  = p->call;
+    int64_t        tasks = call->batch * call->heads_k * splits, most = tasks / (LEAST_THREAD_TASKS * p->threads);
+    bool           apart = call->heads_k == 1 || call->k.stride[1] < call->k.stride[2];
+    return !apart || most < 1 ? 1 : most < MOST_TASK_PARTS ? (int)most : MOST_TASK_PARTS;
+}
+
 shape fa_forward_shape(const plan *p, int seqlen_q, int seqlen_k)
 {
-    const fa_call    *call   = p->call;
-    const fa_kernels *vector = p->cpu->vector;
-    int64_t           rows   = call->group * seqlen_q;
-    shape             s      = {0};
-    s.few                    = rows <= vector->few_rows && readable_in_place(&call->k) && readable_in_place(&call->v);
-    s.kernels                = s.few ? vector : fa_forward_kernels(p->cpu, call, rows, seqlen_k);
-    s.tile                   = fa_tiles(p->cpu, s.kernels, call);
-    s.heads_per_tile  = seqlen_q < s.tile.q ? fa_min_int((int)call->group, s.tile.q / fa_max_int(seqlen_q, 1)) : 1;
-    s.head_tiles      = ((int)call->group + s.heads_per_tile - 1) / s.heads_per_tile;
-    s.tiles           = fa_max_int(1, (seqlen_q + s.tile.q - 1) / s.tile.q) * s.head_tiles;
-    s.shared          = p->shared_tiles > 0 && !s.few && s.tiles > p->tiles_per_block;
-    s.split_keys      = fa_split_keys(call->num_splits, fa_least_split_keys(p->cpu), rows, s.tile, seqlen_k);
-    s.splits          = fa_max_int(1, (seqlen_k + s.split_keys - 1) / s.split_keys);
-    s.parts_are_tasks = p->parallel_splits && s.tiles == 1 && s.splits > 1;
+    const fa_call    *call = p->call;
+    int64_t           rows = call->group * seqlen_q;
+    shape             s    = {0};
+    const fa_kernels *few  = few_kernels(p, rows);
+    s.few                  = few != NULL;
+    s.kernels              = few ? few : fa_forward_kernels(p->cpu, call, rows, seqlen_k);
+    s.tile                 = fa_tiles(p->cpu, s.kernels, call);
+    s.heads_per_tile       = seqlen_q < s.tile.q ? fa_min_int((int)call->group, s.tile.q / fa_max_int(seqlen_q, 1)) : 1;
+    s.head_tiles           = ((int)call->group + s.heads_per_tile - 1) / s.heads_per_tile;
+    s.tiles                = fa_max_int(1, (seqlen_q + s.tile.q - 1) / s.tile.q) * s.head_tiles;
+    s.shared               = p->shared_tiles > 0 && !s.few && s.tiles > p->tiles_per_block;
+    s.split_keys           = fa_split_keys(call->num_splits, fa_least_split_keys(p->cpu), rows, s.tile, seqlen_k);
+    s.splits               = fa_max_int(1, (seqlen_k + s.split_keys - 1) / s.split_keys);
+    s.parts_are_tasks      = p->parallel_splits && s.tiles == 1 && s.splits > 1;
+    s.task_parts           = parts_of_task(p, s.splits);
     cut_blocks(p, &s);
     return s;
 }
 
-int64_t fa_forward_tasks_per_head(const shape *s) { return s->parts_are_tasks ? s->splits : s->blocks; }
+int64_t fa_forward_tasks_per_head(const shape *s)
+{
+    return s->parts_are_tasks ? (s->splits + s->task_parts - 1) / s->task_parts : s->blocks;
+}
 
 /* ---- the call ---- */
 
@@ -187,24 +217,25 @@ int64_t fa_forward_count_tasks(run *r)
 scratch fa_forward_carve_scratch(fa_arena *arena, const plan *p)
 {
     int64_t tiles = p->tiles_per_block, rows = fa_row_array(p->tile_q), sums = p->max_splits > 1 ? tiles : 0;
-    scratch s = {0};
-    s.tiles   = fa_carve(arena, (size_t)tiles * sizeof(fa_tile));
-    s.q       = fa_carve(arena, (size_t)tiles * p->q_bytes);
-    s.o       = fa_carve_floats(arena, tiles * p->tile_q * p->ldo);
-    s.m       = fa_carve_floats(arena, tiles * rows);
-    s.l       = fa_carve_floats(arena, tiles * rows);
-    s.own     = carve_keys(arena, p->k_bytes, p->v_bytes, p->tile_k);
-    s.s       = fa_carve_floats(arena, (int64_t)p->tile_q * fa_score_ld(p->tile_k));
-    s.rescale = fa_carve_floats(arena, rows);
-    s.temp    = fa_carve_floats(arena, p->ldo);
-    s.row_q   = fa_carve(arena, (size_t)p->tile_q * sizeof(void *));
-    s.row_k   = fa_carve(arena, (size_t)p->tile_k * sizeof(void *));
-    s.row_v   = fa_carve(arena, (size_t)p->tile_k * sizeof(void *));
-    s.slices  = fa_carve(arena, (size_t)p->call->slices.count * sizeof(int32_t));
-    s.fused   = fa_carve(arena, p->fused_bytes);
-    s.sum_o   = fa_carve_floats(arena, sums * p->tile_q * p->ldo);
-    s.sum_m   = fa_carve_floats(arena, sums * rows);
-    s.sum_l   = fa_carve_floats(arena, sums * rows);
+    scratch s  = {0};
+    s.tiles    = fa_carve(arena, (size_t)tiles * sizeof(fa_tile));
+    s.q        = fa_carve(arena, (size_t)tiles * p->q_bytes);
+    s.o        = fa_carve_floats(arena, tiles * p->tile_q * p->ldo);
+    s.m        = fa_carve_floats(arena, tiles * rows);
+    s.l        = fa_carve_floats(arena, tiles * rows);
+    s.own      = carve_keys(arena, p->k_bytes, p->v_bytes, p->tile_k);
+    s.s        = fa_carve_floats(arena, (int64_t)p->tile_q * fa_score_ld(p->tile_k));
+    s.rescale  = fa_carve_floats(arena, rows);
+    s.temp     = fa_carve_floats(arena, p->ldo);
+    s.row_q    = fa_carve(arena, (size_t)p->tile_q * sizeof(void *));
+    s.row_next = fa_carve(arena, (size_t)p->tile_k * sizeof(void *));
+    s.row_k    = fa_carve(arena, (size_t)p->tile_k * sizeof(void *));
+    s.row_v    = fa_carve(arena, (size_t)p->tile_k * sizeof(void *));
+    s.slices   = fa_carve(arena, (size_t)p->call->slices.count * sizeof(int32_t));
+    s.fused    = fa_carve(arena, p->fused_bytes);
+    s.sum_o    = fa_carve_floats(arena, sums * p->tile_q * p->ldo);
+    s.sum_m    = fa_carve_floats(arena, sums * rows);
+    s.sum_l    = fa_carve_floats(arena, sums * rows);
     return s;
 }
 

@@ -66,9 +66,17 @@ fa_rows fa_query_rows(const fa_call *call, const flash_attn_tensor *t, const fa_
 
 fa_rows fa_key_rows(const fa_call *call, const flash_attn_tensor *t, const fa_tile *tile, const void **row)
 {
-    int n = 0;
-    for (int j = tile->keys.begin; j < tile->keys.end; j++)
-        row[n++] = fa_kv_at(call, t, &tile->seq, tile->b, j, tile->head_k);
+    int64_t step = t->stride[1] * (int64_t)fa_dtype_bytes(t->dtype);
+    int     n = 0, j = tile->keys.begin;
+    while (j < tile->keys.end) { /* keys of one page, or all, at equal distances */
+        const char *at    = fa_kv_at(call, t, &tile->seq, tile->b, j, tile->head_k);
+        int64_t     left  = call->pages.table ? call->page_size - j % call->page_size : FA_MAX_TILE;
+        int         count = (int)(left < tile->keys.end - j ? left : tile->keys.end - j);
+        for (int i = 0; i < count; i++)
+            row[n + i] = at + i * step;
+        n += count;
+        j += count;
+    }
     return (fa_rows){row, n, (int)t->shape[3], t->stride[3], t->dtype};
 }
 

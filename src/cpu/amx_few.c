@@ -1,0 +1,313 @@
+/*
+ * Few queries against long keys of bfloat16, on tile registers: K and V are read where they lie and nothing is packed,
+ * so that the loop has little to do but wait for memory.
+ *
+ *     S^T[16 keys][16 rows] = K[16 keys][32 columns] Q^T        K is a left operand as it lies; Q^T is made once a tile
+ *     O[4 rows x 4][16]    += P[4 rows x 4][16 keys x 2] V      V as it lies is a right operand of pairs of columns
+ *
+ * A right operand holds pairs that are contracted together, and those of V as it lies are columns 2c and 2c + 1 of one
+ * key. So each row of P comes as two: (p, 0) for each key gives the even columns, (0, p) the odd ones. P is cut into
+ * two bfloat16 pieces besides; four rows then fill a tile. What a 0 of P meets must be finite: where it was not, the
+ * sums are not either, and the AVX-512 kernel does the tile again.
+ */
+#include "cpu/amx.h"
+
+enum { FEW_GROUP = 4, FEW_MOST_DEPTH_TILES = 18, BLOCK = 16, STREAMS = 4 }; /* 18: head_dim 576 */
+
+/* 16 rows as a tile load wants them: equal distances. */
+typedef struct few_block {
+    const char *at;
+    int64_t     stride; /* bytes */
+} few_block;
+
+/* Rows `first` to first + 15, where they lie or in `copy`; zeros beyond the end. */
+static few_block block_of(const fa_rows *rows, int first, char *copy, int64_t copy_stride)
+{
+    const char *const *row   = (const char *const *)rows->row + first;
+    int                count = rows->count - first;
+    if (count >= BLOCK) {
+        int64_t stride = row[1] - row[0];
+        __m512i at = _mm512_set1_epi64((int64_t)(intptr_t)row[0]), step = _mm512_set1_epi64(stride);
+        __m512i low  = _mm512_add_epi64(at, _mm512_mullo_epi64(step, _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7)));
+        __m512i high = _mm512_add_epi64(low, _mm512_slli_epi64(step, 3));
+        if ((_mm512_cmpneq_epi64_mask(low, _mm512_loadu_si512(row)) |
+             _mm512_cmpneq_epi64_mask(high, _mm512_loadu_si512(row + 8))) == 0)
+            return (few_block){row[0], stride};
+    }
+    for (int n = 0; n < BLOCK; n++) {
+        if (n < count)
+            memcpy(copy + n * copy_stride, row[n], (size_t)rows->cols * 2);
+        else
+            memset(copy + n * copy_stride, 0, (size_t)rows->cols * 2);
+    }
+    return (few_block){copy, copy_stride};
+}
+
+static int stream_keys(const fa_rows *rows) { return rows->count / (STREAMS * BLOCK) * BLOCK; }
+
+/* A tile's keys are read as STREAMS parts side by side, a block of each in turn: the first key of block n. */
+FA_AMX_INLINE int block_key(int n, int part)
+{
+    int whole = part / BLOCK * STREAMS;
+    return n < whole ? n % STREAMS * part + n / STREAMS * BLOCK : n * BLOCK;
+}
+
+/* What is asked for while block n is at work: four rows of each part, from `first` on, of the blocks that come when
+ * each part has had its turn. `part` 0: none. */
+typedef struct few_ahead {
+    const fa_rows *rows;
+    int            first, part;
+} few_ahead;
+
+FA_AMX_INLINE few_ahead ahead_of(const fa_rows *rows, const fa_rows *soon, int n)
+{
+    int part = stream_keys(rows), first = (n / STREAMS + 1) * BLOCK, row = n % STREAMS * (BLOCK / STREAMS);
+    if (first < part)
+        return (few_ahead){rows, first + row, part};
+    return (few_ahead){soon, row, first == part ? stream_keys(soon) : 0};
+}
+
+FA_AMX_INLINE void ask_for(const few_ahead *ahead, int row)
+{
+    int bytes = ahead->rows->cols * 2;
+    for (int j = 0; j < STREAMS && ahead->part; j++) {
+        const char *at = ahead->rows->row[j * ahead->part + ahead->first + row];
+        for (int byte = 0; byte < bytes; byte += 64)
+            __builtin_prefetch(at + byte);
+    }
+}
+
+static const fa_rows no_rows = {0};
+
+/* ---- S = Q K^T ---- */
+
+/* out[row][key] of in[key][row], 16 keys. */
+FA_AMX_INLINE void store_turned(float *s, int lds, const float *in, int rows)
+{
+    if (rows <= 4) {
+        __m512 part[4], low[2], high[2];
+        for (int n = 0; n < 4; n++) { /* keys n, 4 + n, 8 + n, 12 + n */
+            part[n] = _mm512_castps128_ps512(_mm_load_ps(in + 16 * n));
+            part[n] = _mm512_mask_broadcast_f32x4(part[n], 0x00F0, _mm_load_ps(in + 16 * (4 + n)));
+            part[n] = _mm512_mask_broadcast_f32x4(part[n], 0x0F00, _mm_load_ps(in + 16 * (8 + n)));
+            part[n] = _mm512_mask_broadcast_f32x4(part[n], 0xF000, _mm_load_ps(in + 16 * (12 + n)));
+        }
+        for (int n = 0; n < 2; n++) {
+            low[n]  = _mm512_unpacklo_ps(part[2 * n], part[2 * n + 1]);
+            high[n] = _mm512_unpackhi_ps(part[2 * n], part[2 * n + 1]);
+        }
+        _mm512_storeu_ps(s, _mm512_shuffle_ps(low[0], low[1], 0x44));
+        if (rows > 1)
+            _mm512_storeu_ps(s + lds, _mm512_shuffle_ps(low[0], low[1], 0xEE));
+        if (rows > 2)
+            _mm512_storeu_ps(s + 2 * (int64_t)lds, _mm512_shuffle_ps(high[0], high[1], 0x44));
+        if (rows > 3)
+            _mm512_storeu_ps(s + 3 * (int64_t)lds, _mm512_shuffle_ps(high[0], high[1], 0xEE));
+        return;
+    }
+    __m512i r[16];
+    for (int n = 0; n < 16; n++)
+        r[n] = _mm512_load_si512(in + 16 * n);
+    fa_amx_transpose(r);
+    for (int n = 0; n < rows; n++)
+        _mm512_storeu_si512(s + (int64_t)n * lds, r[n]);
+}
+
+/* Two blocks of keys at once, whose sums do not wait for each other. */
+FA_AMX_INLINE void score_blocks(float out[2][FA_AMX_TILE_FLOATS], const few_block k[2], const few_ahead ahead[2],
+                                const char *q, const int tiles)
+{
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    for (int c = 0; c < tiles; c++) {
+        TILE_LOAD(4, q + FA_AMX_TILE * c, 64);
+        TILE_LOAD(2, k[0].at + 64 * c, k[0].stride);
+        TILE_DOT(0, 2, 4);
+        if (c < 4)
+            ask_for(&ahead[0], c);
+        TILE_LOAD(3, k[1].at + 64 * c, k[1].stride);
+        TILE_DOT(1, 3, 4);
+        if (c < 4)
+            ask_for(&ahead[1], c);
+    }
+    TILE_STORE(0, out[0], 64);
+    TILE_STORE(1, out[1], 64);
+}
+
+/* The same for head_dim 128, Q^T in registers 4 to 7. */
+FA_AMX_INLINE void score_blocks_128(float out[2][FA_AMX_TILE_FLOATS], const few_block k[2], const few_ahead ahead[2])
+{
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+#define STEP(c, t)                                                                                                     \
+    ask_for(&ahead[0], c);                                                                                             \
+    TILE_LOAD(2, k[0].at + 64 * c, k[0].stride);                                                                       \
+    TILE_DOT(0, 2, t);                                                                                                 \
+    ask_for(&ahead[1], c);                                                                                             \
+    TILE_LOAD(3, k[1].at + 64 * c, k[1].stride);                                                                       \
+    TILE_DOT(1, 3, t);
+    STEP(0, 4)
+    STEP(1, 5)
+    STEP(2, 6)
+    STEP(3, 7)
+#undef STEP
+    TILE_STORE(0, out[0], 64);
+    TILE_STORE(1, out[1], 64);
+}
+
+/* q: role Q's packed form, tiles of 16 rows by 32 columns; as a right operand each is turned by pairs. */
+static void turn_q(char *out, const char *q, int tiles)
+{
+    for (int c = 0; c < tiles; c++) {
+        __m512i r[16];
+        for (int n = 0; n < 16; n++)
+            r[n] = _mm512_load_si512(q + FA_AMX_TILE * c + 64 * n);
+        fa_amx_transpose(r);
+        for (int n = 0; n < 16; n++)
+            _mm512_store_si512(out + FA_AMX_TILE * c + 64 * n, r[n]);
+    }
+}
+
+void fa_amx_scores_few(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_rows *soon)
+{
+    _Alignas(64) char  turned[FEW_MOST_DEPTH_TILES * FA_AMX_TILE], copy[2][BLOCK * FEW_MOST_DEPTH_TILES * 64];
+    _Alignas(64) float out[2][FA_AMX_TILE_FLOATS];
+    int                tiles = k->cols / 32;
+    turn_q(turned, q, tiles);
+    if (tiles == 4) {
+        TILE_LOAD(4, turned, 64);
+        TILE_LOAD(5, turned + FA_AMX_TILE, 64);
+        TILE_LOAD(6, turned + 2 * FA_AMX_TILE, 64);
+        TILE_LOAD(7, turned + 3 * FA_AMX_TILE, 64);
+    }
+    int blocks = (k->count + BLOCK - 1) / BLOCK, part = stream_keys(k);
+    for (int n = 0; n < blocks; n += 2) {
+        bool      two = n + 1 < blocks;
+        int       at = block_key(n, part), other = two ? block_key(n + 1, part) : at;
+        few_block b[2]     = {block_of(k, at, copy[0], 64 * tiles), block_of(k, other, copy[1], 64 * tiles)};
+        few_ahead ahead[2] = {ahead_of(k, soon, n), ahead_of(k, soon, n + 1)};
+        if (tiles == 4)
+            score_blocks_128(out, b, ahead);
+        else
+            score_blocks(out, b, ahead, turned, tiles);
+        store_turned(s + at, lds, out[0], rows);
+        store_turned(s + other, lds, out[1], rows);
+    }
+}
+
+/* ---- O += P V ---- */
+
+/* Rows (hi, even), (hi, odd), (lo, even), (lo, odd) of the left operand, for 16 keys of up to four rows of P. */
+FA_AMX_INLINE void cut_p(char *out, const float *p, int ldp, int rows, int keys)
+{
+    __mmask16 there = keys >= 16 ? 0xFFFF : (__mmask16)((1u << keys) - 1);
+    for (int r = 0; r < FEW_GROUP; r++) {
+        __m512  x    = r < rows ? _mm512_maskz_loadu_ps(there, p + (int64_t)r * ldp) : _mm512_setzero_ps();
+        __m512  high = fa_amx_cut(x), low = fa_amx_cut(_mm512_sub_ps(x, high));
+        __m512i h = _mm512_castps_si512(high), l = _mm512_castps_si512(low);
+        _mm512_store_si512(out + 256 * r, _mm512_srli_epi32(h, 16));
+        _mm512_store_si512(out + 256 * r + 64, h);
+        _mm512_store_si512(out + 256 * r + 128, _mm512_srli_epi32(l, 16));
+        _mm512_store_si512(out + 256 * r + 192, l);
+    }
+}
+
+/* out[c]: sums of columns [col + 32 c, + 32), up to four of them, over all keys. */
+FA_AMX_INLINE void value_tiles(float out[4][FA_AMX_TILE_FLOATS], const float *p, int ldp, int rows, const fa_rows *v,
+                               int col, const int tiles, char *copy, const fa_rows *soon)
+{
+    _Alignas(64) char cut[2][FA_AMX_TILE];
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+    int blocks = (v->count + BLOCK - 1) / BLOCK, part = stream_keys(v);
+    for (int n = 0; n < blocks; n++) {
+        int         key   = block_key(n, part);
+        few_block   b     = block_of(v, key, copy, 2 * v->cols);
+        few_ahead   ahead = col == 0 ? ahead_of(v, soon, n) : (few_ahead){&no_rows, 0, 0};
+        const char *at    = b.at + 2 * col;
+        cut_p(cut[n % 2], p + key, ldp, rows, v->count - key);
+        TILE_LOAD(4, cut[n % 2], 64);
+        ask_for(&ahead, 0);
+        TILE_LOAD(5, at, b.stride);
+        TILE_DOT(0, 4, 5);
+        ask_for(&ahead, 1);
+        if (tiles > 1) {
+            TILE_LOAD(6, at + 64, b.stride);
+            TILE_DOT(1, 4, 6);
+        }
+        ask_for(&ahead, 2);
+        if (tiles > 2) {
+            TILE_LOAD(7, at + 128, b.stride);
+            TILE_DOT(2, 4, 7);
+        }
+        ask_for(&ahead, 3);
+        if (tiles > 3) {
+            TILE_LOAD(5, at + 192, b.stride);
+            TILE_DOT(3, 4, 5);
+        }
+    }
+    TILE_STORE(0, out[0], 64);
+    TILE_STORE(1, out[1], 64);
+    TILE_STORE(2, out[2], 64);
+    TILE_STORE(3, out[3], 64);
+}
+
+/* Row r's 32 columns of a tile of sums, in order: [0] the first 16. */
+FA_AMX_INLINE void sums_of(__m512 two[2], const float *tile, int r)
+{
+    __m512  even  = _mm512_add_ps(_mm512_load_ps(tile + 64 * r), _mm512_load_ps(tile + 64 * r + 32));
+    __m512  odd   = _mm512_add_ps(_mm512_load_ps(tile + 64 * r + 16), _mm512_load_ps(tile + 64 * r + 48));
+    __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    two[0]        = _mm512_permutex2var_ps(even, first, odd);
+    two[1]        = _mm512_permutex2var_ps(even, _mm512_add_epi32(first, _mm512_set1_epi32(8)), odd);
+}
+
+/* Up to four rows; false: a sum is not finite, and o is as it was. */
+static bool accumulate_group(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v,
+                             int rows, const fa_rows *soon)
+{
+    _Alignas(64) char  copy[BLOCK * FEW_MOST_DEPTH_TILES * 64];
+    _Alignas(64) float sum[FEW_MOST_DEPTH_TILES + 3][FA_AMX_TILE_FLOATS];
+    int                tiles = v->cols / 32;
+    __m512             check = _mm512_setzero_ps();
+    for (int c = 0; c < tiles; c += 4) {
+        switch (fa_min_int(4, tiles - c)) {
+        case 1: value_tiles(sum + c, p, ldp, rows, v, 32 * c, 1, copy, soon); break;
+        case 2: value_tiles(sum + c, p, ldp, rows, v, 32 * c, 2, copy, soon); break;
+        case 3: value_tiles(sum + c, p, ldp, rows, v, 32 * c, 3, copy, soon); break;
+        default: value_tiles(sum + c, p, ldp, rows, v, 32 * c, 4, copy, soon); break;
+        }
+    }
+    for (int c = 0; c < tiles; c++)
+        for (int n = 0; n < 16; n++) {
+            __m512 x = _mm512_load_ps(sum[c] + 16 * n);
+            check    = _mm512_add_ps(check, _mm512_sub_ps(x, x));
+        }
+    if (_mm512_cmp_ps_mask(check, check, _CMP_UNORD_Q))
+        return false;
+    for (int r = 0; r < rows; r++) {
+        __m512 factor = _mm512_set1_ps(rescale[r]);
+        for (int c = 0; c < tiles; c++) {
+            __m512 two[2];
+            float *at = o + (int64_t)r * ldo + 32 * c;
+            sums_of(two, sum[c], r);
+            _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_loadu_ps(at), factor, two[0]));
+            _mm512_storeu_ps(at + 16, _mm512_fmadd_ps(_mm512_loadu_ps(at + 16), factor, two[1]));
+        }
+    }
+    return true;
+}
+
+void fa_amx_accumulate_few(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
+                           const fa_rows *soon)
+{
+    for (int r = 0; r < rows; r += FEW_GROUP) {
+        int          count = fa_min_int(FEW_GROUP, rows - r);
+        float       *o_at  = o + (int64_t)r * ldo;
+        const float *p_at  = p + (int64_t)r * ldp;
+        if (!accumulate_group(o_at, ldo, rescale + r, p_at, ldp, v, count, r == 0 ? soon : &no_rows))
+            fa_kernels_avx512()->accumulate_few(o_at, ldo, rescale + r, p_at, ldp, v, count, &no_rows);
+    }
+}
