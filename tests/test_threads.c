@@ -182,6 +182,30 @@ static void a_callers_own_parallel_for_gives_the_same_bits(void **state)
     fixture_free(&g);
 }
 
+/* The backward of 16-bit types cuts long keys into more tiles where a context has several threads. */
+static void a_context_of_many_threads_gives_the_bits_of_one(void **state)
+{
+    (void)state;
+    const test_case     shapes[] = {{.seqlen_q = 300, .seqlen_k = 1100, .head_dim = 40, .mask = FLASH_ATTN_CAUSAL},
+                                    {.seqlen_q = 530, .seqlen_k = 700, .head_dim = 64, .dropout = 0.2f}};
+    flash_attn_dtype    dtypes[] = {FLASH_ATTN_BF16, FLASH_ATTN_F16};
+    flash_attn_context *one = context_with(1), *many = context_with(5);
+    tier                few_tiles = {.context = one}, more_tiles = {.context = many};
+    for (int n = 0; n < 4; n++) {
+        fixture f = fixture_make(&shapes[n / 2], dtypes[n % 2], 46),
+                g = fixture_make(&shapes[n / 2], dtypes[n % 2], 46);
+        fixture_run(&f, &few_tiles, 1);
+        fixture_run(&g, &more_tiles, 5);
+        expect_same_bits(&f.g.dq, &g.g.dq, "dq");
+        expect_same_bits(&f.g.dk, &g.g.dk, "dk");
+        expect_same_bits(&f.g.dv, &g.g.dv, "dv");
+        fixture_free(&f);
+        fixture_free(&g);
+    }
+    flash_attn_destroy(one);
+    flash_attn_destroy(many);
+}
+
 /* ---- OpenMP's threads: this program stands for the runtime that a process has loaded ---- */
 
 static atomic_int regions;
@@ -296,6 +320,7 @@ int main(void)
         cmocka_unit_test(many_threads_may_use_contexts_of_their_own),
         cmocka_unit_test(a_stack_of_64_kib_is_enough_for_a_caller),
         cmocka_unit_test(a_callers_own_parallel_for_gives_the_same_bits),
+        cmocka_unit_test(a_context_of_many_threads_gives_the_bits_of_one),
         cmocka_unit_test(openmp_threads_give_the_same_bits),
         cmocka_unit_test(a_forked_child_leaves_openmp_alone),
         cmocka_unit_test(contexts_come_and_go),

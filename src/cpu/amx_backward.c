@@ -398,26 +398,35 @@ FA_AMX_INLINE void dq_block(const char *a, int64_t a_row, const char *b, float *
     *last = x->c;
 }
 
-FA_AMX_INLINE void run_dq(const fa_backward_block *b, int pieces)
+enum { DQ_STRIPS = 8 }; /* of so many K^T, 64 columns of it, stays in the first-level cache */
+
+/* The strips of `some` that a group sees. */
+static fa_range strips_of(const walk *w, int group, fa_range some)
 {
-    walk    w    = walk_make(b, pieces);
-    pending last = {0};
-    int64_t step = pieces * FA_AMX_TILE, row = w.strips * step, next_queries = fa_tiled_at(b->head_dim, 16, 0);
-    int     col = 0;
-    for (; pieces == 1 && col + 3 < w.columns; col += 4) {
-        for (int n = 0; n < 2 * w.groups; n++) {
-            fa_range strips = strips_seen(&w, n / 2);
+    fa_range seen = strips_seen(w, group);
+    return (fa_range){fa_max_int(seen.begin, some.begin), fa_min_int(seen.end, some.end)};
+}
+
+FA_AMX_INLINE void dq_of_strips(const walk *w, fa_range some, pending *last, int pieces)
+{
+    const fa_backward_block *b    = w->in;
+    int64_t                  step = pieces * FA_AMX_TILE, row = w->strips * step;
+    int64_t                  next_queries = fa_tiled_at(b->head_dim, 16, 0);
+    int                      col          = 0;
+    for (; pieces == 1 && col + 3 < w->columns; col += 4) {
+        for (int n = 0; n < 2 * w->groups; n++) {
+            fa_range strips = strips_of(w, n / 2, some);
             if (strips.begin < strips.end)
-                dq_block(w.k_t_left + col * row + strips.begin * step, row,
-                         (const char *)ds_at(&w, n, strips.begin, pieces),
-                         b->dq + fa_tiled_at(b->head_dim, n * 16, col * 16), strips.end - strips.begin, &last);
+                dq_block(w->k_t_left + col * row + strips.begin * step, row,
+                         (const char *)ds_at(w, n, strips.begin, pieces),
+                         b->dq + fa_tiled_at(b->head_dim, n * 16, col * 16), strips.end - strips.begin, last);
         }
     }
-    for (; col < w.columns; col += 2) {
-        for (int group = 0; group < w.groups; group++) {
-            fa_range strips = strips_seen(&w, group);
-            block    x      = {w.k_t_left + col * row + strips.begin * step,
-                               (const char *)ds_at(&w, 2 * group, strips.begin, pieces),
+    for (; col < w->columns; col += 2) {
+        for (int group = 0; group < w->groups; group++) {
+            fa_range strips = strips_of(w, group, some);
+            block    x      = {w->k_t_left + col * row + strips.begin * step,
+                               (const char *)ds_at(w, 2 * group, strips.begin, pieces),
                                row,
                                step,
                                row,
@@ -425,9 +434,17 @@ FA_AMX_INLINE void run_dq(const fa_backward_block *b, int pieces)
                                {b->dq + fa_tiled_at(b->head_dim, group * CELL, col * 16), FA_AMX_TILE_FLOATS, next_queries},
                                true};
             if (strips.begin < strips.end)
-                run_block(&x, strips.end - strips.begin, &last, (piece_sum){pieces, false, false, true}, NULL);
+                run_block(&x, strips.end - strips.begin, last, (piece_sum){pieces, false, false, true}, NULL);
         }
     }
+}
+
+FA_AMX_INLINE void run_dq(const fa_backward_block *b, int pieces)
+{
+    walk    w    = walk_make(b, pieces);
+    pending last = {0};
+    for (int first = 0; first < w.strips; first += DQ_STRIPS)
+        dq_of_strips(&w, (fa_range){first, first + DQ_STRIPS}, &last, pieces);
     store_pending(&last);
 }
 

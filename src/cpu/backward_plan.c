@@ -2,6 +2,21 @@
 #include "cpu/backward.h"
 #include "cpu/gradient.h"
 
+enum { TASKS_PER_THREAD = 4, LEAST_TILE_KEYS = 256 };
+
+/* Half the keys and so twice the tasks where threads would have few each. Only where that changes no bit: the fused
+ * kernels add up cell by cell, in the order of the keys or queries, whatever the tile. By the context's threads, not
+ * the call's, or a call on fewer threads could want more memory. */
+static int tile_keys(const fa_cpu *cpu, const plan *p)
+{
+    int     keys  = p->tile.k;
+    int64_t tasks = (int64_t)TASKS_PER_THREAD * cpu->num_threads;
+    while (p->fused && cpu->num_threads > 1 && keys >= 2 * LEAST_TILE_KEYS && keys / 2 % p->kernels->key_step == 0 &&
+           p->pairs * ((p->call->max_seqlen_k + keys - 1) / keys) < tasks)
+        keys /= 2;
+    return keys;
+}
+
 plan fa_backward_plan(const fa_cpu *cpu, const fa_call *call, const fa_kernels *k, int threads)
 {
     int  d = (int)call->head_dim, dv = (int)call->head_dim_v;
@@ -12,6 +27,7 @@ plan fa_backward_plan(const fa_cpu *cpu, const fa_call *call, const fa_kernels *
     p.ldq              = fa_accumulator_ld(d);
     p.ldv              = fa_accumulator_ld(dv);
     p.fused            = k->backward_block != NULL;
+    p.tile.k           = tile_keys(cpu, &p);
     p.q_bytes          = k->packed_bytes(FA_ROLE_Q, p.tile.q, d);
     p.q_right_bytes    = k->packed_bytes(FA_ROLE_Q_RIGHT, p.tile.q, d);
     p.dout_bytes       = k->packed_bytes(FA_ROLE_DO, p.tile.q, dv);

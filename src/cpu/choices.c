@@ -38,12 +38,15 @@ static const struct {
     /* Many units of 32 x 32 a call keep the fused kernel's pipeline full, and O moves once a call or two (0030). */
     {FA_TABLE_AMX_BF16, FORWARD, 64, {128, 1024}},
     {FA_TABLE_AMX_BF16, FORWARD, INT_MAX, {128, 512}},
-    /* More queries halve the traffic of dK and dV through the second-level cache (0032). */
+    /* More queries halve the traffic of dK and dV through the second-level cache, more keys that of Q, dO and dQ from
+     * the third, where the second still holds a tile's operands (0032). */
+    {FA_TABLE_AMX_BF16, BACKWARD, 64, {256, 512}},
     {FA_TABLE_AMX_BF16, BACKWARD, INT_MAX, {256, 256}},
     /* Pieces make an operand two or three times larger. */
     {FA_TABLE_AMX_F16, FORWARD, 64, {128, 1024}},
     {FA_TABLE_AMX_F16, FORWARD, 128, {128, 512}},
     {FA_TABLE_AMX_F16, FORWARD, INT_MAX, {128, 256}},
+    {FA_TABLE_AMX_F16, BACKWARD, 64, {128, 512}},
     {FA_TABLE_AMX_F16, BACKWARD, INT_MAX, {128, 256}},
     {FA_TABLE_AMX_F32, FORWARD, 128, {128, 512}},
     {FA_TABLE_AMX_F32, FORWARD, INT_MAX, {128, 256}},
