@@ -3,10 +3,11 @@
  * or draw a remark that the compiler has broken up its tensor-core pipeline. No GPU is needed. Without NVRTC the tests
  * are skipped, with the reason.
  *
- *     test_cuda_compile [--all] [--kernel NAME] [--nvrtc FILE]
+ *     test_cuda_compile [--all] [--kernel NAME] [--option NAME] [--nvrtc FILE]
  *         --all: every architecture, and each option of a problem on each row; otherwise sm_80 and sm_90, and the
  *                options of head_dim 128 on one
  *         --kernel: this kernel alone, for who works on it
+ *         --option: this option alone ("small", say), on every architecture
  *         --nvrtc: another libnvrtc.so than the one that the library finds. Architectures that it does not know are left
  *                  out, and what it spills is told but no failure: that is held for one version only
  *
@@ -30,6 +31,7 @@ enum { NUM_ARCHS = sizeof archs / sizeof *archs };
 
 static bool        all;
 static const char *only_kernel; /* or NULL: every kernel */
+static const char *only_option; /* or NULL: every option */
 static const char *other_nvrtc; /* or NULL: the one that the library finds */
 
 /* ---- problems ---- */
@@ -157,7 +159,8 @@ static void set_deterministic(flash_attn_problem *p, flash_attn_grads *g)
 static void set_small(flash_attn_problem *p, flash_attn_grads *g)
 {
     (void)g;
-    p->q.shape[1] = 256;
+    p->q.shape[1] = 128;
+    p->k.shape[1] = p->v.shape[1] = 64; /* one block a key head, before Hopper */
 }
 static void set_many(flash_attn_problem *p, flash_attn_grads *g)
 {
@@ -368,6 +371,8 @@ static void every_row_builds_cleanly_for_every_architecture(void **state)
 {
     (void)state;
     need_nvrtc();
+    if (only_option)
+        skip();
     key_list list = {0};
     for (int r = 0; r < fa_num_tune_rows; r++)
         for (int a = 0; a < NUM_ARCHS; a++)
@@ -416,22 +421,24 @@ static void every_option_builds_cleanly(void **state)
     need_nvrtc();
     key_list list = {0};
     for (int r = 0; r < fa_num_tune_rows; r++)
-        for (int o = 0; o < NUM_OPTIONS; o++) {
-            const fa_tune_row *row = &fa_tune_rows[r];
+        for (int o = 0; o < NUM_OPTIONS * NUM_ARCHS; o++) {
+            const fa_tune_row *row  = &fa_tune_rows[r];
+            const option      *with = &options[o / NUM_ARCHS];
             fa_call            call;
             fa_plan            plan;
-            int                arch = row->arch_max >= 90 && row->arch_min <= 90 ? 90 : row->arch_min;
-            if (!(is_backward(row) ? options[o].backward : options[o].forward))
+            int                arch = archs[o % NUM_ARCHS], first = row->arch_max >= 90 && row->arch_min <= 90 ? 90 : row->arch_min;
+            if (!(is_backward(row) ? with->backward : with->forward) || arch < row->arch_min || arch > row->arch_max)
                 continue;
-            if (all ? has_twin_below(r) : row->head_dim != 128 || arch != 90)
+            if (only_option ? strcmp(with->name, only_option) != 0
+                            : arch != first || (all ? has_twin_below(r) : row->head_dim != 128 || arch != 90))
                 continue;
             flash_attn_dtype dtype = row->dtypes & FA_IN_BF16 ? FLASH_ATTN_BF16 : FLASH_ATTN_F32;
-            if (call_for(row, dtype, &options[o], &call) != FLASH_ATTN_OK)
-                fail_msg("%s: %s", options[o].name, flash_attn_last_error());
+            if (call_for(row, dtype, with, &call) != FLASH_ATTN_OK)
+                fail_msg("%s: %s", with->name, flash_attn_last_error());
             if (fa_plan_make(&call, arch, NULL, &plan) == FLASH_ATTN_OK)
                 add_plan(&list, &plan);
             else
-                print_message("  %s %s: %s\n", fa_kernels[row->kernel].name, options[o].name, flash_attn_last_error());
+                print_message("  %s %s: %s\n", fa_kernels[row->kernel].name, with->name, flash_attn_last_error());
         }
     assert_int_equal(count_failures(&list), 0);
     free(list.key);
@@ -442,6 +449,8 @@ static void every_rung_of_the_ladder_builds_cleanly(void **state)
 {
     (void)state;
     need_nvrtc();
+    if (only_option)
+        skip();
     key_list list = {0};
     for (int g = 0; g < fa_num_rungs; g++)
         for (int r = 0; r < fa_rungs[g].num_rows; r++)
@@ -502,6 +511,8 @@ int main(int argc, char **argv)
             all = true;
         else if (strcmp(argv[i], "--kernel") == 0 && i + 1 < argc)
             only_kernel = argv[++i];
+        else if (strcmp(argv[i], "--option") == 0 && i + 1 < argc)
+            only_option = argv[++i];
         else if (strcmp(argv[i], "--nvrtc") == 0 && i + 1 < argc)
             other_nvrtc = argv[++i];
         else

@@ -32,7 +32,7 @@ static flash_attn_status launch_all(const fa_place *place, const fa_call *call, 
         if (plan->launch[i].key.kernel == FA_KERNEL_UPLOAD)
             FA_TRY(upload_lists(place, call, plan, kernels[i]));
         else
-            FA_TRY(fa_kernel_launch(place, kernels[i], plan->launch[i].blocks, &plan->args, &maps));
+            FA_TRY(fa_kernel_launch(place, kernels[i], plan->launch[i].blocks, plan->launch[i].cluster, &plan->args, &maps));
     return FLASH_ATTN_OK;
 }
 
@@ -242,7 +242,7 @@ static flash_attn_status launch_rows_at(const fa_place *place, enum fa_kernel_id
         return fa_fail(FLASH_ATTN_UNSUPPORTED, "%s would need %lld blocks; CUDA allows %d in a launch", fa_kernels[id].name,
                        (long long)blocks, INT32_MAX);
     FA_TRY(fa_kernel_get(place, &key, &kernel));
-    return fa_kernel_launch(place, kernel, blocks, args, NULL);
+    return fa_kernel_launch(place, kernel, blocks, 1, args, NULL);
 }
 
 /* A kernel with one warp for each row, that needs nothing but its arguments. */

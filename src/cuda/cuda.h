@@ -15,7 +15,8 @@ enum { FA_MAX_LAUNCHES = 6 };
 
 typedef struct fa_launch {
     fa_key  key;
-    int64_t blocks; /* 0: nothing to do. For upload: 1 */
+    int64_t blocks;  /* 0: nothing to do. For upload: 1 */
+    int     cluster; /* so many neighbouring blocks run at the same time; divides blocks */
 } fa_launch;
 
 struct fa_rung; /* ladder.h */
@@ -106,10 +107,10 @@ void              fa_place_leave(fa_place *place);
 /* A kernel ready to launch at a place: found, or built and loaded. */
 flash_attn_status fa_kernel_get(const fa_place *place, const fa_key *key, fa_kernel **kernel);
 
-/* Launch blocks of a kernel; arguments is the address of the struct that it takes; maps: of the second one, for kernels that use
+/* Launch blocks of a kernel in clusters of `cluster`; arguments is the address of the struct that it takes; maps: of the second one, for kernels that use
  * the tensor memory accelerator, else NULL. blocks 0: nothing. */
-flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kernel, int64_t blocks, void *arguments,
-                                   fa_maps *maps);
+flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kernel, int64_t blocks, int cluster,
+                                   void *arguments, fa_maps *maps);
 
 /* Descriptions of Q, K and V for the tensor memory accelerator: boxes of 64 columns and of tile_q or tile_k rows, 128-byte
  * swizzle. 16-bit elements, head dims a multiple of 64; fa_maps_fit says whether the strides can be described. */

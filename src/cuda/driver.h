@@ -16,12 +16,19 @@ typedef struct CUlib_st       *CUlibrary;
 typedef struct CUkern_st      *CUkernel; /* valid in every context: a library is loaded once for all devices */
 typedef struct CUfunc_st      *CUfunction;
 typedef unsigned long long     CUdeviceptr;
+typedef struct CUlaunchAttribute {
+    int id, padding;
+    union {
+        unsigned int cluster[3]; /* blocks in x, y, z */
+        uint64_t     all[8];
+    } value;
+} CUlaunchAttribute;
 typedef struct CUlaunchConfig {
-    unsigned int grid[3], block[3];
-    unsigned int shared_bytes;
-    CUstream     stream;
-    void        *attributes;
-    unsigned int num_attributes;
+    unsigned int       grid[3], block[3];
+    unsigned int       shared_bytes;
+    CUstream           stream;
+    CUlaunchAttribute *attributes;
+    unsigned int       num_attributes;
 } CUlaunchConfig;
 
 enum {
@@ -29,6 +36,8 @@ enum {
     CUDA_ERROR_OUT_OF_MEMORY   = 2,
     CUDA_ERROR_NOT_INITIALIZED = 3,
     CUDA_ERROR_NO_DEVICE       = 100,
+
+    CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4,
 
     CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT               = 16,
     CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE                      = 38,

@@ -253,15 +253,18 @@ flash_attn_status fa_kernel_get(const fa_place *place, const fa_key *key, fa_ker
     return FLASH_ATTN_OK;
 }
 
-flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kernel, int64_t blocks, void *arguments,
-                                   fa_maps *maps)
+flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kernel, int64_t blocks, int cluster,
+                                   void *arguments, fa_maps *maps)
 {
     if (blocks == 0)
         return FLASH_ATTN_OK;
-    CUlaunchConfig config = {.grid         = {(unsigned)blocks, 1, 1},
-                             .block        = {(unsigned)kernel->threads, 1, 1},
-                             .shared_bytes = (unsigned)kernel->resources.shared_bytes,
-                             .stream       = place->stream};
+    CUlaunchAttribute clusters = {.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, .value.cluster = {(unsigned)cluster, 1, 1}};
+    CUlaunchConfig    config   = {.grid           = {(unsigned)blocks, 1, 1},
+                                  .block          = {(unsigned)kernel->threads, 1, 1},
+                                  .shared_bytes   = (unsigned)kernel->resources.shared_bytes,
+                                  .stream         = place->stream,
+                                  .attributes     = &clusters,
+                                  .num_attributes = cluster > 1};
     void    *parameters[] = {arguments, maps}; /* the driver takes as many as the kernel has */
     CUresult result = place->driver->cuLaunchKernelEx(&config, (CUfunction)kernel->kernel, parameters, NULL);
     if (result == CUDA_SUCCESS)
@@ -318,7 +321,7 @@ flash_attn_status fa_upload(const fa_place *place, const fa_kernel *upload, void
         args.to     = (unsigned *)((char *)to + done);
         args.count  = (int)(part / sizeof args.word[0]);
         memcpy(args.word, (const char *)from + done, part);
-        FA_TRY(fa_kernel_launch(place, upload, 1, &args, NULL));
+        FA_TRY(fa_kernel_launch(place, upload, 1, 1, &args, NULL));
     }
     return FLASH_ATTN_OK;
 }

@@ -214,13 +214,18 @@ static void choose_group_blocks(const fa_call *call, fa_args *args)
 
 /* ---- launches ---- */
 
-static flash_attn_status add_launch(fa_plan *plan, const fa_key *key, int64_t blocks)
+static flash_attn_status add_clusters(fa_plan *plan, const fa_key *key, int64_t blocks, int cluster)
 {
     if (blocks > INT_MAX)
         return fa_fail(FLASH_ATTN_UNSUPPORTED, "%s would need %lld blocks; CUDA allows %d in a launch",
                        fa_kernels[key->kernel].name, (long long)blocks, INT_MAX);
-    plan->launch[plan->num_launches++] = (fa_launch){*key, blocks};
+    plan->launch[plan->num_launches++] = (fa_launch){*key, blocks, cluster};
     return FLASH_ATTN_OK;
+}
+
+static flash_attn_status add_launch(fa_plan *plan, const fa_key *key, int64_t blocks)
+{
+    return add_clusters(plan, key, blocks, 1);
 }
 
 static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key *key)
@@ -238,12 +243,14 @@ static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key
     return add_launch(plan, &combine, ceil_div(rows, combine.warps));
 }
 
-/* A launch takes the host two microseconds and the GPU about as long to begin: with few blocks, that is what counts. */
+/* A launch takes the host two microseconds and the GPU about as long to begin: with few blocks, that is what counts. A key
+ * head's blocks must fit into a cluster: before Hopper that is one block, then eight. The limits were measured (decision 0046). */
 static bool is_small(const fa_call *call, const fa_key *key, const fa_args *args)
 {
-    enum { SMALL_BLOCKS = 256, SMALL_QUERIES = 256 };
+    enum { SMALL_BLOCKS = 256, SMALL_LENGTH = 128 };
     int64_t blocks = (int64_t)args->tiles_k * call->heads_k * call->batch;
-    return blocks > 0 && blocks <= SMALL_BLOCKS && call->max_seqlen_q <= SMALL_QUERIES && !key->has_kv_accum &&
+    return blocks > 0 && blocks <= SMALL_BLOCKS && args->tiles_k <= (key->arch >= 90 ? 8 : 1) &&
+           call->max_seqlen_q <= SMALL_LENGTH && call->max_seqlen_k <= SMALL_LENGTH && !key->has_kv_accum &&
            !key->has_dbias && !call->dsinks.data;
 }
 
@@ -255,7 +262,7 @@ static flash_attn_status plan_backward(const fa_call *call, fa_plan *plan, fa_ke
     key->one_launch   = is_small(call, key, args);
     plan->main        = plan->num_launches;
     if (key->one_launch)
-        return add_launch(plan, key, (int64_t)args->tiles_k * call->heads_k * call->batch);
+        return add_clusters(plan, key, (int64_t)args->tiles_k * call->heads_k * call->batch, args->tiles_k);
     fa_key  rowsum = helper_key(FA_KERNEL_BACKWARD_ROWSUM, key), convert = helper_key(FA_KERNEL_BACKWARD_CONVERT, key);
     int64_t row_tiles = ceil_div(call->max_seqlen_q, rowsum.tile_q);
     int64_t rows      = call->q.shape[0] * call->q.shape[1] * call->heads_q;
@@ -333,18 +340,16 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
     }
     if (call->pass == FLASH_ATTN_BACKWARD) {
         args->delta  = take(&a, key->one_launch ? 0 : call->heads_q * tokens, sizeof(float));
-        size_t begin = a.used;
         args->dq_accum = take(&a, call->heads_q * tokens * key->head_dim, sizeof(float));
-        begin          = key->one_launch ? begin : a.used; /* backward_rowsum.cu clears it as well */
+        size_t begin   = a.used; /* kernels clear what lies before */
         int64_t kv_rows   = key->has_kv_accum ? call->heads_k * call->k.shape[0] * call->k.shape[1] : 0;
         int64_t bias_size = (int64_t)args->dbias_extent[0] * args->dbias_extent[1] * args->dbias_extent[2];
         args->dk_accum   = take(&a, kv_rows * key->head_dim, sizeof(float));
         args->dv_accum   = take(&a, kv_rows * key->head_dim_v, sizeof(float));
         args->dbias.data = take(&a, key->has_dbias ? bias_size * args->dbias_extent[3] : 0, sizeof(float));
-        args->dq_blocks  = take(&a, key->one_launch ? call->batch * call->heads_k : 0, sizeof(int));
         args->dq_turn    = take(&a, key->deterministic ? call->batch * call->heads_q * args->tiles_q : 0, sizeof(int));
         plan->zero       = base ? base + begin : NULL;
-        plan->zero_bytes = a.used - begin;
+        plan->zero_bytes = key->one_launch ? 0 : a.used - begin;
     }
     plan->workspace_bytes = a.used;
 }

@@ -18,7 +18,11 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, INVALID_IMAGE = 200, NOT_FOUND = 500, ILLEGAL_ADDRESS = 700 };
+enum {
+    OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, INVALID_IMAGE = 200, NOT_FOUND = 500, ILLEGAL_ADDRESS = 700,
+    INVALID_CLUSTER_SIZE = 912
+};
+enum { CLUSTER_DIMENSION = 4 }; /* a launch's attribute */
 enum { MAX_DEVICES = 8, MAX_DEPTH = 8 };
 
 static int number(const char *name, int if_absent)
@@ -288,7 +292,7 @@ int cuKernelSetAttribute(int attribute, int value, library *kernel, int device)
 typedef struct operation {
     struct operation *next;
     library          *kernel; /* NULL: a memset */
-    unsigned          grid, threads, shared_bytes;
+    unsigned          grid, cluster, threads, shared_bytes;
     void             *parameter;
     uint64_t          to;
     unsigned char     byte;
@@ -300,11 +304,16 @@ typedef struct stream {
     bool       capturing;
 } stream;
 
+typedef struct launch_attribute {
+    int      id, padding;
+    unsigned value[16];
+} launch_attribute;
+
 typedef struct launch_config {
-    unsigned grid[3], block[3], shared_bytes;
-    stream  *stream;
-    void    *attributes;
-    unsigned num_attributes;
+    unsigned                grid[3], block[3], shared_bytes;
+    stream                 *stream;
+    const launch_attribute *attributes;
+    unsigned                num_attributes;
 } launch_config;
 
 static bool keep(stream *s, operation o)
@@ -323,12 +332,15 @@ static bool keep(stream *s, operation o)
 static void run_kernel(const operation *o)
 {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    emulator_state        *state = dlsym(o->kernel->object, "emulator");
-    void (*run)(const void *parameter);
-    *(void **)&run = dlsym(o->kernel->object, "emulator_run");
+    emulator_kernel        kernel = {.state = dlsym(o->kernel->object, "emulator"), .parameter = o->parameter, .grid = o->grid,
+                                     .cluster = o->cluster, .threads = (int)o->threads, .shared_bytes = (int)o->shared_bytes};
+    char *(*statics)(size_t *bytes);
+    *(void **)&kernel.run = dlsym(o->kernel->object, "emulator_run");
+    *(void **)&statics    = dlsym(o->kernel->object, "emulator_statics");
+    kernel.statics        = statics(&kernel.statics_bytes);
     pthread_mutex_lock(&lock);
-    for (unsigned block = 0; block < o->grid; block++)
-        emulator_run_block(state, run, o->parameter, block, o->grid, (int)o->threads, (int)o->shared_bytes);
+    for (unsigned block = 0; block < o->grid; block += o->cluster)
+        emulator_run_cluster(&kernel, block);
     pthread_mutex_unlock(&lock);
 }
 
@@ -341,7 +353,15 @@ int cuLaunchKernelEx(const launch_config *config, library *kernel, void **parame
     *(void **)&bytes = dlsym(kernel->object, "emulator_parameter_bytes");
     if (points_to_other_device(parameters[0], bytes()))
         return ILLEGAL_ADDRESS;
-    operation o      = {.kernel = kernel, .grid = config->grid[0], .threads = config->block[0],
+    unsigned cluster = 1;
+    for (unsigned n = 0; n < config->num_attributes; n++)
+        if (config->attributes[n].id == CLUSTER_DIMENSION)
+            cluster = config->attributes[n].value[0];
+    if (cluster == 0 || config->grid[0] % cluster != 0)
+        return INVALID_VALUE;
+    if (cluster > EMULATOR_MAX_CLUSTER || (cluster > 1 && number("EMULATOR_ARCH", 90) < 90))
+        return INVALID_CLUSTER_SIZE;
+    operation o      = {.kernel = kernel, .grid = config->grid[0], .cluster = cluster, .threads = config->block[0],
                         .shared_bytes = config->shared_bytes, .parameter = malloc(bytes())};
     if (!o.parameter)
         return OUT_OF_MEMORY;

@@ -1,7 +1,7 @@
 /*
- * Threads of a block as fibers. A fiber runs until its warp has to meet, until a barrier, or to its end; then the next one of
- * its warp has its turn, and when none of the warp can go on the next warp. Warps so drift apart as far as their barriers
- * let them, which is what shows a missing one.
+ * Threads of a cluster's blocks as fibers. A fiber runs until its warp has to meet, until a barrier, or to its end; then the
+ * next one of its warp has its turn, when none of the warp can go on the next warp, and when none of the block can the next
+ * block. Warps and blocks so drift apart as far as their barriers let them, which is what shows a missing one.
  */
 #include "fibers.h"
 
@@ -13,7 +13,7 @@
 
 enum { STACK_BYTES = 256 << 10, NUM_BARRIERS = 16 };
 
-typedef enum fiber_state { READY, AT_MEETING, AT_BARRIER, DONE } fiber_state;
+typedef enum fiber_state { READY, AT_MEETING, AT_BARRIER, AT_CLUSTER_BARRIER, DONE } fiber_state;
 
 typedef struct fiber {
     void       *sp; /* while it does not run */
@@ -28,16 +28,24 @@ typedef struct warp {
     int arrived;
 } warp;
 
+typedef struct block {
+    int   at_barrier[NUM_BARRIERS];
+    int   or_of_all, or_result;
+    char *shared;
+    char *statics; /* the block's own, while another block of the cluster runs */
+    size_t statics_bytes;
+} block;
+
 static struct {
-    fiber           fiber[EMULATOR_MAX_THREADS];
-    warp            warp[EMULATOR_MAX_THREADS / 32];
-    int             at_barrier[NUM_BARRIERS];
-    int             or_of_all, or_result;
-    int             threads, current;
-    void           *scheduler; /* its stack pointer, while a fiber runs */
-    emulator_state *state;
-    void (*kernel)(const void *parameter);
-    const void *parameter;
+    fiber                  fiber[EMULATOR_MAX_FIBERS];
+    warp                   warp[EMULATOR_MAX_FIBERS / 32];
+    block                  block[EMULATOR_MAX_CLUSTER];
+    int                    at_cluster_barrier;
+    int                    current, running; /* fiber; block of the cluster */
+    unsigned               first_block;
+    void                  *scheduler;        /* its stack pointer, while a fiber runs */
+    emulator_state        *state;
+    const emulator_kernel *kernel;
 } now;
 
 /* Saves the callee's registers and the stack pointer, and goes on where `to` was saved (System V ABI, x86-64). */
@@ -68,7 +76,7 @@ static void back_to_scheduler(fiber_state state)
 
 static void fiber_main(void)
 {
-    now.kernel(now.parameter);
+    now.kernel->run(now.kernel->parameter);
     back_to_scheduler(DONE);
 }
 
@@ -95,27 +103,42 @@ static void barrier(int id, int threads)
 {
     if (id < 0 || id >= NUM_BARRIERS || threads % 32 != 0)
         fail("a barrier that does not exist, or of a part of a warp");
-    if (++now.at_barrier[id] < threads) {
+    int *waiting = &now.block[now.running].at_barrier[id], first = now.running * now.kernel->threads;
+    if (++*waiting < threads) {
         now.fiber[now.current].barrier = id;
         back_to_scheduler(AT_BARRIER);
         return;
     }
-    now.at_barrier[id] = 0;
-    for (int t = 0; t < now.threads; t++)
+    *waiting = 0;
+    for (int t = first; t < first + now.kernel->threads; t++)
         if (now.fiber[t].state == AT_BARRIER && now.fiber[t].barrier == id)
+            now.fiber[t].state = READY;
+}
+
+static void cluster_barrier(void)
+{
+    int threads = (int)now.kernel->cluster * now.kernel->threads;
+    if (++now.at_cluster_barrier < threads) {
+        back_to_scheduler(AT_CLUSTER_BARRIER);
+        return;
+    }
+    now.at_cluster_barrier = 0;
+    for (int t = 0; t < threads; t++)
+        if (now.fiber[t].state == AT_CLUSTER_BARRIER)
             now.fiber[t].state = READY;
 }
 
 /* The next round's values come after everybody has been at this round's barrier, so one result is enough. */
 static int barrier_or(int value)
 {
-    now.or_of_all |= value != 0;
-    if (now.at_barrier[0] + 1 == now.threads) {
-        now.or_result = now.or_of_all;
-        now.or_of_all = 0;
+    block *own = &now.block[now.running];
+    own->or_of_all |= value != 0;
+    if (own->at_barrier[0] + 1 == now.kernel->threads) {
+        own->or_result = own->or_of_all;
+        own->or_of_all = 0;
     }
-    barrier(0, now.threads);
-    return now.or_result;
+    barrier(0, now.kernel->threads);
+    return own->or_result;
 }
 
 static void start_fiber(fiber *f)
@@ -134,6 +157,14 @@ static void start_fiber(fiber *f)
     f->state = READY;
 }
 
+static void go_to(int fiber)
+{
+    now.current         = fiber;
+    now.state->fiber    = (unsigned)fiber;
+    now.state->thread.x = (unsigned)(fiber % now.kernel->threads);
+    now.state->block.x  = now.first_block + (unsigned)(fiber / now.kernel->threads);
+}
+
 /* Runs every fiber of a warp that can go on until none can. True if one ran. */
 static bool run_warp(int first)
 {
@@ -144,46 +175,91 @@ static bool run_warp(int first)
             if (now.fiber[t].state != READY)
                 continue;
             again = ran = true;
-            now.current         = t;
-            now.state->thread.x = (unsigned)t;
+            go_to(t);
             emulator_switch(&now.scheduler, now.fiber[t].sp);
         }
     }
     return ran;
 }
 
-void emulator_run_block(emulator_state *state, void (*kernel)(const void *parameter), const void *parameter,
-                        unsigned block, unsigned grid, int threads, int shared_bytes)
+/* Each warp of a block in turn. True if one ran. */
+static bool run_block(int index)
 {
-    static char    *shared;
+    bool ran = false;
+    for (int w = 0; w < now.kernel->threads; w += 32)
+        ran |= run_warp(index * now.kernel->threads + w);
+    return ran;
+}
+
+/* A cluster's blocks take turns with the kernel's __shared__ variables. */
+static void go_to_block(int index)
+{
+    const emulator_kernel *kernel = now.kernel;
+    block                 *next   = &now.block[index];
+    if (kernel->cluster > 1 && kernel->statics_bytes > 0) {
+        memcpy(now.block[now.running].statics, kernel->statics, kernel->statics_bytes);
+        memcpy(kernel->statics, next->statics, kernel->statics_bytes);
+    }
+    now.running       = index;
+    now.state->shared = next->shared;
+}
+
+static void start_block(block *b)
+{
+    const emulator_kernel *kernel = now.kernel;
+    if (!b->shared)
+        b->shared = aligned_alloc(1024, EMULATOR_MAX_SHARED + 1024);
+    if (b->statics_bytes < kernel->statics_bytes) {
+        free(b->statics);
+        b->statics       = calloc(1, kernel->statics_bytes);
+        b->statics_bytes = kernel->statics_bytes;
+    }
+    if (!b->shared || (kernel->statics_bytes > 0 && !b->statics))
+        fail("no memory for a block");
+    memset(b->shared, 0xFF, (size_t)kernel->shared_bytes);
+    memset(b->at_barrier, 0, sizeof b->at_barrier);
+    b->or_of_all = 0;
+}
+
+static void check_done(int fiber)
+{
+    go_to(fiber);
+    switch (now.fiber[fiber].state) {
+    case DONE: return;
+    case AT_BARRIER: fail("waits at a barrier that others do not come to");
+    case AT_CLUSTER_BARRIER: fail("waits at a cluster's barrier that others do not come to");
+    default: fail("waits for lanes of its warp that do not come");
+    }
+}
+
+void emulator_run_cluster(const emulator_kernel *kernel, unsigned first_block)
+{
     static unsigned run;
-    if (!shared)
-        shared = aligned_alloc(1024, EMULATOR_MAX_SHARED + 1024);
-    now.state      = state;
-    now.kernel     = kernel;
-    now.parameter  = parameter;
-    now.threads    = threads;
-    *state = (emulator_state){.block = {block, 0, 0}, .grid = {grid, 1, 1}, .run = ++run, .threads = threads,
-                              .shared = shared, .shared_bytes = shared_bytes, .meet = meet, .barrier = barrier, .barrier_or = barrier_or,
-                              .fail = fail};
-    if (!shared || threads > EMULATOR_MAX_THREADS || threads % 32 != 0 || shared_bytes > EMULATOR_MAX_SHARED)
+    int             fibers = (int)kernel->cluster * kernel->threads;
+    now.state              = kernel->state;
+    now.kernel             = kernel;
+    now.running            = 0;
+    now.first_block        = first_block;
+    *now.state = (emulator_state){.block = {first_block, 0, 0}, .grid = {kernel->grid, 1, 1}, .run = ++run,
+                                  .threads = kernel->threads, .shared_bytes = kernel->shared_bytes, .meet = meet,
+                                  .barrier = barrier, .barrier_or = barrier_or, .cluster_barrier = cluster_barrier, .fail = fail};
+    if (kernel->threads > EMULATOR_MAX_THREADS || kernel->threads % 32 != 0 || kernel->shared_bytes > EMULATOR_MAX_SHARED ||
+        fibers > EMULATOR_MAX_FIBERS)
         fail("more threads or shared memory than a block has");
-    memset(shared, 0xFF, (size_t)shared_bytes);
-    memset(now.at_barrier, 0, sizeof now.at_barrier);
+    now.at_cluster_barrier = 0;
     memset(now.warp, 0, sizeof now.warp);
-    now.or_of_all = 0;
-    for (int t = 0; t < threads; t++)
+    for (unsigned b = 0; b < kernel->cluster; b++)
+        start_block(&now.block[b]);
+    for (int t = 0; t < fibers; t++)
         start_fiber(&now.fiber[t]);
     for (bool ran = true; ran;) {
         ran = false;
-        for (int first = 0; first < threads; first += 32)
-            ran |= run_warp(first);
+        for (int b = 0; b < (int)kernel->cluster; b++) {
+            go_to_block(b);
+            while (run_block(b))
+                ran = true;
+        }
     }
-    for (int t = 0; t < threads; t++) {
-        now.current     = t;
-        state->thread.x = (unsigned)t;
-        if (now.fiber[t].state != DONE)
-            fail(now.fiber[t].state == AT_BARRIER ? "waits at a barrier that others do not come to"
-                                                  : "waits for lanes of its warp that do not come");
-    }
+    for (int t = 0; t < fibers; t++)
+        check_done(t);
 }

@@ -1,4 +1,4 @@
-/* A block of threads on one thread of the host. */
+/* A cluster of blocks of threads on one thread of the host. */
 #ifndef EMULATOR_FIBERS_H
 #define EMULATOR_FIBERS_H
 
@@ -6,10 +6,20 @@
 
 #include <stddef.h>
 
-enum { EMULATOR_MAX_THREADS = 1024, EMULATOR_MAX_SHARED = 227 << 10 };
+enum { EMULATOR_MAX_THREADS = 1024, EMULATOR_MAX_SHARED = 227 << 10, EMULATOR_MAX_CLUSTER = 8 };
 
-/* Runs `kernel` once for every thread of block `block` of `grid`. Blocks must be run in order. */
-void emulator_run_block(emulator_state *state, void (*kernel)(const void *parameter), const void *parameter,
-                        unsigned block, unsigned grid, int threads, int shared_bytes);
+/* What is launched. statics: where the kernel's __shared__ variables lie. */
+typedef struct emulator_kernel {
+    emulator_state *state;
+    void (*run)(const void *parameter);
+    const void *parameter;
+    char       *statics;
+    size_t      statics_bytes;
+    unsigned    grid, cluster;
+    int         threads, shared_bytes;
+} emulator_kernel;
+
+/* Runs a kernel once for every thread of blocks first_block ... first_block + cluster - 1. */
+void emulator_run_cluster(const emulator_kernel *kernel, unsigned first_block);
 
 #endif

@@ -18,7 +18,7 @@
 #define __device__
 #define __global__
 #define __constant__ const __attribute__((used))
-#define __shared__ static /* blocks run one after the other */
+#define __shared__ static __attribute__((section("emulated_shared"))) /* the driver exchanges it where blocks take turns */
 #define __forceinline__ inline
 #define __grid_constant__
 #define __align__(bytes) alignas(bytes)
@@ -137,6 +137,14 @@ template <class PARAMETER> static size_t parameter_bytes(void (*)(PARAMETER)) { 
 /* At the end of the text. */
 #define EMULATOR_ENTRY(name)                                                                                           \
     extern "C" void   emulator_run(const void *parameter) { call(name, parameter); }                                  \
-    extern "C" size_t emulator_parameter_bytes() { return parameter_bytes(name); }
+    extern "C" size_t emulator_parameter_bytes() { return parameter_bytes(name); }                                    \
+    extern "C" char  *emulator_statics(size_t *bytes)                                                                  \
+    {                                                                                                                  \
+        *bytes = (size_t)(__stop_emulated_shared - __start_emulated_shared);                                           \
+        return __start_emulated_shared;                                                                                \
+    }
+
+/* Where what is __shared__ lies; a kernel may have none. */
+extern "C" __attribute__((weak, visibility("hidden"))) char __start_emulated_shared[], __stop_emulated_shared[];
 
 #endif

@@ -33,13 +33,13 @@ struct pending_copies {
         int         group;
     } copy[512];
     int      count, group; /* group: the one that is open */
-    unsigned run;          /* of the block that they are of */
+    unsigned run;          /* of the cluster that they are of */
 };
-static pending_copies copies[1024];
+static pending_copies copies[EMULATOR_MAX_FIBERS];
 
 FA_DEVICE void later(unsigned to, const void *from, unsigned bytes, bool valid)
 {
-    pending_copies &mine = copies[emulator.thread.x];
+    pending_copies &mine = copies[emulator.fiber];
     if (mine.run != emulator.run) { /* a block need not wait for its last ones */
         mine.run   = emulator.run;
         mine.count = 0;
@@ -53,11 +53,12 @@ FA_DEVICE void later(unsigned to, const void *from, unsigned bytes, bool valid)
 
 FA_DEVICE void copy_async(unsigned to, const void *from, bool valid) { later(to, from, 16, valid); }
 FA_DEVICE void copy_async_4(unsigned to, const void *from, bool valid) { later(to, from, 4, valid); }
-FA_DEVICE void copy_commit() { copies[emulator.thread.x].group++; }
+FA_DEVICE void cluster_barrier() { emulator.cluster_barrier(); }
+FA_DEVICE void copy_commit() { copies[emulator.fiber].group++; }
 
 template <int PENDING> FA_DEVICE void copy_wait()
 {
-    pending_copies &mine = copies[emulator.thread.x];
+    pending_copies &mine = copies[emulator.fiber];
     int             done = 0;
     for (; mine.run == emulator.run && done < mine.count && mine.copy[done].group < mine.group - PENDING; done++) {
         char *to = shared_at(mine.copy[done].to, mine.copy[done].bytes);

@@ -53,11 +53,11 @@ typedef struct fa_args {
     float *lse_partial; /* [num_splits][heads_q][tokens], natural log, -inf where the part saw nothing: always written */
     float *delta;       /* [heads_q][tokens]: rowsum(dO * O), by backward_rowsum.cu */
     float *dq_accum;    /* [heads_q][tokens][FA_HEAD_DIM] sum of dS K without the scale; zeroed by backward_rowsum.cu,
-                           FA_ONE_LAUNCH: by launch.c */
-    int   *dq_blocks;   /* FA_ONE_LAUNCH: [batch * heads_k], zeroed by launch.c: blocks that have added all their dQ */
+                           FA_ONE_LAUNCH: by the cluster that adds to it */
     float *dk_accum, *dv_accum; /* FA_HAS_KV_ACCUM: [heads_k][kv tokens][FA_HEAD_DIM], [...][FA_HEAD_DIM_V]; zeroed by
                                    launch.c; kv tokens = kv_entries * kv_rows */
-    int   *dq_turn;     /* FA_DETERMINISTIC: [batch * heads_q][tiles of q], zeroed by launch.c: key tiles added so far */
+    int   *dq_turn;     /* FA_DETERMINISTIC: [batch * heads_q][tiles of q], zeroed as dq_accum or by launch.c: key tiles added
+                           so far */
 
     fa_i64 page_row_stride;
 

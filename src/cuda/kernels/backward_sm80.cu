@@ -13,7 +13,7 @@
  *
  * delta = rowsum(dO * O) comes from backward_rowsum.cu; backward_convert.cu makes the caller's dQ of the float one. A small
  * problem (FA_ONE_LAUNCH) would wait for their launches longer than for their work: there a step makes delta itself, and
- * the last block of a key head makes dQ.
+ * the blocks of a key head are a cluster, which clears dQ before the first block adds to it and converts it after the last.
  *
  * FA_VARIANT 1 and 2: two or four warps share their keys: each computes P^T and dS^T for a part of the queries, and dK and
  * dV for a part of the columns; they meet in shared memory. A warp then has more keys and reads less of Q and dO, and dK
@@ -471,27 +471,35 @@ FA_DEVICE void store_gradient(float (&acc)[KEYS16][N8][4], float factor, const f
                                                 view.stride[3], rows, cols - col);
 }
 
-/* dQ of this block's heads is whole when all blocks of the key head have come here: the last makes the caller's of it. */
-FA_DEVICE void finish_dq(const fa_args &args, const work &w)
+/* FA_ONE_LAUNCH: calls row(head, i) for this cluster's query rows, LANES threads a row and each row in one block. */
+template <int LANES, class ROW> FA_DEVICE void deal_query_rows(const fa_args &args, const work &w, const ROW &row)
 {
-    constexpr int  LANES = FA_HEAD_DIM > 128 ? 32 : FA_HEAD_DIM > 64 ? 16 : 8;
-    __shared__ bool last;
-    if (!args.dq.data)
-        return;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0)
-        last = atomicAdd(args.dq_blocks + w.b * args.heads_k + w.kv_head, 1) == args.tiles_k - 1;
-    __syncthreads();
-    if (!last)
-        return;
-    __threadfence();
-    for (int head = w.first_head; head < w.first_head + w.num_heads; head++)
-        for (int i = threadIdx.x / LANES; i < w.seq.rows_q; i += THREADS / LANES)
-            convert_row<LANES>(args.dq,
-                               w.seq.q_entry * args.dq.stride[0] + (fa_i64)(w.seq.q_row + i) * args.dq.stride[1] +
-                                   head * args.dq.stride[2],
+    constexpr int AT_ONCE = THREADS / LANES;
+    int           block = w.first_k / FA_TILE_K, count = args.dq.data ? w.num_heads * w.seq.rows_q : 0;
+    for (int r = block * AT_ONCE + threadIdx.x / LANES; r < count; r += args.tiles_k * AT_ONCE)
+        row(w.first_head + r / w.seq.rows_q, r % w.seq.rows_q);
+}
+
+constexpr int ROW_LANES = FA_HEAD_DIM > 128 ? 32 : FA_HEAD_DIM > 64 ? 16 : 8;
+
+FA_DEVICE void clear_dq(const fa_args &args, const work &w)
+{
+    deal_query_rows<ROW_LANES>(args, w, [&](int head, int i) {
+        for (int col = threadIdx.x % ROW_LANES * 4; col < FA_HEAD_DIM; col += ROW_LANES * 4)
+            *(float4 *)(w.dq + (head_rows(args, head) + i) * FA_HEAD_DIM + col) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (FA_DETERMINISTIC && i % FA_TILE_Q == 0 && threadIdx.x % ROW_LANES == 0)
+            *turn_of(args, w, {head, i / FA_TILE_Q}) = 0;
+    });
+}
+
+FA_DEVICE void convert_dq(const fa_args &args, const work &w)
+{
+    deal_query_rows<ROW_LANES>(args, w, [&](int head, int i) {
+        fa_i64 row = w.seq.q_row + i;
+        convert_row<ROW_LANES>(args.dq,
+                               w.seq.q_entry * args.dq.stride[0] + row * args.dq.stride[1] + head * args.dq.stride[2],
                                w.dq + (head_rows(args, head) + i) * FA_HEAD_DIM, args.scale, args.head_dim);
+    });
 }
 
 /* dK and dV of the block's keys, and its part of dQ. */
@@ -547,8 +555,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) backward_sm
     if (threadIdx.x == 0)
         w = work_of(args);
     __syncthreads();
+    if (FA_ONE_LAUNCH) {
+        clear_dq(args, w);
+        cluster_barrier();
+    }
     if (w.first_k < w.seq.rows_k)
         run(args, w, shared_address(shared_memory));
-    if (FA_ONE_LAUNCH)
-        finish_dq(args, w);
+    if (FA_ONE_LAUNCH) {
+        cluster_barrier();
+        convert_dq(args, w);
+    }
 }

@@ -40,8 +40,10 @@ FA_DEVICE fa_range clean_tiles(const fa_args &args, const work &w)
 FA_DEVICE work work_of(const fa_args &args)
 {
     work       w;
-    grid_place at = grid_place_of<FA_TILE_K>(blockIdx.x, args.tiles_k);
-    unsigned   n  = at.other;
+    grid_place at = {blockIdx.x % args.tiles_k, blockIdx.x / args.tiles_k};
+    if (!FA_ONE_LAUNCH) /* there the tiles of a head are a cluster, which has neighbouring numbers */
+        at = grid_place_of<FA_TILE_K>(blockIdx.x, args.tiles_k);
+    unsigned n    = at.other;
     w.first_k     = at.tile * FA_TILE_K;
     int share = 0;
     if (FA_HAS_KV_ACCUM) {

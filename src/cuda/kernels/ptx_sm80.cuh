@@ -33,6 +33,16 @@ FA_DEVICE void copy_async_4(unsigned to, const void *from, bool valid)
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
+/* Of all threads of the cluster: what they wrote before is seen behind it. Before Hopper a cluster is one block. */
+FA_DEVICE void cluster_barrier()
+{
+#if FA_ARCH >= 90
+    asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+#else
+    __syncthreads();
+#endif
+}
+
 FA_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 /* Wait until at most PENDING of the newest groups are in flight. */
