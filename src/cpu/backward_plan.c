@@ -2,7 +2,7 @@
 #include "cpu/backward.h"
 #include "cpu/gradient.h"
 
-enum { TASKS_PER_THREAD = 4, LEAST_TILE_KEYS = 256 };
+enum { TASKS_PER_THREAD = 8, LEAST_TILE_KEYS = 256 };
 
 /* Half the keys and so twice the tasks where threads would have few each. Only where that changes no bit: the fused
  * kernels add up cell by cell, in the order of the keys or queries, whatever the tile. By the context's threads, not
