@@ -19,7 +19,7 @@
 #include "cpu/amx_backward_blocks.h"
 #include "cpu/amx_backward_options.h"
 
-enum { CELL = 32, STRIP_CELLS = 4, MAX_CELLS = STRIP_CELLS * FA_MAX_TILE / CELL };
+enum { CELL = 32, STRIP_CELLS = 8, MAX_CELLS = STRIP_CELLS * FA_MAX_TILE / CELL };
 
 /* ---- memory ---- */
 
