@@ -81,26 +81,29 @@ static void need_packed(const run *r, const fa_tile *tile, const query_tile *t, 
     }
 }
 
-/* The sums of composed steps, or of fused ones, row major. turned: each tile of `tiled` is transposed. */
-static const float *all_sums(const plan *p, scratch *s, const float *sums, const float *tiled, int rows, int cols,
-                             bool turned)
+/* FA_SUM_ROWS rows from `row` on, a multiple of it: of composed steps' sums, or of fused ones', row major. turned: each
+ * tile of `tiled` is transposed. */
+static const float *rows_of_sums(const plan *p, scratch *s, const float *sums, const float *tiled, int row, int cols,
+                                 bool turned)
 {
     int64_t ld = fa_accumulator_ld(cols);
     if (!p->fused)
-        return sums;
-    p->kernels->untile(s->all, (int)ld, tiled, rows, cols, turned);
-    return s->all;
+        return sums + row * ld;
+    p->kernels->untile(s->sum_rows, (int)ld, tiled + fa_tiled_at(cols, row, 0), FA_SUM_ROWS, cols, turned);
+    return s->sum_rows;
 }
 
 /* dQ = scale * the sum, once the last tile of keys has added to it. */
 static void store_dq(const plan *p, const fa_tile *tile, const query_tile *t, scratch *s, float scale)
 {
     const fa_call *call = p->call;
-    const float   *dq   = all_sums(p, s, t->dq, t->dq_tiled, fa_tile_queries(tile), (int)call->head_dim, true);
+    const float   *dq   = NULL;
     for (int n = 0; n < fa_tile_queries(tile); n++) {
         int64_t row = tile->seq.q_row + tile->queries.begin + n;
+        if (n % FA_SUM_ROWS == 0)
+            dq = rows_of_sums(p, s, t->dq, t->dq_tiled, n, (int)call->head_dim, true);
         p->kernels->store(fa_at(&call->dq, tile->seq.q_entry, row, tile->head, 0), call->dq.stride[3], call->dq.dtype,
-                          dq + (int64_t)n * p->ldq, (int)call->head_dim, scale);
+                          dq + n % FA_SUM_ROWS * (int64_t)p->ldq, (int)call->head_dim, scale);
     }
 }
 
@@ -277,26 +280,40 @@ static void pack_keys(const plan *p, const fa_tile *tile, scratch *s)
     }
 }
 
-/* Keys [begin, end) of grad; sums NULL: zeros. */
-static void store_keys(const plan *p, const flash_attn_tensor *grad, const fa_tile *tile, int begin, int end,
-                       const float *sums, int ld, float factor, float *zeros)
+/* Keys [begin, end) of grad: zeros. */
+static void store_zeros(const plan *p, const flash_attn_tensor *grad, const fa_tile *tile, int begin, int end,
+                        float *zeros)
 {
     if (!grad->data)
         return;
     memset(zeros, 0, sizeof(float) * (size_t)grad->shape[3]);
     for (int j = begin; j < end; j++)
         p->kernels->store(fa_kv_at(p->call, grad, &tile->seq, tile->b, j, tile->head_k), grad->stride[3], grad->dtype,
-                          sums ? sums + (int64_t)(j - begin) * ld : zeros, (int)grad->shape[3], factor);
+                          zeros, (int)grad->shape[3], 1.0f);
+}
+
+/* The tile's keys of grad: its sums times factor. */
+static void store_keys(const plan *p, const flash_attn_tensor *grad, const fa_tile *tile, scratch *s, const float *sums,
+                       const float *tiled, float factor)
+{
+    int          cols = (int)grad->shape[3];
+    const float *rows = NULL;
+    for (int n = 0; grad->data && n < fa_tile_keys(tile); n++) {
+        if (n % FA_SUM_ROWS == 0)
+            rows = rows_of_sums(p, s, sums, tiled, n, cols, false);
+        p->kernels->store(fa_kv_at(p->call, grad, &tile->seq, tile->b, tile->keys.begin + n, tile->head_k),
+                          grad->stride[3], grad->dtype, rows + n % FA_SUM_ROWS * fa_accumulator_ld(cols), cols, factor);
+    }
 }
 
 static void store_unused_keys(const plan *p, const fa_tile *tile, float *zeros)
 {
     const fa_sequence *seq   = &tile->seq;
     int                begin = fa_min_int(seq->key_begin, seq->rows_k), end = fa_max_int(seq->seqlen_k, begin);
-    store_keys(p, &p->call->dk, tile, 0, begin, NULL, 0, 1.0f, zeros);
-    store_keys(p, &p->call->dk, tile, end, seq->rows_k, NULL, 0, 1.0f, zeros);
-    store_keys(p, &p->call->dv, tile, 0, begin, NULL, 0, 1.0f, zeros);
-    store_keys(p, &p->call->dv, tile, end, seq->rows_k, NULL, 0, 1.0f, zeros);
+    store_zeros(p, &p->call->dk, tile, 0, begin, zeros);
+    store_zeros(p, &p->call->dk, tile, end, seq->rows_k, zeros);
+    store_zeros(p, &p->call->dv, tile, 0, begin, zeros);
+    store_zeros(p, &p->call->dv, tile, end, seq->rows_k, zeros);
 }
 
 static int64_t key_tiles(const plan *p, const fa_sequence *seq)
@@ -344,11 +361,8 @@ static void run_task(run *r, scratch *s, int64_t b, int64_t task)
                 run_step(&t, pair, g, number, key_tile);
             }
         }
-        int          keys = fa_tile_keys(&t.tile);
-        const float *sums = all_sums(p, s, s->dk, s->dk_tiled, keys, (int)call->head_dim, false);
-        store_keys(p, &call->dk, &t.tile, t.tile.keys.begin, t.tile.keys.end, sums, p->ldq, t.scale, s->temp);
-        sums = all_sums(p, s, s->dv, s->dv_tiled, keys, (int)call->head_dim_v, false);
-        store_keys(p, &call->dv, &t.tile, t.tile.keys.begin, t.tile.keys.end, sums, p->ldv, 1.0f, s->temp);
+        store_keys(p, &call->dk, &t.tile, s, s->dk, s->dk_tiled, t.scale);
+        store_keys(p, &call->dv, &t.tile, s, s->dv, s->dv_tiled, 1.0f);
     }
     atomic_fetch_sub_explicit(&r->tasks_left[pair], 1, memory_order_acq_rel);
 }

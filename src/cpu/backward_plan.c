@@ -72,20 +72,19 @@ scratch fa_backward_scratch(fa_arena *arena, const plan *p)
     s.v_t                    = fa_carve(arena, k->packed_bytes(fa_role_of_v(p), p->tile.k, dv));
     s.dk                     = fa_carve_floats(arena, !p->fused ? (int64_t)p->tile.k * p->ldq : 0);
     s.dv                     = fa_carve_floats(arena, !p->fused ? (int64_t)p->tile.k * p->ldv : 0);
-    s.all =
-        fa_carve_floats(arena, p->fused ? (int64_t)fa_max_int(p->tile.q, p->tile.k) * fa_max_int(p->ldq, p->ldv) : 0);
-    s.dk_tiled = fa_carve_floats(arena, p->fused ? fa_tiled_floats(p->tile.k, d) : 0);
-    s.dv_tiled = fa_carve_floats(arena, p->fused ? fa_tiled_floats(p->tile.k, dv) : 0);
-    s.p        = fa_carve_floats(arena, !p->fused ? scores : 0);
-    s.ds       = fa_carve_floats(arena, !p->fused ? scores : 0);
-    s.slope    = fa_carve_floats(arena, call->softcap > 0.0f && !p->fused ? scores : 0);
-    s.dropped  = fa_carve_floats(arena, call->dropout.threshold && !p->fused ? scores : 0);
-    s.temp     = fa_carve_floats(arena, 2 * (int64_t)fa_max_int(p->ldq, p->ldv));
-    s.row      = fa_carve(arena, (size_t)fa_max_int(p->tile.q, p->tile.k) * sizeof(void *));
-    s.row_dout = fa_carve(arena, (size_t)p->tile.q * sizeof(void *));
-    s.row_k    = fa_carve(arena, (size_t)p->tile.k * sizeof(void *));
-    s.bad_k    = fa_carve(arena, (size_t)p->tile.k * sizeof(int));
-    s.slices   = fa_carve(arena, (size_t)call->slices.count * sizeof(int32_t));
+    s.sum_rows               = fa_carve_floats(arena, p->fused ? FA_SUM_ROWS * (int64_t)fa_max_int(p->ldq, p->ldv) : 0);
+    s.dk_tiled               = fa_carve_floats(arena, p->fused ? fa_tiled_floats(p->tile.k, d) : 0);
+    s.dv_tiled               = fa_carve_floats(arena, p->fused ? fa_tiled_floats(p->tile.k, dv) : 0);
+    s.p                      = fa_carve_floats(arena, !p->fused ? scores : 0);
+    s.ds                     = fa_carve_floats(arena, !p->fused ? scores : 0);
+    s.slope                  = fa_carve_floats(arena, call->softcap > 0.0f && !p->fused ? scores : 0);
+    s.dropped                = fa_carve_floats(arena, call->dropout.threshold && !p->fused ? scores : 0);
+    s.temp                   = fa_carve_floats(arena, 2 * (int64_t)fa_max_int(p->ldq, p->ldv));
+    s.row                    = fa_carve(arena, (size_t)fa_max_int(p->tile.q, p->tile.k) * sizeof(void *));
+    s.row_dout               = fa_carve(arena, (size_t)p->tile.q * sizeof(void *));
+    s.row_k                  = fa_carve(arena, (size_t)p->tile.k * sizeof(void *));
+    s.bad_k                  = fa_carve(arena, (size_t)p->tile.k * sizeof(int));
+    s.slices                 = fa_carve(arena, (size_t)call->slices.count * sizeof(int32_t));
     s.fused = fa_carve(arena, k->backward_scratch_bytes ? k->backward_scratch_bytes(p->tile.q, p->tile.k, d, dv) : 0);
     return s;
 }
