@@ -276,8 +276,13 @@ static int spills_accepted(const fa_key *key)
     return 0;
 }
 
+/* What the processes of count_failures share. */
+typedef struct progress {
+    atomic_int next, spilling, most_spilled; /* key to take; kernels with accepted spills, and the most bytes of one */
+} progress;
+
 /* One line if the key does not build cleanly. */
-static bool builds_cleanly(fa_jit *jit, const fa_key *key)
+static bool builds_cleanly(fa_jit *jit, const fa_key *key, progress *shared)
 {
     char      line[FA_KEY_LINE_BYTES];
     fa_binary binary;
@@ -295,18 +300,24 @@ static bool builds_cleanly(fa_jit *jit, const fa_key *key)
     if (!clean)
         print_message("  %s: %d registers, %d bytes of stack, %d of spills, %d of shared memory %s\n", line, r->registers,
                       r->stack_bytes, r->spill_bytes, r->shared_bytes, r->warning);
+    if (r->spill_bytes > 0) {
+        int most = atomic_load(&shared->most_spilled);
+        while (r->spill_bytes > most && !atomic_compare_exchange_weak(&shared->most_spilled, &most, r->spill_bytes))
+            continue;
+        atomic_fetch_add(&shared->spilling, 1);
+    }
     return clean || other_nvrtc;
 }
 
 /* One process a core: each takes the next key that nobody has, so that all end together. */
 static int count_failures(const key_list *list)
 {
-    long        cores   = sysconf(_SC_NPROCESSORS_ONLN);
-    int         workers = cores > 16 ? 16 : cores < 1 ? 1 : (int)cores, failures = 0;
-    pid_t       child[16];
-    atomic_int *next = mmap(NULL, sizeof *next, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    assert_true(next != MAP_FAILED);
-    atomic_init(next, 0);
+    long      cores   = sysconf(_SC_NPROCESSORS_ONLN);
+    int       workers = cores > 16 ? 16 : cores < 1 ? 1 : (int)cores, failures = 0;
+    pid_t     child[16];
+    progress *shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    assert_true(shared != MAP_FAILED);
+    *shared = (progress){0};
     fflush(NULL);
     for (int w = 0; w < workers; w++) {
         child[w] = fork();
@@ -314,8 +325,8 @@ static int count_failures(const key_list *list)
         if (child[w] == 0) {
             fa_jit jit;
             int    failed = fa_jit_init(&jit, &(flash_attn_options){.nvrtc_path = other_nvrtc}, 0) != FLASH_ATTN_OK, i;
-            while (failed < 3 && (i = atomic_fetch_add(next, 1)) < list->count) /* a few failures are enough to see */
-                failed += !builds_cleanly(&jit, &list->key[i]);
+            while (failed < 3 && (i = atomic_fetch_add(&shared->next, 1)) < list->count) /* a few failures are enough to see */
+                failed += !builds_cleanly(&jit, &list->key[i], shared);
             fflush(NULL);
             _exit(failed != 0);
         }
@@ -325,8 +336,9 @@ static int count_failures(const key_list *list)
         assert_int_equal(waitpid(child[w], &status, 0), child[w]);
         failures += !WIFEXITED(status) || WEXITSTATUS(status) != 0;
     }
-    munmap(next, sizeof *next);
-    print_message("%d kernels\n", list->count);
+    print_message("%d kernels; %d spill what their rows accept, at most %d bytes\n", list->count,
+                  atomic_load(&shared->spilling), atomic_load(&shared->most_spilled));
+    munmap(shared, sizeof *shared);
     return failures;
 }
 
