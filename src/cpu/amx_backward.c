@@ -133,13 +133,20 @@ FA_AMX_INLINE block cell_block(const char *keys, const char *queries, int depth,
 FA_AMX_INLINE piece_sum sum_of_s(int pieces) { return (piece_sum){pieces, true, true, false}; }
 FA_AMX_INLINE piece_sum sum_of_dp(int pieces) { return (piece_sum){pieces, true, false, false}; }
 
-/* v NULL: nothing beside. */
-FA_AMX_INLINE void cell_products(const walk *w, cell at, int parity, pending *last, int pieces, beside *v)
+FA_AMX_INLINE block cell_s(const walk *w, cell at, int parity, int pieces)
 {
-    block s  = cell_block(w->k_left, w->q_keys, w->depth, at, w->own->s[parity], pieces);
+    return cell_block(w->k_left, w->q_keys, w->depth, at, w->own->s[parity], pieces);
+}
+
+enum { SOON_STEPS = 2 }; /* the first of S^T, done among the rows of the cell before the one before */
+
+/* v NULL: nothing beside. begun: the first steps of S^T, so many. */
+FA_AMX_INLINE void cell_products(const walk *w, cell at, int parity, pending *last, int pieces, beside *v, int begun)
+{
+    block s  = cell_s(w, at, parity, pieces);
     block dp = cell_block(w->v_left, w->dout_keys, w->depth_v, at, w->own->dp[parity], pieces);
-    run_block(&s, w->depth, last, sum_of_s(pieces), v);
-    run_block(&dp, w->depth_v, last, sum_of_dp(pieces), v);
+    run_block_from(&s, begun, w->depth, last, sum_of_s(pieces), v);
+    run_block_from(&dp, 0, w->depth_v, last, sum_of_dp(pieces), v);
 }
 
 /* True if the cell is special: some pair is not seen, or an LSE is unusual. seen[] then holds what is. */
@@ -160,25 +167,39 @@ static bool cell_mask(const walk *w, cell at, uint32_t seen[CELL])
     return true;
 }
 
-/* The stores of dP^T of the next cell lie between the rows. */
-FA_AMX_INLINE void gradient_rows(const gradient *g, bool special, pending *last, int pieces)
+/* Step n of S^T of a cell that comes soon; s NULL: none. */
+FA_AMX_INLINE void soon_step(const walk *w, const block *s, int n, pending *last, int pieces)
 {
-    for (int row = 0; row < 4; row++)
+    if (s && n < w->depth)
+        block_step(s, s->a + n * s->a_step, s->b + n * s->b_step, n == 0 ? last : NULL, sum_of_s(pieces), NULL);
+}
+
+/* Between the rows lie the stores of dP^T of the next cell and then the first steps of S^T of the one after it (soon),
+ * so that its operands come from the second-level cache while the last rows are computed. */
+FA_AMX_INLINE void gradient_rows(const walk *w, const gradient *g, bool special, const block *soon, pending *last,
+                                 int pieces)
+{
+    for (int row = 0; row < 3; row++)
         gradient_row(g, row, special, pieces);
     KEEP_AWAKE();
     STORE_PENDING(0, 0);
-    for (int row = 4; row < 8; row++)
+    for (int row = 3; row < 6; row++)
         gradient_row(g, row, special, pieces);
     KEEP_AWAKE();
     STORE_PENDING(1, last->col);
-    for (int row = 8; row < 12; row++)
+    for (int row = 6; row < 9; row++)
         gradient_row(g, row, special, pieces);
     KEEP_AWAKE();
     STORE_PENDING(2, last->row);
-    for (int row = 12; row < 16; row++)
+    for (int row = 9; row < 13; row++)
         gradient_row(g, row, special, pieces);
     STORE_PENDING(3, last->row + last->col);
     last->c = NULL;
+    soon_step(w, soon, 0, last, pieces);
+    gradient_row(g, 13, special, pieces);
+    soon_step(w, soon, 1, last, pieces);
+    gradient_row(g, 14, special, pieces);
+    gradient_row(g, 15, special, pieces);
 }
 
 /* Not given the cell's gradient: in registers it is a fifth faster. */
@@ -225,26 +246,30 @@ FA_AMX_INLINE gradient cell_gradient(const walk *w, const exponential *e, cell a
     return g;
 }
 
-/* Products of cell `next`, if not NULL, and P and dS of the one before. */
-FA_AMX_INLINE void cell_step(const walk *w, const exponential *e, cell at, const cell *next, int parity, pending *last,
-                             int pieces)
+/* P and dS of list[0], of `count` cells, the products of the next one and the first steps of the one after that. */
+FA_AMX_INLINE void cell_step(const walk *w, const exponential *e, const cell *list, int count, int parity,
+                             pending *last, int pieces)
 {
+    cell     at = list[0];
     uint32_t seen[2][CELL]; /* and kept */
     bool     special;
     gradient g = cell_gradient(w, e, at, parity, seen, &special, pieces);
     if (pieces != BESIDE_PIECES) {
-        if (next)
-            cell_products(w, *next, !parity, last, pieces, NULL);
+        block soon;
+        if (count > 1)
+            cell_products(w, list[1], !parity, last, pieces, NULL, fa_min_int(SOON_STEPS, w->depth));
+        if (count > 2)
+            soon = cell_s(w, list[2], parity, pieces);
         if (special)
-            gradient_rows(&g, true, last, pieces);
+            gradient_rows(w, &g, true, count > 2 ? &soon : NULL, last, pieces);
         else
-            gradient_rows(&g, false, last, pieces);
+            gradient_rows(w, &g, false, count > 2 ? &soon : NULL, last, pieces);
         return;
     }
     beside v = beside_make(&g, special,
                            num_products(sum_of_s(pieces)) * w->depth + num_products(sum_of_dp(pieces)) * w->depth_v);
-    if (next)
-        cell_products(w, *next, !parity, last, pieces, &v);
+    if (count > 1)
+        cell_products(w, list[1], !parity, last, pieces, &v, 0);
     else
         store_pending(last);
     while (v.row < 16) {
@@ -330,10 +355,15 @@ FA_AMX_INLINE void run_strip(const walk *w, const exponential *e, int first, pen
     int      count = list_cells(w, first, groups, list);
     if (count == 0)
         return;
-    cell_products(w, list[0], 0, last, pieces, NULL);
+    cell_products(w, list[0], 0, last, pieces, NULL, 0);
     store_pending(last);
+    if (count > 1 && pieces != BESIDE_PIECES) {
+        block s = cell_s(w, list[1], 1, pieces);
+        for (int n = 0; n < SOON_STEPS; n++)
+            soon_step(w, &s, n, last, pieces);
+    }
     for (int n = 0; n < count; n++)
-        cell_step(w, e, list[n], n + 1 < count ? &list[n + 1] : NULL, n & 1, last, pieces);
+        cell_step(w, e, list + n, count - n, n & 1, last, pieces);
     if (w->in->num_bad_dout > 0)
         add_bad_dout(w, first, groups, pieces);
     strip_sums(w, first, groups, false, last, pieces);

@@ -161,12 +161,19 @@ FA_AMX_INLINE void block_step(const block *x, const char *a, const char *b, cons
     }
 }
 
-FA_AMX_INLINE void run_block(const block *x, int steps, pending *last, piece_sum sum, beside *v)
+/* Steps from `first` on; those before have been done. */
+FA_AMX_INLINE void run_block_from(const block *x, int first, int steps, pending *last, piece_sum sum, beside *v)
 {
-    block_step(x, x->a, x->b, last, sum, v);
-    for (int n = 1; n < steps; n++)
+    if (first == 0)
+        block_step(x, x->a, x->b, last, sum, v);
+    for (int n = fa_max_int(first, 1); n < steps; n++)
         block_step(x, x->a + n * x->a_step, x->b + n * x->b_step, NULL, sum, v);
     *last = x->c;
+}
+
+FA_AMX_INLINE void run_block(const block *x, int steps, pending *last, piece_sum sum, beside *v)
+{
+    run_block_from(x, 0, steps, last, sum, v);
 }
 
 FA_AMX_INLINE void store_pending(pending *last)
