@@ -137,6 +137,32 @@ static void a_value_that_is_not_finite_stays_in_its_column(void **state)
     for_each_tier_and_dtype(value_not_finite);
 }
 
+/* A key that is minus infinity where every query is 1 has no weight, like one that is far below the others. */
+static void infinite_key(const tier *t, flash_attn_dtype dtype)
+{
+    enum { D = 64, HEADS = 4, KEY = 50 };
+    test_case c = {.seqlen_q = 1, .seqlen_k = 300, .heads_q = HEADS, .heads_k = 1, .head_dim = D, .forward_only = true};
+    fixture   f = fixture_make(&c, dtype, 15);
+    for (int h = 0; h < HEADS; h++)
+        set(&f.p.q, 0, 0, h, 3, 1);
+    set(&f.p.k, 0, KEY, 0, 3, -6e4);
+    fixture_run(&f, t, 1);
+    flash_attn_tensor before = copy_of(&f.p.o);
+    set(&f.p.k, 0, KEY, 0, 3, (double)-INFINITY);
+    fixture_run(&f, t, 1);
+    for (int h = 0; h < HEADS; h++)
+        for (int d = 0; d < D; d++)
+            assert_true(fabs(get(&f.p.o, 0, 0, h, d) - get(&before, 0, 0, h, d)) <= loose_tolerance(dtype));
+    free(before.data);
+    fixture_free(&f);
+}
+
+static void a_key_of_minus_infinity_has_no_weight(void **state)
+{
+    (void)state;
+    for_each_tier_and_dtype(infinite_key);
+}
+
 /* ---- LSE and merging ---- */
 
 /* One key has all the weight: dS = P (dP - Delta) is 0, and what is left of it only the rounding of two sums, also
@@ -370,6 +396,7 @@ int main(void)
         cmocka_unit_test(scores_far_beyond_float16_are_right),
         cmocka_unit_test(equal_scores_give_the_mean),
         cmocka_unit_test(a_value_that_is_not_finite_stays_in_its_column),
+        cmocka_unit_test(a_key_of_minus_infinity_has_no_weight),
         cmocka_unit_test(gradients_of_a_single_key_vanish),
         cmocka_unit_test(lse_holds_the_sink_and_the_softcap_in_natural_logarithm),
         cmocka_unit_test(merging_parts_gives_the_whole),

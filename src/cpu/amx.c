@@ -543,7 +543,7 @@ static void fill_tables(void)
         t->name           = "amx";
         t->isa            = FLASH_ATTN_ISA_AMX;
         t->key_step       = 32;
-        t->few_rows       = 0; /* but for one piece, below */
+        t->few_rows       = 0; /* one and two pieces: below */
         t->scores_few     = NULL;
         t->accumulate_few = NULL;
         t->untile         = fa_amx_untile;
@@ -557,6 +557,11 @@ static void fill_tables(void)
     tables[1].few_cols       = 32;
     tables[1].scores_few     = fa_amx_scores_few;
     tables[1].accumulate_few = fa_amx_accumulate_few;
+    tables[2].few_rows       = 8;
+    tables[2].few_least      = 2;
+    tables[2].few_cols       = 32;
+    tables[2].scores_few     = fa_amx_scores_few_f16;
+    tables[2].accumulate_few = fa_amx_accumulate_few;
 }
 
 const fa_kernels *fa_kernels_amx(const fa_kernels *base, flash_attn_dtype dtype)

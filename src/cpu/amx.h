@@ -130,8 +130,9 @@ FA_AMX_INLINE void fa_amx_transpose(__m512i r[16])
 
 /* ---- fused entries ---- */
 
-/* amx_few.c: bfloat16, head dims that are multiples of 32. */
+/* amx_few.c: bfloat16, and float16 of up to eight rows; head dims that are multiples of 32. */
 void fa_amx_scores_few(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_rows *soon);
+void fa_amx_scores_few_f16(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_rows *soon);
 void fa_amx_accumulate_few(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
                            const fa_rows *soon);
 

@@ -9,6 +9,9 @@
  * key. So each row of P comes as two: (p, 0) for each key gives the even columns, (0, p) the odd ones. P is cut into
  * two bfloat16 pieces besides; four rows then fill a tile. What a 0 of P meets must be finite: where it was not, the
  * sums are not either, and the AVX-512 kernel does the tile again.
+ *
+ * float16 is cut into its two bfloat16 pieces, a block of keys at a time: both of K meet both of Q, side by side in one
+ * right operand, and both of V meet P. There columns c and c + 16 of 32 make a pair.
  */
 #include "cpu/amx.h"
 
@@ -78,6 +81,57 @@ FA_AMX_INLINE void ask_for(const few_ahead *ahead, int row)
 }
 
 static const fa_rows no_rows = {0};
+
+/* ---- float16: blocks of two pieces ---- */
+
+enum { TWO_ROWS = 8 }; /* of Q: their pieces fill a tile */
+
+/* 32 columns of a row, by pairs (c, c + 16). What is not finite leaves NaN in the second piece. */
+FA_AMX_INLINE void cut_columns(char *high, char *low, const uint16_t *row)
+{
+    __m512 a  = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)row));
+    __m512 b  = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(row + 16)));
+    __m512 la = _mm512_sub_ps(a, fa_amx_cut(a)), lb = _mm512_sub_ps(b, fa_amx_cut(b));
+    _mm512_store_si512(high, fa_amx_pair(a, b));
+    _mm512_store_si512(low, fa_amx_pair(la, lb));
+}
+
+/* A block that is being cut. */
+typedef struct few_cut {
+    char          *out; /* [column / 32][piece] tiles of 16 rows */
+    const fa_rows *rows;
+    int            first, col;
+    few_ahead      ahead;
+} few_cut;
+
+/* Four of its rows, zeros beyond the end. Done between the products of the block before, which take as long. */
+FA_AMX_INLINE void cut_quarter(const few_cut *cut, int quarter, const int tiles)
+{
+    ask_for(&cut->ahead, quarter);
+    for (int n = 4 * quarter; n < 4 * quarter + 4; n++) {
+        bool            there = cut->first + n < cut->rows->count;
+        const uint16_t *row   = there ? (const uint16_t *)cut->rows->row[cut->first + n] + cut->col : NULL;
+        for (int c = 0; c < tiles; c++) {
+            char *at = cut->out + 2 * FA_AMX_TILE * c + 64 * n;
+            if (there) {
+                cut_columns(at, at + FA_AMX_TILE, row + 32 * c);
+            } else {
+                _mm512_store_si512(at, _mm512_setzero_si512());
+                _mm512_store_si512(at + FA_AMX_TILE, _mm512_setzero_si512());
+            }
+        }
+    }
+}
+
+/* Block n of `blocks`; beyond them nothing is cut. */
+FA_AMX_INLINE few_cut cut_of(char *out, const fa_rows *rows, const fa_rows *soon, int n, int blocks, int col)
+{
+    few_ahead none = {&no_rows, 0, 0};
+    int       part = stream_keys(rows);
+    if (n >= blocks)
+        return (few_cut){out, &no_rows, 0, col, none};
+    return (few_cut){out, rows, block_key(n, part), col, col == 0 ? ahead_of(rows, soon, n) : none};
+}
 
 /* ---- S = Q K^T ---- */
 
@@ -195,6 +249,101 @@ void fa_amx_scores_few(float *s, int lds, const void *q, const fa_rows *k, int r
     }
 }
 
+/* q: role Q's packed form of two pieces. Columns 0 to 7 of the right operand are the first pieces of its rows, 8 to 15
+ * the second ones. */
+static void turn_two(char *out, const char *q, int tiles)
+{
+    __m512i pairs = _mm512_or_si512(
+        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+        _mm512_slli_epi32(_mm512_setr_epi32(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31), 16));
+    for (int c = 0; c < tiles; c++) {
+        __m512i r[16];
+        for (int n = 0; n < 16; n++) {
+            const char *piece = q + FA_AMX_TILE * (2 * c + n / TWO_ROWS);
+            r[n]              = _mm512_permutexvar_epi16(pairs, _mm512_load_si512(piece + 64 * (n % TWO_ROWS)));
+        }
+        fa_amx_transpose(r);
+        for (int n = 0; n < 16; n++)
+            _mm512_store_si512(out + FA_AMX_TILE * c + 64 * n, r[n]);
+    }
+}
+
+/* The four products of pieces, added up; [key][row], rows up to eight. Returns NaN where a sum is not finite. */
+FA_AMX_INLINE __m512 score_two(float out[FA_AMX_TILE_FLOATS], const char *k, const char *q, const int tiles,
+                               const few_cut *next)
+{
+    _Alignas(64) float part[2][FA_AMX_TILE_FLOATS];
+    __m512             check = _mm512_setzero_ps();
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    for (int quarter = 0; quarter < 4; quarter++) {
+        for (int c = quarter * tiles / 4; c < (quarter + 1) * tiles / 4; c++) {
+            TILE_LOAD(4, q + FA_AMX_TILE * c, 64);
+            TILE_LOAD(2, k + 2 * FA_AMX_TILE * c, 64);
+            TILE_LOAD(3, k + 2 * FA_AMX_TILE * c + FA_AMX_TILE, 64);
+            TILE_DOT(0, 2, 4);
+            TILE_DOT(1, 3, 4);
+        }
+        if (next->rows->count)
+            cut_quarter(next, quarter, tiles);
+    }
+    TILE_STORE(0, part[0], 64);
+    TILE_STORE(1, part[1], 64);
+    for (int n = 0; n < BLOCK; n++) {
+        __m512 x = _mm512_add_ps(_mm512_load_ps(part[0] + 16 * n), _mm512_load_ps(part[1] + 16 * n));
+        x        = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0x4E));
+        check    = _mm512_add_ps(check, _mm512_sub_ps(x, x));
+        _mm512_store_ps(out + 16 * n, x);
+    }
+    return check;
+}
+
+FA_AMX_INLINE __m512 score_all_two(float *s, int lds, const char *q, const fa_rows *k, int rows, const int tiles,
+                                   const fa_rows *soon)
+{
+    _Alignas(64) char  values[2][2 * FEW_MOST_DEPTH_TILES * FA_AMX_TILE];
+    _Alignas(64) float out[FA_AMX_TILE_FLOATS];
+    int                blocks = (k->count + BLOCK - 1) / BLOCK, part = stream_keys(k);
+    __m512             check = _mm512_setzero_ps();
+    few_cut            first = cut_of(values[0], k, soon, 0, blocks, 0);
+    for (int quarter = 0; quarter < 4; quarter++)
+        cut_quarter(&first, quarter, tiles);
+    for (int n = 0; n < blocks; n++) {
+        few_cut next = cut_of(values[(n + 1) % 2], k, soon, n + 1, blocks, 0);
+        check        = _mm512_add_ps(check, score_two(out, values[n % 2], q, tiles, &next));
+        store_turned(s + block_key(n, part), lds, out, rows);
+    }
+    return check;
+}
+
+/* What has been cut, put together again for the AVX-512 kernel. */
+static void scores_two_again(float *s, int lds, const char *q, const fa_rows *k, int rows, const fa_rows *soon)
+{
+    _Alignas(64) float value[TWO_ROWS][FEW_MOST_DEPTH_TILES * 32], packed[TWO_ROWS][FEW_MOST_DEPTH_TILES * 32 + 16];
+    const void        *row[TWO_ROWS];
+    for (int n = 0; n < rows; n++) {
+        row[n] = value[n];
+        for (int col = 0; col < k->cols; col++) {
+            const uint16_t *at = (const uint16_t *)(q + FA_AMX_TILE * (col / 32 * 2)) + 32 * n + col % 32;
+            value[n][col]      = fa_float_of_bf16(at[0]) + fa_float_of_bf16(at[FA_AMX_TILE_HALVES]);
+        }
+    }
+    fa_rows all = {row, rows, k->cols, 1, FLASH_ATTN_F32};
+    fa_kernels_avx512()->pack(FA_ROLE_Q, packed, &all, NULL);
+    fa_kernels_avx512()->scores_few(s, lds, packed, k, rows, soon);
+}
+
+void fa_amx_scores_few_f16(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_rows *soon)
+{
+    _Alignas(64) char turned[FEW_MOST_DEPTH_TILES * FA_AMX_TILE];
+    int               tiles = k->cols / 32;
+    turn_two(turned, q, tiles);
+    __m512 check = tiles == 4 ? score_all_two(s, lds, turned, k, rows, 4, soon)
+                              : score_all_two(s, lds, turned, k, rows, tiles, soon);
+    if (_mm512_cmp_ps_mask(check, check, _CMP_UNORD_Q))
+        scores_two_again(s, lds, q, k, rows, soon);
+}
+
 /* ---- O += P V ---- */
 
 /* Rows (hi, even), (hi, odd), (lo, even), (lo, odd) of the left operand, for 16 keys of up to four rows of P. */
@@ -254,14 +403,54 @@ FA_AMX_INLINE void value_tiles(float out[4][FA_AMX_TILE_FLOATS], const float *p,
     TILE_STORE(3, out[3], 64);
 }
 
+/* The same of float16; the first 16 columns of 32 take the place of the even ones. */
+FA_AMX_INLINE void value_tiles_two(float out[4][FA_AMX_TILE_FLOATS], const float *p, int ldp, int rows,
+                                   const fa_rows *v, int col, const int tiles, const fa_rows *soon)
+{
+    _Alignas(64) char cut[2][FA_AMX_TILE], values[2][8 * FA_AMX_TILE];
+    int               blocks = (v->count + BLOCK - 1) / BLOCK, part = stream_keys(v);
+    few_cut           first = cut_of(values[0], v, soon, 0, blocks, col);
+    for (int quarter = 0; quarter < 4; quarter++)
+        cut_quarter(&first, quarter, tiles);
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+    for (int n = 0; n < blocks; n++) {
+        int         key  = block_key(n, part);
+        const char *at   = values[n % 2];
+        few_cut     next = cut_of(values[(n + 1) % 2], v, soon, n + 1, blocks, col);
+        cut_p(cut[n % 2], p + key, ldp, rows, v->count - key);
+        TILE_LOAD(4, cut[n % 2], 64);
+#define STEP(c)                                                                                                        \
+    if (tiles > c) {                                                                                                   \
+        TILE_LOAD(5, at + 2 * FA_AMX_TILE * c, 64);                                                                    \
+        TILE_LOAD(6, at + 2 * FA_AMX_TILE * c + FA_AMX_TILE, 64);                                                      \
+        TILE_DOT(c, 4, 5);                                                                                             \
+        TILE_DOT(c, 4, 6);                                                                                             \
+    }                                                                                                                  \
+    if (n + 1 < blocks)                                                                                                \
+        cut_quarter(&next, c, tiles);
+        STEP(0)
+        STEP(1)
+        STEP(2)
+        STEP(3)
+#undef STEP
+    }
+    TILE_STORE(0, out[0], 64);
+    TILE_STORE(1, out[1], 64);
+    TILE_STORE(2, out[2], 64);
+    TILE_STORE(3, out[3], 64);
+}
+
 /* Row r's 32 columns of a tile of sums, in order: [0] the first 16. */
-FA_AMX_INLINE void sums_of(__m512 two[2], const float *tile, int r)
+FA_AMX_INLINE void sums_of(__m512 two[2], const float *tile, int r, bool in_order)
 {
     __m512  even  = _mm512_add_ps(_mm512_load_ps(tile + 64 * r), _mm512_load_ps(tile + 64 * r + 32));
     __m512  odd   = _mm512_add_ps(_mm512_load_ps(tile + 64 * r + 16), _mm512_load_ps(tile + 64 * r + 48));
     __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    two[0]        = _mm512_permutex2var_ps(even, first, odd);
-    two[1]        = _mm512_permutex2var_ps(even, _mm512_add_epi32(first, _mm512_set1_epi32(8)), odd);
+    two[0]        = in_order ? even : _mm512_permutex2var_ps(even, first, odd);
+    two[1]        = in_order ? odd : _mm512_permutex2var_ps(even, _mm512_add_epi32(first, _mm512_set1_epi32(8)), odd);
 }
 
 /* Up to four rows; false: a sum is not finite, and o is as it was. */
@@ -272,14 +461,22 @@ static bool accumulate_group(float *o, int ldo, const float *rescale, const floa
     _Alignas(64) float sum[FEW_MOST_DEPTH_TILES + 3][FA_AMX_TILE_FLOATS];
     int                tiles = v->cols / 32;
     __m512             check = _mm512_setzero_ps();
+    bool               two   = v->dtype == FLASH_ATTN_F16;
+#define TILES(n)                                                                                                       \
+    if (two)                                                                                                           \
+        value_tiles_two(sum + c, p, ldp, rows, v, 32 * c, n, soon);                                                    \
+    else                                                                                                               \
+        value_tiles(sum + c, p, ldp, rows, v, 32 * c, n, copy, soon);                                                  \
+    break
     for (int c = 0; c < tiles; c += 4) {
         switch (fa_min_int(4, tiles - c)) {
-        case 1: value_tiles(sum + c, p, ldp, rows, v, 32 * c, 1, copy, soon); break;
-        case 2: value_tiles(sum + c, p, ldp, rows, v, 32 * c, 2, copy, soon); break;
-        case 3: value_tiles(sum + c, p, ldp, rows, v, 32 * c, 3, copy, soon); break;
-        default: value_tiles(sum + c, p, ldp, rows, v, 32 * c, 4, copy, soon); break;
+        case 1: TILES(1);
+        case 2: TILES(2);
+        case 3: TILES(3);
+        default: TILES(4);
         }
     }
+#undef TILES
     for (int c = 0; c < tiles; c++)
         for (int n = 0; n < 16; n++) {
             __m512 x = _mm512_load_ps(sum[c] + 16 * n);
@@ -290,11 +487,11 @@ static bool accumulate_group(float *o, int ldo, const float *rescale, const floa
     for (int r = 0; r < rows; r++) {
         __m512 factor = _mm512_set1_ps(rescale[r]);
         for (int c = 0; c < tiles; c++) {
-            __m512 two[2];
+            __m512 pair[2];
             float *at = o + (int64_t)r * ldo + 32 * c;
-            sums_of(two, sum[c], r);
-            _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_loadu_ps(at), factor, two[0]));
-            _mm512_storeu_ps(at + 16, _mm512_fmadd_ps(_mm512_loadu_ps(at + 16), factor, two[1]));
+            sums_of(pair, sum[c], r, two);
+            _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_loadu_ps(at), factor, pair[0]));
+            _mm512_storeu_ps(at + 16, _mm512_fmadd_ps(_mm512_loadu_ps(at + 16), factor, pair[1]));
         }
     }
     return true;

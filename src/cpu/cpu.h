@@ -163,8 +163,9 @@ typedef struct fa_kernels {
 
     /* Few rows against long keys: read K and V where they lie, once, without packing. rows at most few_rows; role Q's
      * packed form; same meaning as scores and accumulate. Only where every row sees every key, stride is 1, cols is a
-     * multiple of few_cols and the type is not F8E4M3. 0 and NULL: not there. */
-    int few_rows, few_cols;
+     * multiple of few_cols and the type is not F8E4M3. Below few_least another table is faster. 0 and NULL: not there.
+     */
+    int few_rows, few_cols, few_least;
     /* soon: rows of V, or of K, that the next call will read, for prefetch. Perhaps none. */
     void (*scores_few)(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_rows *soon);
     void (*accumulate_few)(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,

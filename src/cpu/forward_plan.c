@@ -28,7 +28,7 @@ static const fa_kernels *few_kernels(const plan *p, int64_t rows)
     const fa_kernels *two[2] = {fa_forward_table(p->cpu, call), p->cpu->vector};
     for (int n = 0; n < 2; n++) {
         const fa_kernels *one = two[n];
-        if (one->scores_few && rows <= one->few_rows && readable_in_place(one, &call->k) &&
+        if (one->scores_few && rows >= one->few_least && rows <= one->few_rows && readable_in_place(one, &call->k) &&
             readable_in_place(one, &call->v))
             return one;
     }
