@@ -4,9 +4,9 @@
     make && python3 bench/compare_torch.py [--quick] [--threads 1,2] [--json FILE [--append]]
 
 Training: batch 1, 512 / d heads, no mask and causal, forward and backward; GFLOP/s count 4 s^2 d h, half of it when
-causal, 2.5 times for the backward. Decode: one query of 32 heads on 8 key heads. PyTorch runs whichever of its CPU
-backends is fastest in the cell. Tensors are PyTorch's own [b, h, s, d], random normal, never zeros. Where the tier is
-amx, float32 is also timed with AMX off.
+causal, 2.5 times for the backward. Inference, only where asked for: the forward without gradients, ours without LSE.
+Decode: one query of 32 heads on 8 key heads. PyTorch runs whichever of its CPU backends is fastest in the cell. Tensors
+are PyTorch's own [b, h, s, d], random normal, never zeros. Where the tier is amx, float32 is also timed with AMX off.
 
 Before anything is timed each result is compared with float64: output and LSE of one whole head, and the gradients of
 some queries and keys. Ours start as NaN and must be within the tests' tolerances (a relative L2 error of 5e-6, 1e-3
@@ -54,9 +54,10 @@ DECODE = {"heads": 32, "heads_k": 8, "head_dim": 128, "seqlen": 32768}
 class Cell:
     """Inputs [1, heads, s, d] in PyTorch's layout; `truth` is what head `head` must hold."""
 
-    def __init__(self, dtype, d, seqlen_q, seqlen_k, heads, heads_k, causal, backward):
+    def __init__(self, dtype, d, seqlen_q, seqlen_k, heads, heads_k, causal, backward, want_lse=True):
         self.dtype, self.d, self.seqlen_q, self.seqlen_k, self.causal = dtype, d, seqlen_q, seqlen_k, causal
         self.heads, self.heads_k, self.backward, self.head = heads, heads_k, backward, heads - 1
+        self.want_lse = want_lse
         kind = getattr(torch, dtype)
         self.q, self.dout = (torch.randn(1, heads, seqlen_q, d).to(kind) for _ in range(2))
         self.k, self.v = (torch.randn(1, heads_k, seqlen_k, d).to(kind) for _ in range(2))
@@ -133,7 +134,7 @@ class Ours:
         self.results = [torch.full_like(t, float("nan")) for t in (cell.q, cell.q, cell.k, cell.v)]
         self.lse = torch.full((1, cell.heads, cell.seqlen_q), float("nan"))
         self.views = [t.transpose(1, 2) for t in self.results]
-        self.call._set_results(self.views[0], self.lse)
+        self.call._set_results(self.views[0], self.lse if cell.want_lse else None)
         self.kernels = [
             self._kernel(one) for one in ((_native.FORWARD, _native.BACKWARD) if cell.backward else (_native.FORWARD,))
         ]
@@ -155,7 +156,7 @@ class Ours:
     def wrong(self):
         self.step()
         self.errors = self.cell.errors(self.results if self.cell.backward else self.results[:1])
-        return self.cell.wrong(self.errors) or self.cell.wrong_lse(self.lse)
+        return self.cell.wrong(self.errors) or (self.cell.want_lse and self.cell.wrong_lse(self.lse))
 
     def close(self):
         _native.lib.flash_attn_destroy(self.context)
@@ -279,7 +280,9 @@ def rows_of(cell, threads, name, runs, times):
     mine, theirs = runs[name], runs.get("torch")
     flops, kv_bytes = cell.work()
     passes = (
-        [("forward", 0, 1), ("backward", 1, 2.5), ("forward+backward", 2, 3.5)] if cell.backward else [("decode", 0, 1)]
+        [("forward", 0, 1), ("backward", 1, 2.5), ("forward+backward", 2, 3.5)]
+        if cell.backward
+        else [("decode" if cell.want_lse else "inference", 0, 1)]
     )
     for label, part, factor in passes:
 
@@ -464,7 +467,7 @@ def arguments():
     parser.add_argument("--seqlens", type=listed(int), default=[1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--masks", type=listed(), default=["full", "causal"])
     parser.add_argument("--heads", type=int, help="default: 512 / d")
-    parser.add_argument("--only", choices=("training", "decode"))
+    parser.add_argument("--only", choices=("training", "inference", "decode"))
     parser.add_argument("--decode-seqlen", type=int, default=DECODE["seqlen"], help="keys of the decode cells")
     parser.add_argument("--tiers", type=listed(), help="tiers of ours, some of " + ",".join(TIERS))
     parser.add_argument("--no-torch", action="store_true", help="ours alone")
@@ -504,7 +507,7 @@ def main():
         f"flashattn {_native.version} and PyTorch {torch.__version__} on {cpu['name']}, tier {cpu['isa']}, {cpu['num_cores']} cores"
     )
     print(HEADER, "-" * len(HEADER), sep="\n")
-    report = Report(Peaks(options.command))
+    report, inference = Report(Peaks(options.command)), options.only == "inference"
     if options.json:
         report.keep(options.json, options.append, about)
     for dtype in options.dtypes:
@@ -516,11 +519,11 @@ def main():
                     run_cell(
                         report,
                         options,
-                        lambda: Cell(dtype, d, s, s, heads, heads, mask == "causal", True),
+                        lambda: Cell(dtype, d, s, s, heads, heads, mask == "causal", not inference, not inference),
                         tiers,
                         options.threads,
                     )
-        if options.only != "training":
+        if options.only not in ("training", "inference"):
             shape = (DECODE["head_dim"], 1, options.decode_seqlen, DECODE["heads"], DECODE["heads_k"], False, False)
             run_cell(report, options, lambda: Cell(dtype, *shape), ["auto"], options.threads)
     print()

@@ -255,8 +255,9 @@ typedef struct flash_attn_problem {
     flash_attn_tensor v;   /* as k with dv in place of d */
     flash_attn_tensor o;   /* [b, sq, hq, dv]; varlen: [1, total_q, hq, dv]; q's dtype or F32 (F8E4M3 in: F16, BF16 or
                               F32). Forward: written. Backward: read. */
-    flash_attn_tensor lse; /* F32 [b, hq, sq, 1]; varlen: [1, hq, total_q, 1]. Forward: written if data is given.
-                              Backward: read, required. */
+    flash_attn_tensor lse; /* F32 [b, hq, sq, 1]; varlen: [1, hq, total_q, 1]. Forward: written if data is given; without
+                              it o may differ in its last bits, for P may then be made in a faster way of the same
+                              accuracy. Backward: read, required. */
 
     float           scale;   /* 0: 1 / sqrt(d). Any finite number; for a true zero give -0.0f */
     float           softcap; /* 0: off; otherwise > 0 */

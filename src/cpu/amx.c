@@ -31,7 +31,8 @@ FA_AMX_INLINE size_t bytes_of(fa_role role, int rows, int cols, int pieces)
         turned = tiles_of(rows, 32) * 4 * tiles_of(cols, 32);
         tiles  = tiles_of(cols, 16);
     }
-    return (size_t)(turned + tiles) * (size_t)pieces * FA_AMX_TILE;
+    int largest = pieces == 1 && (role == FA_ROLE_Q || role == FA_ROLE_K) ? 64 : 0;
+    return (size_t)(turned + tiles) * (size_t)pieces * FA_AMX_TILE + (size_t)largest;
 }
 
 /* What a piece leaves, exact; 0 where x is Inf, NaN where it is NaN. */
@@ -289,6 +290,30 @@ FA_AMX_INLINE int pack_operand(fa_role role, void *packed, const fa_rows *src, i
     return pack_any(role, packed, &rows, bad, pieces);
 }
 
+/* ---- packing for P in fixed point ---- */
+
+/* Q and K with their largest magnitude, V in fa_amx_fixed_order. */
+static int pack_fixed(fa_role role, void *packed, const fa_rows *src, int *bad)
+{
+    const void *row[FA_MAX_TILE];
+    fa_rows     ordered = *src;
+    if (role == FA_ROLE_Q || role == FA_ROLE_K) {
+        pack_operand(role, packed, src, NULL, 1);
+        fa_amx_store_largest(packed, src);
+        return 0;
+    }
+    ordered.row   = row;
+    ordered.count = tiles_of(src->count, 32) * 32;
+    for (int r = 0; r < ordered.count; r++) {
+        int from = r / 32 * 32 + fa_amx_fixed_order(r % 32);
+        row[r]   = from < src->count ? src->row[from] : NULL;
+    }
+    int num_bad = pack_operand(role, packed, &ordered, bad, 1);
+    for (int n = 0; n < num_bad; n++)
+        bad[n] = bad[n] / 32 * 32 + fa_amx_fixed_order(bad[n] % 32);
+    return num_bad;
+}
+
 /* ---- the products ---- */
 
 FA_AMX_INLINE void scores_pieces(float *s, int lds, const void *left, const void *right, int rows, int keys, int depth,
@@ -519,7 +544,7 @@ DEFINE_PIECES(1)
 DEFINE_PIECES(2)
 DEFINE_PIECES(3)
 
-static fa_kernels     tables[MAX_PIECES + 1];
+static fa_kernels     tables[MAX_PIECES + 1]; /* by pieces; 0: one piece, P in fixed point */
 static pthread_once_t tables_once = PTHREAD_ONCE_INIT;
 
 #define FILL_PIECES(N)                                                                                                 \
@@ -562,6 +587,15 @@ static void fill_tables(void)
     tables[2].few_cols       = 32;
     tables[2].scores_few     = fa_amx_scores_few_f16;
     tables[2].accumulate_few = fa_amx_accumulate_few;
+    tables[0]                = tables[1];
+    tables[0].pack           = pack_fixed;
+    tables[0].forward_block  = fa_amx_forward_block_fixed;
+}
+
+const fa_kernels *fa_kernels_amx_fixed(void)
+{
+    pthread_once(&tables_once, fill_tables);
+    return &tables[0];
 }
 
 const fa_kernels *fa_kernels_amx(const fa_kernels *base, flash_attn_dtype dtype)

@@ -11,6 +11,8 @@
  *     left      [rows / 16][cols / 32][piece]    16 rows of 32 columns
  *     keys      [rows / 16][cols / 32][piece]    right operand contracted along its columns, pairs (2c, 2c + 1)
  *     values    [rows / 32][cols / 16][piece]    right operand contracted along its rows, pairs (r, r + 16)
+ * Q and K of one piece end with the largest of their magnitudes. The table for P in fixed point (amx_fixed.h) has
+ * values in another order of their rows, fa_amx_fixed_order.
  */
 #ifndef FA_CPU_AMX_H
 #define FA_CPU_AMX_H
@@ -128,6 +130,24 @@ FA_AMX_INLINE void fa_amx_transpose(__m512i r[16])
     }
 }
 
+/* ---- P in fixed point ---- */
+
+/* Which of 32 keys is row r of packed values, so that pairs (r, r + 16) are what VPACKUSDW puts side by side. */
+FA_AMX_INLINE int fa_amx_fixed_order(int r)
+{
+    int pair = r % 16;
+    return pair / 4 * 4 + pair % 2 * 2 + pair % 4 / 2 * 16 + r / 16;
+}
+
+/* The largest magnitude of packed Q or K, one piece; NaN if it holds any. */
+FA_AMX_INLINE float fa_amx_largest(const void *packed, int rows, int cols)
+{
+    float largest;
+    memcpy(&largest, (const char *)packed + (size_t)((rows + 15) / 16) * (size_t)((cols + 31) / 32) * FA_AMX_TILE,
+           sizeof largest);
+    return largest;
+}
+
 /* ---- fused entries ---- */
 
 /* amx_few.c: bfloat16, and float16 of up to eight rows; head dims that are multiples of 32. */
@@ -138,6 +158,7 @@ void fa_amx_accumulate_few(float *o, int ldo, const float *rescale, const float 
 
 /* amx_forward.c: operands of so many pieces. */
 bool   fa_amx_forward_block(const fa_forward_block *block, int pieces);
+bool   fa_amx_forward_block_fixed(const fa_forward_block *block); /* P in fixed point: no options, head dims to 128 */
 size_t fa_amx_forward_scratch(int rows, int keys, int head_dim, int head_dim_v);
 
 /* amx_backward.c: operands of 1, 2 or 3 pieces, with their turned forms. */

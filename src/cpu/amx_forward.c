@@ -44,6 +44,8 @@ typedef struct walk {
     constants               k;
     int                     pieces, groups, depth_steps, columns, chunk;
     bool                    unset; /* some of the rows at hand have no shift yet */
+    bool                    fixed; /* P in fixed point */
+    bool                    risky; /* some rows may be odd: amx_fixed.h */
     float                   bonus; /* P is computed with this factor, as a logarithm, and its sums are not: */
     float                   inverse, margin;
 } walk;
@@ -121,8 +123,10 @@ static void copy_last_rows(const walk *w, bool back)
 
 static void set_shift(const walk *w, int r, float m)
 {
+    if (w->fixed)
+        m = fixed_round(m);
     w->own->m[r]     = m;
-    w->own->shift[r] = m == -INFINITY ? 0.0f : w->bonus - m;
+    w->own->shift[r] = w->fixed ? fixed_shift(m) : m == -INFINITY ? 0.0f : w->bonus - m;
 }
 
 /* ---- masks ---- */
@@ -184,6 +188,13 @@ static void begin_rows(walk *w, place at, float *s)
     }
 }
 
+/* P of a row once more, alone. */
+FA_AMX_INLINE __m512i one_row(const walk *w, const unit *u, int r, int PIECES)
+{
+    return w->fixed ? any_fixed_row(r, u->s, u->p, u->p_down, &u->state, w->own->m[r], &w->k)
+                    : softmax_row(r, u->s, u->p, u->p_down, &u->state, &w->k, _mm512_setzero_si512(), PIECES);
+}
+
 /* A row outgrew its margin in this unit: a new shift for all that it has so far, and the unit once more. */
 FA_AMX_INLINE void redo_row(const walk *w, place at, const unit *done, int r, int PIECES)
 {
@@ -192,6 +203,8 @@ FA_AMX_INLINE void redo_row(const walk *w, place at, const unit *done, int r, in
     float  m = shift_of(w, at, done->s, r), old = w->own->m[r];
     if (!(m > old))
         m = old; /* NaN or Inf: nothing helps */
+    if (w->fixed && old != -INFINITY)
+        m = old + ceilf(m - old); /* P so far is scaled exactly */
     float factor = exp2f(old - m);
     set_shift(w, r, m);
     scale_row(o, w->columns * 16, _mm512_set1_ps(factor));
@@ -200,14 +213,13 @@ FA_AMX_INLINE void redo_row(const walk *w, place at, const unit *done, int r, in
     for (int unit = at.first; unit < at.unit; unit++)
         scale_p(done->p + (unit - at.unit) * PIECES * FA_AMX_TILE_HALVES + r / 16 * done->p_down + r % 16 * 32,
                 _mm512_set1_ps(factor), PIECES);
-    softmax_row(r, done->s, done->p, done->p_down, &done->state, &w->k, _mm512_setzero_si512(), PIECES);
+    one_row(w, done, r, PIECES);
 }
 
 FA_AMX_INLINE void redo_rows(const walk *w, place at, const unit *done, int PIECES)
 {
     for (int r = 0; r < rows_of_group(w, at.group); r++) {
-        __m512i none = _mm512_setzero_si512();
-        if (outgrew(softmax_row(r, done->s, done->p, done->p_down, &done->state, &w->k, none, PIECES)))
+        if (outgrew(one_row(w, done, r, PIECES), w->fixed))
             redo_row(w, at, done, r, PIECES);
     }
 }
@@ -230,15 +242,19 @@ static __attribute__((noinline)) void redo_unit(const walk *w, place at, const u
 static void begin_group(walk *w, int group, float *sum)
 {
     const fa_forward_block *b     = w->block;
-    const __m512            empty = _mm512_set1_ps(-INFINITY);
-    int                     rows  = rows_of_group(w, group);
+    const __m512            empty = _mm512_set1_ps(-INFINITY), one = _mm512_set1_ps(fixed_shift(0.0f));
+    int                     rows = rows_of_group(w, group);
     memset(sum, 0, sizeof(float) * UNIT * 16);
     w->unset = false;
     for (int r = 0; r < UNIT; r += 16) { /* as set_shift */
         __m512    m     = fa_amx_load16(b->m + group * UNIT, 1, FLASH_ATTN_F32, r, rows);
         __mmask16 unset = _mm512_cmp_ps_mask(m, empty, _CMP_EQ_OQ);
+        __mmask16 there = rows - r >= 16 ? 0xFFFF : rows <= r ? 0 : (__mmask16)((1u << (rows - r)) - 1);
+        __m512    shift = _mm512_maskz_sub_ps((__mmask16)~unset, _mm512_set1_ps(w->bonus), m);
+        if (w->fixed)
+            shift = _mm512_fmadd_ps(shift, _mm512_set1_ps(FIXED_UNITS), one);
         _mm512_store_ps(w->own->m + r, m);
-        _mm512_store_ps(w->own->shift + r, _mm512_maskz_sub_ps((__mmask16)~unset, _mm512_set1_ps(w->bonus), m));
+        _mm512_store_ps(w->own->shift + r, _mm512_mask_mov_ps(empty, there, shift)); /* no row, no P */
         w->unset |= unset != 0;
     }
     if (b->options)
@@ -311,7 +327,7 @@ FA_AMX_INLINE void set_softmax(unit *u, const walk *w, place at, int n, bool alt
 
 /* With values beside them units take their scores one unit ahead, for these are stored among the values; else two. The
  * last unit then takes its own scores once more, so that the loop need not ask whether there are any (2%). */
-FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, int BESIDE, int CHUNK)
+FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, int BESIDE, int CHUNK, int FIXED)
 {
     const int lead = BESIDE ? 1 : 2;
     constants k    = w->k;
@@ -338,7 +354,7 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, int BESIDE, int CHUNK)
             mask_unit(w, u.s, at);
         if (w->unset)
             begin_rows(w, at, u.s);
-        if (run_unit(&u, &v, &held, &k, PIECES, KS, BESIDE, CHUNK))
+        if (run_unit(&u, &v, &held, &k, PIECES, KS, BESIDE, CHUNK, FIXED) || (FIXED && w->risky))
             redo_unit(w, at, &u, &v, &held);
         if (w->block->options && w->block->options->call->dropout.threshold)
             drop_from_unit(w->block, at.group * UNIT, at.unit * UNIT, u.p, u.p_down, PIECES);
@@ -368,7 +384,9 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, int BESIDE, int CHUNK)
 
 /* Chunks: P of one stays in the first-level cache, and O moves once a chunk. */
 #define DEFINE_RUN(PIECES, KS, BESIDE, CHUNK)                                                                          \
-    static void run_##PIECES##_##KS##_##BESIDE(walk *w) { run_walk(w, PIECES, KS, BESIDE, CHUNK); }
+    static void run_##PIECES##_##KS##_##BESIDE(walk *w) { run_walk(w, PIECES, KS, BESIDE, CHUNK, 0); }
+#define DEFINE_FIXED(KS, BESIDE, CHUNK)                                                                                \
+    static void run_fixed_##KS##_##BESIDE(walk *w) { run_walk(w, 1, KS, BESIDE, CHUNK, 1); }
 #define DEFINE_PIECES(PIECES, CHUNK, CHUNK_4)                                                                          \
     DEFINE_RUN(PIECES, 1, 0, CHUNK)                                                                                    \
     DEFINE_RUN(PIECES, 2, 0, CHUNK)                                                                                    \
@@ -383,6 +401,11 @@ DEFINE_RUN(1, 2, 1, 2)
 DEFINE_PIECES(1, 8, 16)
 DEFINE_PIECES(2, 8, 8)
 DEFINE_PIECES(3, 4, 4)
+DEFINE_FIXED(2, 1, 2)
+DEFINE_FIXED(1, 0, 8)
+DEFINE_FIXED(2, 0, 8)
+DEFINE_FIXED(3, 0, 8)
+DEFINE_FIXED(4, 0, 16)
 
 typedef struct shape {
     int pieces, depth_steps, columns, chunk;
@@ -400,38 +423,71 @@ typedef struct shape {
 /* Data: the first that fits is taken. columns: the most tiles of 16 columns of O. */
 static const shape shapes[] = {{1, 2, 4, 2, run_1_2_1}, SHAPES(1, 8, 16), SHAPES(2, 8, 8), SHAPES(3, 4, 4)};
 
-static const shape *find_shape(int pieces, int depth_steps, int columns)
+static const shape fixed_shapes[] = {{1, 2, 4, 2, run_fixed_2_1},
+                                     {1, 1, INT32_MAX, 8, run_fixed_1_0},
+                                     {1, 2, INT32_MAX, 8, run_fixed_2_0},
+                                     {1, 3, INT32_MAX, 8, run_fixed_3_0},
+                                     {1, 4, INT32_MAX, 16, run_fixed_4_0}};
+
+static const shape *find_shape(const shape *among, size_t count, int pieces, int depth_steps, int columns)
 {
-    for (size_t n = 0; n < sizeof shapes / sizeof shapes[0]; n++) {
-        if (shapes[n].pieces == pieces && shapes[n].depth_steps == depth_steps && columns <= shapes[n].columns)
-            return &shapes[n];
+    for (size_t n = 0; n < count; n++) {
+        if (among[n].pieces == pieces && among[n].depth_steps == depth_steps && columns <= among[n].columns)
+            return &among[n];
     }
     return NULL;
+}
+
+static walk walk_of(const fa_forward_block *block, int pieces, const shape *fit)
+{
+    return (walk){.block       = block,
+                  .own         = block->scratch,
+                  .k           = constants_make(block->multiplier, pieces),
+                  .pieces      = pieces,
+                  .groups      = (block->rows + UNIT - 1) / UNIT,
+                  .depth_steps = (block->head_dim + 31) / 32,
+                  .columns     = (block->head_dim_v + 15) / 16,
+                  .chunk       = fit->chunk,
+                  .inverse     = 1.0f,
+                  .margin      = MARGIN};
+}
+
+static void run(const shape *fit, walk *w)
+{
+    unsigned modes = _mm_getcsr(); /* P far below its row's largest is 0: denormals would take 100 times as long */
+    _mm_setcsr(modes | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
+    fit->run(w);
+    _mm_setcsr(modes);
 }
 
 bool fa_amx_forward_block(const fa_forward_block *block, int pieces)
 {
     int          depth_steps = (block->head_dim + 31) / 32, columns = (block->head_dim_v + 15) / 16;
-    const shape *fit     = find_shape(pieces, depth_steps, columns);
+    const shape *fit     = find_shape(shapes, sizeof shapes / sizeof shapes[0], pieces, depth_steps, columns);
     bool         dropout = block->options && block->options->call->dropout.threshold;
     if (!fit || (dropout && !can_drop(block)) || (block->options && !alibi_is_flat(block)))
         return false;
-    bool     alibi      = block->options && block->options->call->alibi_slopes.data;
-    float    keep_scale = dropout ? block->options->call->dropout.keep_scale : 1.0f;
-    walk     w          = {.block       = block,
-                           .own         = block->scratch,
-                           .k           = constants_make(block->multiplier, pieces),
-                           .pieces      = pieces,
-                           .groups      = (block->rows + UNIT - 1) / UNIT,
-                           .depth_steps = depth_steps,
-                           .columns     = columns,
-                           .chunk       = fit->chunk,
-                           .bonus       = log2f(keep_scale) + cut_log2[pieces],
-                           .inverse     = cut_inverse[pieces] / keep_scale,
-                           .margin      = MARGIN + (alibi ? ALIBI_MARGIN : 0)};
-    unsigned modes      = _mm_getcsr(); /* P far below its row's largest is 0: denormals would take 100 times as long */
-    _mm_setcsr(modes | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
-    fit->run(&w);
-    _mm_setcsr(modes);
+    bool  alibi      = block->options && block->options->call->alibi_slopes.data;
+    float keep_scale = dropout ? block->options->call->dropout.keep_scale : 1.0f;
+    walk  w          = walk_of(block, pieces, fit);
+    w.bonus          = log2f(keep_scale) + cut_log2[pieces];
+    w.inverse        = cut_inverse[pieces] / keep_scale;
+    w.margin += alibi ? ALIBI_MARGIN : 0;
+    run(fit, &w);
+    return true;
+}
+
+bool fa_amx_forward_block_fixed(const fa_forward_block *block)
+{
+    int          depth_steps = (block->head_dim + 31) / 32, columns = (block->head_dim_v + 15) / 16;
+    const shape *fit = find_shape(fixed_shapes, sizeof fixed_shapes / sizeof fixed_shapes[0], 1, depth_steps, columns);
+    if (!fit)
+        return false;
+    walk w    = walk_of(block, 1, fit);
+    w.fixed   = true;
+    w.risky   = !fixed_is_safe(block);
+    w.k.units = _mm512_set1_ps(block->multiplier * FIXED_UNITS);
+    w.k.bends = _mm512_loadu_si512(fixed_bends);
+    run(fit, &w);
     return true;
 }

@@ -8,7 +8,7 @@
 #ifndef FA_CPU_AMX_FORWARD_UNIT_H
 #define FA_CPU_AMX_FORWARD_UNIT_H
 
-#include "cpu/amx_softmax.h"
+#include "cpu/amx_fixed.h"
 
 /* Unrolled whole, a unit is some 2000 instructions; sanitizers make that many times more, and minutes of compiling. */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -197,15 +197,16 @@ FA_AMX_INLINE operands scores_operands(const unit *u, int part, int KS, int PIEC
     UNROLL(32) for (int n = 0; n < most_rows; n++)                                                                     \
     {                                                                                                                  \
         if (row < ((slot) + 1) * UNIT / slots) {                                                                       \
-            check = softmax_row(row, u->s, u->p, u->p_down, &u->state, k, check, PIECES);                              \
+            check = FIXED ? fixed_row(row, u->s, u->p, u->p_down, &u->state, k, check)                                 \
+                          : softmax_row(row, u->s, u->p, u->p_down, &u->state, k, check, PIECES);                      \
             row++;                                                                                                     \
         }                                                                                                              \
     }
 
 /* KS: 32-column steps of head_dim. BESIDE: blocks of values of the chunk before that run beside this unit, chunks of
- * CHUNK units. */
+ * CHUNK units. FIXED: P in fixed point. */
 FA_AMX_INLINE bool run_unit(const unit *u, values *v, target *held, const constants *k, int PIECES, int KS, int BESIDE,
-                            int CHUNK)
+                            int CHUNK, int FIXED)
 {
     __m512i   check     = _mm512_setzero_si512();
     const int in_scores = num_products(true, PIECES), in_values = num_products(false, PIECES);
@@ -250,7 +251,7 @@ FA_AMX_INLINE bool run_unit(const unit *u, values *v, target *held, const consta
             v->col += 2;
         }
     }
-    return outgrew(check);
+    return outgrew(check, FIXED);
 }
 
 #endif

@@ -103,4 +103,24 @@ FA_AMX_INLINE bool fa_amx_pair_whole_rows(char *out, const fa_rows *src, int fir
     return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7F80)) == 0;
 }
 
+/* Behind packed Q or K, for fa_amx_largest. */
+static inline void fa_amx_store_largest(char *packed, const fa_rows *src)
+{
+    const __m512i magnitude  = _mm512_set1_epi16(0x7FFF);
+    __m512i       largest[4] = {_mm512_setzero_si512()};
+    size_t        bytes      = (size_t)((src->count + 15) / 16) * (size_t)((src->cols + 31) / 32) * FA_AMX_TILE;
+    for (int n = 1; n < 4; n++)
+        largest[n] = largest[0];
+    for (size_t at = 0; at < bytes; at += 256) {
+        for (int n = 0; n < 4; n++) {
+            __m512i x  = _mm512_and_si512(_mm512_load_si512(packed + at + 64 * n), magnitude);
+            largest[n] = _mm512_max_epu16(largest[n], x);
+        }
+    }
+    __m512i  all = _mm512_max_epu16(_mm512_max_epu16(largest[0], largest[1]), _mm512_max_epu16(largest[2], largest[3]));
+    __m512i  in_32 = _mm512_max_epu32(_mm512_srli_epi32(all, 16), _mm512_and_si512(all, _mm512_set1_epi32(0xFFFF)));
+    uint32_t bits  = _mm512_reduce_max_epu32(in_32) << 16;
+    memcpy(packed + bytes, &bits, sizeof bits);
+}
+
 #endif

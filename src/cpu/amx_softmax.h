@@ -25,7 +25,9 @@ static const float cut_inverse[MAX_PIECES + 1] = {1, 0x1.fe8fa8p-1f, 0x1.fffe8fp
 /* ---- exp2 ---- */
 
 typedef struct constants {
-    __m512 multiplier, magic, table, c0, c1, c2;
+    __m512  multiplier, magic, table, c0, c1, c2;
+    __m512  units; /* amx_fixed.h */
+    __m512i bends;
 } constants;
 
 /* 2^y is 2^n 2^(i / 16) 2^r, r in [0, 1/16), the middle factor from a table. 2^r: scale ((r + c1)^2 + c0), 4e-7, with
@@ -69,7 +71,7 @@ FA_AMX_INLINE __m512 exp2_of(__m512 s, __m512 shift, const constants *k, int pie
 FA_AMX_INLINE float *scores_row(float *s, int row) { return s + row / 16 * 2 * FA_AMX_TILE_FLOATS + row % 16 * 16; }
 
 typedef struct row_state {
-    const float *shift;    /* [32] minus the shift, plus cut_log2 */
+    const float *shift;    /* [32] minus the shift, plus cut_log2; or fixed_shift */
     const float *sum_from; /* [32][16] sums of P by lane; never in place, for a unit may have to be redone */
     float       *sum_to;
 } row_state;
@@ -115,8 +117,13 @@ static __m512 sums_of_rows(const float *x)
     return _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x88), _mm512_shuffle_ps(low, high, 0xDD));
 }
 
-/* Bit 30 in some lane: the row, or one of the unit's, is to be redone. */
-FA_AMX_INLINE bool outgrew(__m512i check) { return _mm512_test_epi32_mask(check, _mm512_set1_epi32(0x40000000)) != 0; }
+/* Bit 30 in some lane, or 14 or 15 of pairs of P, saturated as they are: the row, or one of the unit's, is to be
+ * redone.
+ */
+FA_AMX_INLINE bool outgrew(__m512i check, bool fixed)
+{
+    return _mm512_test_epi32_mask(check, _mm512_set1_epi32(fixed ? (int)0xC000C000 : 0x40000000)) != 0;
+}
 
 static void scale_row(float *x, int n, __m512 factor)
 {

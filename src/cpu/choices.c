@@ -7,6 +7,7 @@
  * sequence's bits would.
  */
 #include "cpu/passes.h"
+#include "cpu/tile.h"
 
 #include <limits.h>
 
@@ -164,9 +165,22 @@ static flash_attn_dtype forward_dtype(const fa_call *call)
     return call->q.dtype == FLASH_ATTN_F16 && call->o.dtype == FLASH_ATTN_F32 ? FLASH_ATTN_F32 : call->q.dtype;
 }
 
+/* Fewer keys do not pay for what packing must find out. */
+#define LEAST_FIXED_KEYS 512
+
+/* P in fixed point is as good as bfloat16, but its sum is no LSE, and options need S and V as they lie. */
+static bool takes_fixed_p(const fa_cpu *cpu, const fa_call *call)
+{
+    bool options = fa_has_options(call, call->scale) || call->slices.count || call->dropout.threshold;
+    return cpu->fixed && call->q.dtype == FLASH_ATTN_BF16 && !call->lse.data && !options && !call->descale_q.data &&
+           !call->descale_k.data && widest_head(call) <= FA_FIXED_HEAD_DIM;
+}
+
 const fa_kernels *fa_forward_kernels(const fa_cpu *cpu, const fa_call *call, int64_t rows, int64_t keys)
 {
-    return kernels_by_shape(cpu, call, forward_dtype(call), FLASH_ATTN_FORWARD, rows, keys);
+    const fa_kernels *found = kernels_by_shape(cpu, call, forward_dtype(call), FLASH_ATTN_FORWARD, rows, keys);
+    bool              fixed = found != cpu->vector && keys >= LEAST_FIXED_KEYS && takes_fixed_p(cpu, call);
+    return fixed ? cpu->fixed : found;
 }
 
 const fa_kernels *fa_forward_table(const fa_cpu *cpu, const fa_call *call) { return cpu->kernels[forward_dtype(call)]; }

@@ -35,6 +35,8 @@ static void choose_tables(fa_cpu *cpu, flash_attn_isa cap, bool no_amx_split)
 #if defined(__x86_64__) && defined(FA_HAVE_AMX)
         if (best >= FLASH_ATTN_ISA_AMX && (dtype == FLASH_ATTN_BF16 || !no_amx_split))
             amx = fa_kernels_amx(cpu->vector, (flash_attn_dtype)dtype);
+        if (amx && dtype == FLASH_ATTN_BF16)
+            cpu->fixed = fa_kernels_amx_fixed();
 #endif
         (void)no_amx_split;
         cpu->kernels[dtype] = amx ? amx : cpu->vector;

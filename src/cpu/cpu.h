@@ -195,6 +195,10 @@ const fa_kernels *fa_kernels_avx2(void);
 const fa_kernels *fa_kernels_avx512(void);
 const fa_kernels *fa_kernels_neon(void);
 const fa_kernels *fa_kernels_amx(const fa_kernels *base, flash_attn_dtype dtype);
+/* As that of bfloat16, for a forward without LSE and options and with head dims up to FA_FIXED_HEAD_DIM alone: P in
+ * 16-bit fixed point. Packed V serves forward_block only. */
+const fa_kernels *fa_kernels_amx_fixed(void);
+#define FA_FIXED_HEAD_DIM 128
 
 /* ---- isa.c ---- */
 
@@ -275,6 +279,7 @@ struct fa_cpu {
     flash_attn_isa    tier;       /* after the caller's cap */
     const fa_kernels *vector;     /* the tier's float32 table, which takes every input type */
     const fa_kernels *kernels[4]; /* by flash_attn_dtype: AMX where there, else `vector` */
+    const fa_kernels *fixed;      /* fa_kernels_amx_fixed; NULL: not there */
     bool              by_shape;   /* `vector` also where AMX is there but slower */
     fa_threads       *threads;
     int               num_threads;

@@ -55,8 +55,9 @@ static const feature features[] = {
     {"avx512f", 1, EBX, 16, STATE_AVX512},   {"avx512dq", 1, EBX, 17, STATE_AVX512},
     {"avx512bw", 1, EBX, 30, STATE_AVX512},  {"avx512vl", 1, EBX, 31, STATE_AVX512},
     {"avx512bf16", 2, EAX, 5, STATE_AVX512}, {"avx512fp16", 1, EDX, 23, STATE_AVX512},
-    {"amx-tile", 1, EDX, 24, STATE_AMX},     {"amx-bf16", 1, EDX, 22, STATE_AMX},
-    {"amx-int8", 1, EDX, 25, STATE_AMX},     {"amx-fp16", 2, EAX, 21, STATE_AMX},
+    {"avx512vbmi", 1, ECX, 1, STATE_AVX512}, {"amx-tile", 1, EDX, 24, STATE_AMX},
+    {"amx-bf16", 1, EDX, 22, STATE_AMX},     {"amx-int8", 1, EDX, 25, STATE_AMX},
+    {"amx-fp16", 2, EAX, 21, STATE_AMX},
 };
 enum { NUM_FEATURES = sizeof features / sizeof features[0] };
 
@@ -67,7 +68,7 @@ static const struct {
 } tiers[] = {
     {FLASH_ATTN_ISA_AVX2, " avx fma f16c avx2 "},
     {FLASH_ATTN_ISA_AVX512, " avx512f avx512dq avx512bw avx512vl "},
-    {FLASH_ATTN_ISA_AMX, " amx-tile amx-bf16 "},
+    {FLASH_ATTN_ISA_AMX, " avx512bf16 avx512vbmi amx-tile amx-bf16 "},
 };
 
 static bool needs_feature(const char *needs, const char *name)
