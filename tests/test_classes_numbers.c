@@ -52,6 +52,42 @@ static void logits_that_rise_and_fall_by_block_are_right(void **state)
     for_each_tier_and_dtype(hills);
 }
 
+/* Logits of 1e10 to 1e30, where half of the last place is more octaves than a float has. Query i and key i win each row. */
+static void far_logits(const tier *t, flash_attn_dtype dtype)
+{
+    enum { NK = 600 };
+    for (int n = 0; n < 6; n++) {
+        double    size = n % 3 == 0 ? 6e4 : n % 3 == 1 ? 1e9 : 1e15;
+        test_case c    = {.seqlen_q = 40, .seqlen_k = NK, .head_dim = 64, .scale = n % 3 ? 1 : 100, .forward_only = true};
+        if (dtype == FLASH_ATTN_F16 && n % 3)
+            continue;
+        fixture f = fixture_make(&c, dtype, 13);
+        for (int d = 0; d < 64; d++) {
+            for (int i = 0; i < 40; i++)
+                set(&f.p.q, 0, i, 0, d, d == i ? size : 0);
+            for (int j = 0; j < NK; j++)
+                set(&f.p.k, 0, j, 0, d, j == 560 + d ? size : size / (2 + j % 7));
+        }
+        if (n >= 3)
+            f.p.lse.data = NULL;
+        fixture_run(&f, t, 1);
+        for (int i = 0; i < 40; i++) {
+            double lse = round_to(size, dtype) * round_to(size, dtype) * c.scale;
+            if (n < 3 && !(fabs(get(&f.p.lse, 0, 0, i, 0) - lse) <= 1e-6 * lse))
+                fail_msg("%s, %s, logit %g: LSE is %g", t->name, dtype_name(dtype), lse, get(&f.p.lse, 0, 0, i, 0));
+            for (int d = 0; d < 64; d++)
+                assert_true(fabs(get(&f.p.o, 0, i, 0, d) - get(&f.p.v, 0, 560 + i, 0, d)) <= 1e-6);
+        }
+        fixture_free(&f);
+    }
+}
+
+static void logits_far_from_zero_are_right(void **state)
+{
+    (void)state;
+    for_each_tier_and_dtype(far_logits);
+}
+
 /* q = 6e4 or so: near the end of float16, where an unscaled score would not fit. One key wins each row by far. */
 static void huge_queries(const tier *t, flash_attn_dtype dtype)
 {
@@ -393,6 +429,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(logits_that_rise_and_fall_by_block_are_right),
+        cmocka_unit_test(logits_far_from_zero_are_right),
         cmocka_unit_test(scores_far_beyond_float16_are_right),
         cmocka_unit_test(equal_scores_give_the_mean),
         cmocka_unit_test(a_value_that_is_not_finite_stays_in_its_column),

@@ -9,8 +9,6 @@
 
 /* ---- packing ---- */
 
-static int tiles_of(int n, int step) { return (n + step - 1) / step; }
-
 FA_AMX_INLINE bool is_left(fa_role role) { return role == FA_ROLE_Q || role == FA_ROLE_DO; }
 FA_AMX_INLINE bool is_keys(fa_role role) { return role == FA_ROLE_K || role == FA_ROLE_V_T; }
 
@@ -155,25 +153,6 @@ FA_AMX_INLINE void pack_values_in_place(char *out, const void *const row[32], in
             high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, two + col));
         _mm512_store_si512(out + 64 * r, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
     }
-}
-
-/* Where tiles of values lie: bytes from 32 rows to the next, and from two tiles of columns to the next two. */
-typedef struct layout {
-    int64_t rows, columns;
-} layout;
-
-FA_AMX_INLINE layout layout_by_rows(int cols, int pieces)
-{
-    int64_t tile = (int64_t)pieces * FA_AMX_TILE;
-    return (layout){tiles_of(cols, 16) * tile, 2 * tile};
-}
-
-/* Two tiles of columns of all rows side by side, for whoever reads just these, again and again: they then spread over
- * all sets of the first-level cache, where tiles 4 KB apart share half or a quarter of them. */
-FA_AMX_INLINE layout layout_by_columns(int rows, int pieces)
-{
-    int64_t tile = (int64_t)pieces * FA_AMX_TILE;
-    return (layout){2 * tile, tiles_of(rows, 32) * 2 * tile};
 }
 
 /* 32 rows of bfloat16 side by side; false: some value is not finite. */

@@ -8,8 +8,8 @@
  * to bfloat16 alone errs by 0.00175; sums are of P as it is multiplied, so that what all keys share cancels.
  *
  * The integer comes from an addition of 2^23, not from a conversion, for those have one port beside tiles. NaN and what
- * is beyond 2^22 units are not for this arithmetic: rows that hold such are odd and take exp2_of. Whether a tile can
- * have any is known from the largest magnitudes of its packed Q and K.
+ * is beyond 2^22 units are not for this arithmetic: rows that hold such are odd and take exp2_of or exp2_far. Whether a
+ * tile can have any is known from the largest magnitudes of its packed Q and K.
  */
 #ifndef FA_CPU_AMX_FIXED_H
 #define FA_CPU_AMX_FIXED_H
@@ -91,9 +91,11 @@ static __m512i any_fixed_row(int row, float *s, uint16_t *p, int p_down, const r
     const float *at = scores_row(s, row);
     if (!row_is_odd(at, m, k))
         return fixed_row(row, s, p, p_down, state, k, _mm512_setzero_si512());
-    __m512 shift  = _mm512_set1_ps(m == -INFINITY ? 0.0f : -m);
-    __m512 a      = exp2_of(_mm512_load_ps(at), shift, k, 1),
-           b      = exp2_of(_mm512_load_ps(at + FA_AMX_TILE_FLOATS), shift, k, 1);
+    bool    far   = m != -INFINITY && fabsf(m) >= FAR;
+    __m512  shift = _mm512_set1_ps(m == -INFINITY ? 0.0f : -m);
+    __m512  a = _mm512_load_ps(at), b = _mm512_load_ps(at + FA_AMX_TILE_FLOATS);
+    a             = far ? exp2_far(a, m, 0.0f, k, 1) : exp2_of(a, shift, k, 1);
+    b             = far ? exp2_far(b, m, 0.0f, k, 1) : exp2_of(b, shift, k, 1);
     __m512i p_row = _mm512_packus_epi32(_mm512_srli_epi32(_mm512_castps_si512(a), 16),
                                         _mm512_srli_epi32(_mm512_castps_si512(b), 16));
     return store_fixed_row(row, p_row, p, p_down, state, _mm512_setzero_si512());

@@ -126,7 +126,7 @@ static void set_shift(const walk *w, int r, float m)
     if (w->fixed)
         m = fixed_round(m);
     w->own->m[r]     = m;
-    w->own->shift[r] = w->fixed ? fixed_shift(m) : m == -INFINITY ? 0.0f : w->bonus - m;
+    w->own->shift[r] = w->fixed ? fixed_shift(m) : m == -INFINITY ? 0.0f : fabsf(m) >= FAR ? NAN : w->bonus - m;
 }
 
 /* ---- masks ---- */
@@ -191,8 +191,12 @@ static void begin_rows(walk *w, place at, float *s)
 /* P of a row once more, alone. */
 FA_AMX_INLINE __m512i one_row(const walk *w, const unit *u, int r, int PIECES)
 {
-    return w->fixed ? any_fixed_row(r, u->s, u->p, u->p_down, &u->state, w->own->m[r], &w->k)
-                    : softmax_row(r, u->s, u->p, u->p_down, &u->state, &w->k, _mm512_setzero_si512(), PIECES);
+    float m = w->own->m[r];
+    if (w->fixed)
+        return any_fixed_row(r, u->s, u->p, u->p_down, &u->state, m, &w->k);
+    if (m != -INFINITY && fabsf(m) >= FAR)
+        return far_row(r, u->s, u->p, u->p_down, &u->state, m, &w->k, PIECES);
+    return softmax_row(r, u->s, u->p, u->p_down, &u->state, &w->k, _mm512_setzero_si512(), PIECES);
 }
 
 /* A row outgrew its margin in this unit: a new shift for all that it has so far, and the unit once more. */
@@ -253,6 +257,9 @@ static void begin_group(walk *w, int group, float *sum)
         __m512    shift = _mm512_maskz_sub_ps((__mmask16)~unset, _mm512_set1_ps(w->bonus), m);
         if (w->fixed)
             shift = _mm512_fmadd_ps(shift, _mm512_set1_ps(FIXED_UNITS), one);
+        else
+            shift = _mm512_mask_mov_ps(shift, _mm512_cmp_ps_mask(_mm512_abs_ps(shift), _mm512_set1_ps(FAR), _CMP_NLT_UQ),
+                                       _mm512_set1_ps(NAN));
         _mm512_store_ps(w->own->m + r, m);
         _mm512_store_ps(w->own->shift + r, _mm512_mask_mov_ps(empty, there, shift)); /* no row, no P */
         w->unset |= unset != 0;

@@ -72,6 +72,27 @@ FA_AMX_INLINE void fa_amx_transpose_tile(char *out, const void *const *row, int 
     }
 }
 
+static inline int tiles_of(int n, int step) { return (n + step - 1) / step; }
+
+/* Where tiles of values lie: bytes from 32 rows to the next, and from two tiles of columns to the next two. */
+typedef struct layout {
+    int64_t rows, columns;
+} layout;
+
+FA_AMX_INLINE layout layout_by_rows(int cols, int pieces)
+{
+    int64_t tile = (int64_t)pieces * FA_AMX_TILE;
+    return (layout){tiles_of(cols, 16) * tile, 2 * tile};
+}
+
+/* Two tiles of columns of all rows side by side, for whoever reads just these, again and again: they then spread over
+ * all sets of the first-level cache, where tiles 4 KB apart share half or a quarter of them. */
+FA_AMX_INLINE layout layout_by_columns(int rows, int pieces)
+{
+    int64_t tile = (int64_t)pieces * FA_AMX_TILE;
+    return (layout){2 * tile, tiles_of(rows, 32) * 2 * tile};
+}
+
 /* 32 rows of 32 columns as values, two tiles: pairs (r, r + 16). Returns the largest magnitude's bits with `largest`.
  */
 FA_AMX_INLINE __m512i fa_amx_pair_rows(char *out, const void *const *row, int col, __m512i largest)
@@ -90,17 +111,6 @@ FA_AMX_INLINE __m512i fa_amx_pair_rows(char *out, const void *const *row, int co
         _mm512_store_si512(out + FA_AMX_TILE + 64 * r, _mm512_unpackhi_epi16(x, y));
     }
     return largest;
-}
-
-/* As fa_amx_pair_rows, all columns up to a multiple of 32; false: some value is not finite. */
-FA_AMX_INLINE bool fa_amx_pair_whole_rows(char *out, const fa_rows *src, int first)
-{
-    __m512i largest = _mm512_setzero_si512();
-    for (int col = 0; col + 32 <= src->cols; col += 32) {
-        fa_amx_prefetch_rows(src, first, 32, col);
-        largest = fa_amx_pair_rows(out + col / 16 * FA_AMX_TILE, src->row + first, col, largest);
-    }
-    return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7F80)) == 0;
 }
 
 /* Behind packed Q or K, for fa_amx_largest. */

@@ -18,6 +18,10 @@
 
 enum { MARGIN = 8, UNIT = 32 };
 
+/* A row whose shift is this large or larger is far: half of its last place may be more octaves than a float has, and
+ * what a multiply-add leaves of the largest score with it. */
+#define FAR 0x1p28f
+
 /* 1 + 0.72 * 2^-8 and 1 + 0.72 * 2^-16, as a logarithm and its inverse, by pieces. */
 static const float cut_log2[MAX_PIECES + 1]    = {0, 0.00406f, 0x1.09ea84p-16f, 0};
 static const float cut_inverse[MAX_PIECES + 1] = {1, 0x1.fe8fa8p-1f, 0x1.fffe8fp-1f, 1};
@@ -49,11 +53,10 @@ static constants constants_make(float multiplier, int pieces)
     };
 }
 
-/* 2^(s * multiplier + shift); s = -inf gives 0. Five operations for the FMA ports (seven with three pieces) and three
- * for port 5 or any: with tiles at work each port is a limit of its own. */
-FA_AMX_INLINE __m512 exp2_of(__m512 s, __m512 shift, const constants *k, int pieces)
+/* 2^y; y = -inf gives 0. With the multiply-add of exp2_of five operations for the FMA ports (seven with three pieces)
+ * and three for port 5 or any: with tiles at work each port is a limit of its own. */
+FA_AMX_INLINE __m512 exp2_only(__m512 y, const constants *k, int pieces)
 {
-    __m512 y    = _mm512_fmadd_ps(s, k->multiplier, shift);
     __m512 t    = _mm512_add_round_ps(y, k->magic, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     __m512 r    = _mm512_reduce_ps(y, 4 << 4 | _MM_FROUND_TO_NEG_INF); /* y less a multiple of 1/16 */
     __m512 base = _mm512_permutexvar_ps(_mm512_castps_si512(t), k->table);
@@ -65,13 +68,27 @@ FA_AMX_INLINE __m512 exp2_of(__m512 s, __m512 shift, const constants *k, int pie
     return _mm512_scalef_ps(_mm512_mul_ps(base, _mm512_fmadd_ps(r, r, k->c0)), y);
 }
 
+/* 2^(s * multiplier + shift) */
+FA_AMX_INLINE __m512 exp2_of(__m512 s, __m512 shift, const constants *k, int pieces)
+{
+    return exp2_only(_mm512_fmadd_ps(s, k->multiplier, shift), k, pieces);
+}
+
+/* 2^(s * multiplier - m + bonus), whatever m: of the row's largest score the bonus is left, for m was rounded as this
+ * product is. */
+static __m512 exp2_far(__m512 s, float m, float bonus, const constants *k, int pieces)
+{
+    __m512 left = _mm512_sub_ps(_mm512_mul_ps(s, k->multiplier), _mm512_set1_ps(m));
+    return exp2_only(_mm512_add_ps(left, _mm512_set1_ps(bonus)), k, pieces);
+}
+
 /* ---- rows of a unit ---- */
 
 /* S of a unit: [row tile][key tile] of 16 x 16. */
 FA_AMX_INLINE float *scores_row(float *s, int row) { return s + row / 16 * 2 * FA_AMX_TILE_FLOATS + row % 16 * 16; }
 
 typedef struct row_state {
-    const float *shift;    /* [32] minus the shift, plus cut_log2; or fixed_shift */
+    const float *shift;    /* [32] minus the shift, plus cut_log2; or fixed_shift; NaN for a row that is far */
     const float *sum_from; /* [32][16] sums of P by lane; never in place, for a unit may have to be redone */
     float       *sum_to;
 } row_state;
@@ -87,7 +104,16 @@ FA_AMX_INLINE void store_pieces(uint16_t *p, __m512 a, __m512 b, int pieces)
     }
 }
 
-/* P of row `row` of a unit. p: its two row tiles, p_down apart. Returns check with the row's sums. */
+/* 32 values of P to row `row` of a unit. p: its two row tiles, p_down apart. Returns check with the row's sums. */
+FA_AMX_INLINE __m512i store_row(int row, __m512 a, __m512 b, uint16_t *p, int p_down, const row_state *state,
+                                __m512i check, int pieces)
+{
+    __m512 sum = _mm512_add_ps(a, b);
+    store_pieces(p + row / 16 * p_down + row % 16 * 32, a, b, pieces);
+    _mm512_store_ps(state->sum_to + 16 * row, _mm512_add_ps(_mm512_load_ps(state->sum_from + 16 * row), sum));
+    return _mm512_or_si512(check, _mm512_castps_si512(sum));
+}
+
 FA_AMX_INLINE __m512i softmax_row(int row, float *s, uint16_t *p, int p_down, const row_state *state,
                                   const constants *k, __m512i check, int pieces)
 {
@@ -95,10 +121,17 @@ FA_AMX_INLINE __m512i softmax_row(int row, float *s, uint16_t *p, int p_down, co
     __m512       shift = _mm512_set1_ps(state->shift[row]);
     __m512       a     = exp2_of(_mm512_load_ps(at), shift, k, pieces);
     __m512       b     = exp2_of(_mm512_load_ps(at + FA_AMX_TILE_FLOATS), shift, k, pieces);
-    __m512       sum   = _mm512_add_ps(a, b);
-    store_pieces(p + row / 16 * p_down + row % 16 * 32, a, b, pieces);
-    _mm512_store_ps(state->sum_to + 16 * row, _mm512_add_ps(_mm512_load_ps(state->sum_from + 16 * row), sum));
-    return _mm512_or_si512(check, _mm512_castps_si512(sum));
+    return store_row(row, a, b, p, p_down, state, check, pieces);
+}
+
+/* The same for a row that is far. */
+static __m512i far_row(int row, float *s, uint16_t *p, int p_down, const row_state *state, float m, const constants *k,
+                       int pieces)
+{
+    const float *at = scores_row(s, row);
+    __m512       a  = exp2_far(_mm512_load_ps(at), m, cut_log2[pieces], k, pieces);
+    __m512       b  = exp2_far(_mm512_load_ps(at + FA_AMX_TILE_FLOATS), m, cut_log2[pieces], k, pieces);
+    return store_row(row, a, b, p, p_down, state, _mm512_setzero_si512(), pieces);
 }
 
 /* Lane n: the sum of x[n][0 .. 15], of all rows in the same order. */
