@@ -52,13 +52,14 @@ static void logits_that_rise_and_fall_by_block_are_right(void **state)
     for_each_tier_and_dtype(hills);
 }
 
-/* Logits of 1e10 to 1e30, where half of the last place is more octaves than a float has. Query i and key i win each row. */
+/* Logits of 1e10 to 1e30, where half of the last place is more octaves than a float has. Key 560 + i wins row i. */
 static void far_logits(const tier *t, flash_attn_dtype dtype)
 {
     enum { NK = 600 };
     for (int n = 0; n < 6; n++) {
         double    size = n % 3 == 0 ? 6e4 : n % 3 == 1 ? 1e9 : 1e15;
-        test_case c    = {.seqlen_q = 40, .seqlen_k = NK, .head_dim = 64, .scale = n % 3 ? 1 : 100, .forward_only = true};
+        test_case c    = {.seqlen_q = 40, .seqlen_k = NK, .head_dim = 64, .forward_only = true};
+        c.scale        = n % 3 ? 1 : 100;
         if (dtype == FLASH_ATTN_F16 && n % 3)
             continue;
         fixture f = fixture_make(&c, dtype, 13);
@@ -82,10 +83,39 @@ static void far_logits(const tier *t, flash_attn_dtype dtype)
     }
 }
 
+/* The same with dropout: key 560 + i's value over 1 - p, or nothing. */
+static void far_logits_dropped(const tier *t, flash_attn_dtype dtype)
+{
+    enum { NK = 600 };
+    test_case c = {.seqlen_q = 40, .seqlen_k = NK, .head_dim = 64, .scale = 100, .dropout = 0.5f};
+    c.forward_only = true;
+    fixture f      = fixture_make(&c, dtype, 14);
+    int     kept   = 0;
+    for (int d = 0; d < 64; d++) {
+        for (int i = 0; i < 40; i++)
+            set(&f.p.q, 0, i, 0, d, d == i ? 6e4 : 0);
+        for (int j = 0; j < NK; j++)
+            set(&f.p.k, 0, j, 0, d, j == 560 + d ? 6e4 : 1e4);
+    }
+    fixture_run(&f, t, 1);
+    for (int i = 0; i < 40; i++) {
+        bool some = get(&f.p.o, 0, i, 0, 0) != 0;
+        kept += some;
+        for (int d = 0; d < 64; d++) {
+            double o = get(&f.p.o, 0, i, 0, d), expected = some ? 2 * get(&f.p.v, 0, 560 + i, 0, d) : 0;
+            if (!(fabs(o - expected) <= 2 * loose_tolerance(dtype)))
+                fail_msg("%s, %s, query %d: %g, expected %g", t->name, dtype_name(dtype), i, o, expected);
+        }
+    }
+    assert_in_range(kept, 1, 39);
+    fixture_free(&f);
+}
+
 static void logits_far_from_zero_are_right(void **state)
 {
     (void)state;
     for_each_tier_and_dtype(far_logits);
+    for_each_tier_and_dtype(far_logits_dropped);
 }
 
 /* q = 6e4 or so: near the end of float16, where an unscaled score would not fit. One key wins each row by far. */

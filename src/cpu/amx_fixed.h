@@ -91,7 +91,7 @@ static __m512i any_fixed_row(int row, float *s, uint16_t *p, int p_down, const r
     const float *at = scores_row(s, row);
     if (!row_is_odd(at, m, k))
         return fixed_row(row, s, p, p_down, state, k, _mm512_setzero_si512());
-    bool    far   = m != -INFINITY && fabsf(m) >= FAR;
+    bool    far   = is_far(m);
     __m512  shift = _mm512_set1_ps(m == -INFINITY ? 0.0f : -m);
     __m512  a = _mm512_load_ps(at), b = _mm512_load_ps(at + FA_AMX_TILE_FLOATS);
     a             = far ? exp2_far(a, m, 0.0f, k, 1) : exp2_of(a, shift, k, 1);

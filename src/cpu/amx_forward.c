@@ -126,7 +126,7 @@ static void set_shift(const walk *w, int r, float m)
     if (w->fixed)
         m = fixed_round(m);
     w->own->m[r]     = m;
-    w->own->shift[r] = w->fixed ? fixed_shift(m) : m == -INFINITY ? 0.0f : fabsf(m) >= FAR ? NAN : w->bonus - m;
+    w->own->shift[r] = w->fixed ? fixed_shift(m) : m == -INFINITY ? 0.0f : is_far(m) ? NAN : w->bonus - m;
 }
 
 /* ---- masks ---- */
@@ -194,8 +194,8 @@ FA_AMX_INLINE __m512i one_row(const walk *w, const unit *u, int r, int PIECES)
     float m = w->own->m[r];
     if (w->fixed)
         return any_fixed_row(r, u->s, u->p, u->p_down, &u->state, m, &w->k);
-    if (m != -INFINITY && fabsf(m) >= FAR)
-        return far_row(r, u->s, u->p, u->p_down, &u->state, m, &w->k, PIECES);
+    if (is_far(m))
+        return far_row(r, u->s, u->p, u->p_down, &u->state, m, w->bonus, &w->k, PIECES);
     return softmax_row(r, u->s, u->p, u->p_down, &u->state, &w->k, _mm512_setzero_si512(), PIECES);
 }
 

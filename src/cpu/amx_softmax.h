@@ -22,6 +22,9 @@ enum { MARGIN = 8, UNIT = 32 };
  * what a multiply-add leaves of the largest score with it. */
 #define FAR 0x1p28f
 
+/* m: a row's; -inf: it has none yet. */
+static bool is_far(float m) { return m != -INFINITY && fabsf(m) >= FAR; }
+
 /* 1 + 0.72 * 2^-8 and 1 + 0.72 * 2^-16, as a logarithm and its inverse, by pieces. */
 static const float cut_log2[MAX_PIECES + 1]    = {0, 0.00406f, 0x1.09ea84p-16f, 0};
 static const float cut_inverse[MAX_PIECES + 1] = {1, 0x1.fe8fa8p-1f, 0x1.fffe8fp-1f, 1};
@@ -125,12 +128,12 @@ FA_AMX_INLINE __m512i softmax_row(int row, float *s, uint16_t *p, int p_down, co
 }
 
 /* The same for a row that is far. */
-static __m512i far_row(int row, float *s, uint16_t *p, int p_down, const row_state *state, float m, const constants *k,
-                       int pieces)
+static __m512i far_row(int row, float *s, uint16_t *p, int p_down, const row_state *state, float m, float bonus,
+                       const constants *k, int pieces)
 {
     const float *at = scores_row(s, row);
-    __m512       a  = exp2_far(_mm512_load_ps(at), m, cut_log2[pieces], k, pieces);
-    __m512       b  = exp2_far(_mm512_load_ps(at + FA_AMX_TILE_FLOATS), m, cut_log2[pieces], k, pieces);
+    __m512       a  = exp2_far(_mm512_load_ps(at), m, bonus, k, pieces);
+    __m512       b  = exp2_far(_mm512_load_ps(at + FA_AMX_TILE_FLOATS), m, bonus, k, pieces);
     return store_row(row, a, b, p, p_down, state, _mm512_setzero_si512(), pieces);
 }
 
