@@ -96,6 +96,9 @@ const test_case test_cases[] = {
     {"scale", "tiny",          .scale = 1e-20f, .seqlen_q = 50, .seqlen_k = 60},
     {"scale", "logits of 100", .logit_size = 100, .seqlen_q = 70, .seqlen_k = 133, .head_dim = 64},
     {"scale", "logits of 1e4", .logit_size = 1e4f, .seqlen_q = 70, .seqlen_k = 133, .head_dim = 64, .mask = C},
+    {"scale", "logits of 1e10", .logit_size = 1e4f, .scale = 1e5f, .seqlen_q = 70, .seqlen_k = 133, .head_dim = 64, .mask = C, .forward_only = true},
+    {"scale", "logits of 1e12", .logit_size = 1e4f, .scale = 1e7f, .seqlen_q = 4, .seqlen_k = 500, .heads_q = 4, .heads_k = 2, .num_splits = 7, .sinks = true, .forward_only = true},
+    {"scale", "logits of -1e10, dropped", .logit_size = 1e4f, .scale = -1e5f, .seqlen_q = 70, .seqlen_k = 133, .dropout = 0.5f, .forward_only = true},
 
     {"softcap", "30",          .softcap = 30.0f, .seqlen_q = 70, .seqlen_k = 90, .logit_size = 20},
     {"softcap", "1",           .softcap = 1.0f,  .seqlen_q = 70, .seqlen_k = 90, .mask = C},

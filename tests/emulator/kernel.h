@@ -79,7 +79,9 @@ template <class RECORD> static inline void together(void (*work)(RECORD *lane[32
 }
 
 struct exchange {
-    unsigned value, from, result;
+    unsigned long long value;
+    unsigned           from;
+    unsigned long long result;
 };
 
 static void exchange_all(exchange *lane[32])
@@ -90,9 +92,11 @@ static void exchange_all(exchange *lane[32])
 
 template <class T> static inline T __shfl_sync(unsigned, T value, int from)
 {
-    exchange mine = {bits_as<unsigned>(value), (unsigned)from, 0};
+    exchange mine = {0, (unsigned)from, 0};
+    memcpy(&mine.value, &value, sizeof value);
     together(exchange_all, &mine);
-    return bits_as<T>(mine.result);
+    memcpy(&value, &mine.result, sizeof value);
+    return value;
 }
 
 template <class T> static inline T __shfl_xor_sync(unsigned mask, T value, int bits)

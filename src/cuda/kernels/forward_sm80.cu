@@ -14,7 +14,7 @@
  * FA_STAGES 2: two of each; the next K and V arrive during the whole step (one barrier a step).
  * FA_VARIANT bit 0: Q's fragments stay in registers.
  */
-#include "softmax.cuh"
+#include "far_rows.cuh"
 #include "tile.cuh"
 
 constexpr int  ROWS16 = FA_TILE_Q / (16 * FA_WARPS); /* blocks of 16 rows of a warp */
@@ -50,6 +50,7 @@ struct work {
     sequence   seq;
     fa_range   slices;
     kv_source  k, v;
+    bool       far[FA_TILE_Q];     /* rows to be computed again (far_rows.cuh) */
 };
 
 FA_DEVICE kv_source kv_source_of(const fa_args &args, const fa_view &view, const work &w)
@@ -248,14 +249,29 @@ FA_DEVICE fa_i64 partial_row(const fa_args &args, const work &w, int i)
            (fa_i64)w.seq.q_entry * args.q_rows + w.seq.q_row + i;
 }
 
-/* O = O / l, LSE = m + log l (lines 12-13); rows that saw nothing: 0 and -inf. */
-FA_DEVICE void store_result(float (&o)[ROWS16][COLS8][4], float (&maximum)[2 * ROWS16], float (&sum)[2 * ROWS16], float unit,
-                            const fa_args &args, const work &w, unsigned shared)
+FA_DEVICE void store_lse(const fa_args &args, const work &w, int i, float lse)
+{
+    if (FA_HAS_SPLIT)
+        args.lse_partial[partial_row(args, w, i)] = lse;
+    else if (args.lse.data)
+        ((float *)args.lse.data)[w.seq.q_entry * args.lse.stride[0] + w.head * args.lse.stride[1] +
+                                 (w.seq.q_row + i) * args.lse.stride[2]] = lse;
+}
+
+FA_DEVICE float sink_log2_of(const fa_args &args, const work &w)
+{
+    if (FA_HAS_SPLIT || !args.sinks.data)
+        return -infinity();
+    return load_element(args.sinks.data, w.head * args.sinks.stride[1], args.sinks.dtype) * FA_LOG2E;
+}
+
+/* O = O / l, LSE = m + log l (lines 12-13); rows that saw nothing: 0 and -inf. True if a row is far. */
+FA_DEVICE bool store_result(float (&o)[ROWS16][COLS8][4], float (&maximum)[2 * ROWS16], float (&sum)[2 * ROWS16], float unit,
+                            const fa_args &args, work &w, unsigned shared)
 {
     int    warp = threadIdx.x / 32, warp_row = w.first_q + warp * 16 * ROWS16;
-    float  sink_log2 = -infinity(), scale[2 * ROWS16];
-    if (!FA_HAS_SPLIT && args.sinks.data)
-        sink_log2 = load_element(args.sinks.data, w.head * args.sinks.stride[1], args.sinks.dtype) * FA_LOG2E;
+    float  sink_log2 = sink_log2_of(args, w), scale[2 * ROWS16];
+    bool   far = false;
 #pragma unroll
     for (int r = 0; r < 2 * ROWS16; r++) {
         int   i     = w.first_q + row_of(r / 2, r % 2);
@@ -273,12 +289,11 @@ FA_DEVICE void store_result(float (&o)[ROWS16][COLS8][4], float (&maximum)[2 * R
         scale[r]    = empty ? 0.0f : shrink * reciprocal(total);
         if (FA_HAS_DROPOUT)
             scale[r] *= args.dropout.keep_scale;
-        if (threadIdx.x % 4 == 0 && i < w.seq.rows_q) {
-            if (FA_HAS_SPLIT)
-                args.lse_partial[partial_row(args, w, i)] = lse;
-            else if (args.lse.data)
-                ((float *)args.lse.data)[w.seq.q_entry * args.lse.stride[0] + w.head * args.lse.stride[1] +
-                                         (w.seq.q_row + i) * args.lse.stride[2]] = lse;
+        if (threadIdx.x % 4 == 0 && i < w.seq.rows_q)
+            store_lse(args, w, i, lse);
+        if (!MODIFIED) {
+            w.far[i - w.first_q] = is_far(top);
+            far |= is_far(top);
         }
     }
     if constexpr (FA_HAS_SPLIT) {
@@ -293,6 +308,41 @@ FA_DEVICE void store_result(float (&o)[ROWS16][COLS8][4], float (&maximum)[2 * R
                                                      args.o.stride[1], args.o.stride[3], w.seq.rows_q - warp_row,
                                                      args.head_dim_v);
     }
+    return far;
+}
+
+/* Index of O's element (i, col), or of o_partial's. */
+FA_DEVICE fa_i64 o_place(const fa_args &args, const work &w, int i, int col)
+{
+    return FA_HAS_SPLIT ? partial_row(args, w, i) * FA_HEAD_DIM_V + col
+                        : w.seq.q_entry * args.o.stride[0] + (w.seq.q_row + i) * args.o.stride[1] +
+                              w.head * args.o.stride[2] + col * args.o.stride[3];
+}
+
+/* Far rows once more, a warp a row. */
+static __device__ __noinline__ void redo_far_rows(const fa_args &args, const work &w)
+{
+    __syncthreads();
+    for (int row = threadIdx.x / 32; row < w.queries.end - w.first_q; row += FA_WARPS) {
+        if (!w.far[row])
+            continue;
+        constexpr int COLS = FA_HEAD_DIM_V / 32;
+        int           i    = w.first_q + row;
+        double        o[COLS], peak, total;
+        far_row<COLS>(args, w, i, o, peak, total);
+        float  sink = sink_log2_of(args, w);
+        double top  = fmax(peak, (double)sink);
+        float  shrink = exp2_fast((float)(peak - top)), all = (float)total * shrink;
+        if (sink != -infinity())
+            all += exp2_fast((float)(sink - top));
+        float scale = shrink / all * (FA_HAS_DROPOUT ? args.dropout.keep_scale : 1.0f);
+        if (threadIdx.x % 32 == 0)
+            store_lse(args, w, i, (float)((top + log2_fast(all)) * FA_LN2));
+        for (int c = 0, col = threadIdx.x % 32; c < COLS; c++, col += 32)
+            if (col < args.head_dim_v)
+                store_element(FA_HAS_SPLIT ? args.o_partial : args.o.data, o_place(args, w, i, col),
+                              FA_HAS_SPLIT ? FA_F32 : FA_DTYPE_O, (float)o[c] * scale);
+    }
 }
 
 /*
@@ -305,9 +355,7 @@ static __device__ __noinline__ void add_nonfinite(const fa_args &args, const wor
     for (int n = threadIdx.x; n < (w.queries.end - w.first_q) * args.head_dim_v; n += THREADS) {
         int    i = w.first_q + n / args.head_dim_v, col = n % args.head_dim_v;
         float  total = 0.0f;
-        fa_i64 at    = FA_HAS_SPLIT ? partial_row(args, w, i) * FA_HEAD_DIM_V + col
-                                    : w.seq.q_entry * args.o.stride[0] + (w.seq.q_row + i) * args.o.stride[1] +
-                                          w.head * args.o.stride[2] + col * args.o.stride[3];
+        fa_i64 at    = o_place(args, w, i, col);
         for (int j = w.keys.begin; j < w.keys.end; j++) {
             float value = load_element(rows_from(args, w, w.v, args.v, j).row(0), col * args.v.stride[3], FA_DTYPE);
             if (!finite(value) && sees(args, w.seq, w.slices, i, j) &&
@@ -449,7 +497,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) forward_sm8
     state.tile  = w.keys.begin < w.keys.end ? next_tile(args, w, (w.keys.end - 1) / FA_TILE_K, w.first_tile) : -1;
     if (state.tile >= w.first_tile)
         walk_tiles(state, args, w, shared);
-    store_result(state.o, state.maximum, state.sum, w.unit, args, w, shared);
+    bool far = store_result(state.o, state.maximum, state.sum, w.unit, args, w, shared);
+    if (!MODIFIED && __syncthreads_or(far))
+        redo_far_rows(args, w);
     if (state.cleared)
         add_nonfinite(args, w);
 }
