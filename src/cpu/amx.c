@@ -515,7 +515,7 @@ static void leave(void) { __asm__ volatile("tilerelease" ::); }
     static size_t backward_scratch_##N(int rows, int keys, int head_dim, int head_dim_v)                               \
     {                                                                                                                  \
         (void)head_dim, (void)head_dim_v;                                                                              \
-        size_t composed = p_bytes(rows, keys, N), fused = fa_amx_backward_scratch(rows, keys, N);                      \
+        size_t composed = p_bytes(rows, keys, N), fused = fa_amx_backward_scratch(rows, N);                      \
         return composed > fused ? composed : fused;                                                                    \
     }
 
@@ -547,6 +547,7 @@ static void fill_tables(void)
         t->name           = "amx";
         t->isa            = FLASH_ATTN_ISA_AMX;
         t->key_step       = 32;
+        t->part_keys      = fa_amx_part_keys(n);
         t->few_rows       = 0; /* one and two pieces: below */
         t->scores_few     = NULL;
         t->accumulate_few = NULL;

@@ -162,6 +162,7 @@ bool   fa_amx_forward_block_fixed(const fa_forward_block *block); /* P in fixed 
 size_t fa_amx_forward_scratch(int rows, int keys, int head_dim, int head_dim_v);
 
 /* amx_backward.c: operands of 1, 2 or 3 pieces, with their turned forms. */
+static inline int fa_amx_part_keys(int pieces) { return pieces == 3 ? 128 : 256; } /* one call's */
 void   fa_amx_backward_block_1(const fa_backward_block *block);
 void   fa_amx_backward_block_2(const fa_backward_block *block);
 void   fa_amx_backward_block_3(const fa_backward_block *block);
@@ -169,6 +170,6 @@ void   fa_amx_backward_dq_1(const fa_backward_block *block);
 void   fa_amx_backward_dq_2(const fa_backward_block *block);
 void   fa_amx_backward_dq_3(const fa_backward_block *block);
 void   fa_amx_untile(float *out, int ld, const float *tiled, int rows, int cols, bool turned);
-size_t fa_amx_backward_scratch(int rows, int keys, int pieces);
+size_t fa_amx_backward_scratch(int rows, int pieces);
 
 #endif

@@ -8,18 +8,18 @@
  *     P^T, dS^T    left, rows = keys, 32 queries as pairs (i, i + 16)
  *     dS           right, contracted along 32 keys as pairs (j, j + 16), 16 queries wide
  *
- *     for each strip of keys
- *         for each cell             S^T, dP^T of the next cell (tiles); P and dS of this one (vectors)
- *         dV += P^T dO, dK += dS^T Q     over all queries of the tile, accumulators in registers
- *     dQ^T += K^T dS                     over all keys of the tile; so dS needs no transpose
+ *     for each cell of a strip of keys   S^T, dP^T of the next cell (tiles); P and dS of this one (vectors)
+ *     dV += P^T dO, dK += dS^T Q         over all queries of the tile, accumulators in registers
+ *     dQ^T += K^T dS                     over all keys of the strip; so dS needs no transpose
  *
+ * A strip is what one call works on, so that P and dS of the next one lie where the caches have those of this one.
  * Blocks of products are in amx_backward_blocks.h, vectors in amx_gradient.h. Sums are kept in tiles of 16 x 16
  * ("tiled", cpu.h): rows of 64 bytes next to each other. docs/cpu-amx.md has the measurements.
  */
 #include "cpu/amx_backward_blocks.h"
 #include "cpu/amx_backward_options.h"
 
-enum { CELL = 32, STRIP_CELLS = 8, MAX_CELLS = STRIP_CELLS * FA_MAX_TILE / CELL };
+enum { CELL = 32, MOST_STRIP_CELLS = 8, MAX_CELLS = MOST_STRIP_CELLS * FA_MAX_TILE / CELL };
 
 /* ---- memory ---- */
 
@@ -27,14 +27,17 @@ typedef struct scratch {
     _Alignas(64) float s[2][4 * FA_AMX_TILE_FLOATS]; /* S^T of a cell: tile (key half) * 2 + query half; two cells */
     _Alignas(64) float dp[2][4 * FA_AMX_TILE_FLOATS];
     _Alignas(64) float slope[4 * FA_AMX_TILE_FLOATS];     /* as s, of one cell */
-    _Alignas(64) uint16_t operands[][FA_AMX_TILE_HALVES]; /* P^T and dS^T of a strip, dS of the tile: walk_make */
+    _Alignas(64) uint16_t operands[][FA_AMX_TILE_HALVES]; /* P^T, dS^T and dS of a strip: walk_make */
 } scratch;
 
 static int cells(int n) { return (n + CELL - 1) / CELL; }
 
-size_t fa_amx_backward_scratch(int rows, int keys, int pieces)
+/* Of a strip, a part of the tile's keys. */
+FA_AMX_INLINE int strip_cells(int pieces) { return fa_amx_part_keys(pieces) / CELL; }
+
+size_t fa_amx_backward_scratch(int rows, int pieces)
 {
-    int tiles = 2 * STRIP_CELLS * 2 * cells(rows) + 2 * cells(rows) * cells(keys);
+    int tiles = 3 * strip_cells(pieces) * 2 * cells(rows);
     return sizeof(scratch) + (size_t)(tiles * pieces) * FA_AMX_TILE;
 }
 
@@ -44,12 +47,13 @@ typedef struct walk {
     const fa_backward_block *in;
     scratch                 *own;
     int                      strips, groups;                                  /* of 32 keys, of 32 queries */
+    int                      first;                                           /* strip of the part */
     int                      depth, depth_v;                                  /* steps of 32 columns */
     int                      columns, columns_v;                              /* tiles of 16 */
     const char              *k_left, *k_t_left, *v_left, *q_keys, *dout_keys; /* turned forms */
     bool                     unusual_lse;
     uint16_t (*p_t)[FA_AMX_TILE_HALVES], (*ds_t)[FA_AMX_TILE_HALVES]; /* [cell of the strip][2 x 16 keys][group] */
-    uint16_t (*ds)[FA_AMX_TILE_HALVES];                               /* [16 queries][strip] */
+    uint16_t (*ds)[FA_AMX_TILE_HALVES];                               /* [16 queries][cell of the strip] */
 } walk;
 
 FA_AMX_INLINE walk walk_make(const fa_backward_block *b, int pieces)
@@ -58,14 +62,15 @@ FA_AMX_INLINE walk walk_make(const fa_backward_block *b, int pieces)
                       .own       = b->scratch,
                       .strips    = (b->keys + CELL - 1) / CELL,
                       .groups    = (b->rows + CELL - 1) / CELL,
+                      .first     = b->part.begin / CELL,
                       .depth     = (b->head_dim + 31) / 32,
                       .depth_v   = (b->head_dim_v + 31) / 32,
                       .columns   = (b->head_dim + 15) / 16,
                       .columns_v = (b->head_dim_v + 15) / 16};
     int64_t number = pieces * FA_AMX_TILE;
     w.p_t          = w.own->operands;
-    w.ds_t         = w.p_t + 2 * STRIP_CELLS * w.groups * pieces;
-    w.ds           = w.ds_t + 2 * STRIP_CELLS * w.groups * pieces;
+    w.ds_t         = w.p_t + 2 * strip_cells(pieces) * w.groups * pieces;
+    w.ds           = w.ds_t + 2 * strip_cells(pieces) * w.groups * pieces;
     w.k_left       = b->k;
     w.k_t_left     = w.k_left + w.strips * 2 * w.depth * number;
     w.v_left       = b->v;
@@ -85,7 +90,7 @@ FA_AMX_INLINE uint16_t *ds_t_at(const walk *w, int key_half, int group, int piec
 }
 FA_AMX_INLINE uint16_t *ds_at(const walk *w, int query_half, int strip, int pieces)
 {
-    return w->ds[(query_half * w->strips + strip) * pieces];
+    return w->ds[(query_half * strip_cells(pieces) + strip - w->first) * pieces];
 }
 
 /* Cells of 32 in the range, of `limit` in all; what is left out sees nothing. */
@@ -224,7 +229,7 @@ FA_AMX_INLINE gradient cell_gradient(const walk *w, const exponential *e, cell a
                                      bool *special, int pieces)
 {
     scratch *own      = w->own;
-    int      in_strip = at.strip % STRIP_CELLS;
+    int      in_strip = at.strip - w->first;
     gradient g        = {.e = *e, .s = own->s[parity], .dp = own->dp[parity], .seen = seen[0]};
     for (int half = 0; half < 2; half++) {
         __m512 lse    = _mm512_loadu_ps(w->in->lse_log2 + at.group * CELL + 16 * half);
@@ -280,15 +285,15 @@ FA_AMX_INLINE void cell_step(const walk *w, const exponential *e, const cell *li
 }
 
 /* dV and dK of a strip; B: the column block's tiles of dO or Q, used by all cells before the next. */
-FA_AMX_INLINE void strip_sums(const walk *w, int first, const fa_range groups[STRIP_CELLS], bool keys, pending *last,
-                              int pieces)
+FA_AMX_INLINE void strip_sums(const walk *w, int first, const fa_range groups[MOST_STRIP_CELLS], bool keys,
+                              pending *last, int pieces)
 {
     int         columns = keys ? w->columns : w->columns_v;
     float      *sums    = keys ? w->in->dk : w->in->dv;
     const char *right   = keys ? w->in->q_right : w->in->dout_right;
     int64_t     step    = pieces * FA_AMX_TILE;
     for (int col = 0; col < columns; col += 2) {
-        for (int n = 0; n < STRIP_CELLS; n++) {
+        for (int n = 0; n < strip_cells(pieces); n++) {
             fa_range    range = groups[n];
             const void *left  = keys ? ds_t_at(w, 2 * n, range.begin, pieces) : p_t_at(w, 2 * n, range.begin, pieces);
             block       x     = {left,
@@ -306,13 +311,13 @@ FA_AMX_INLINE void strip_sums(const walk *w, int first, const fa_range groups[ST
     }
 }
 
-static int list_cells(const walk *w, int first, fa_range groups[STRIP_CELLS], cell list[MAX_CELLS])
+static int list_cells(const walk *w, int first, fa_range groups[MOST_STRIP_CELLS], cell list[MAX_CELLS], int pieces)
 {
     int count = 0;
-    for (int n = 0; n < STRIP_CELLS; n++)
+    for (int n = 0; n < strip_cells(pieces); n++)
         groups[n] = first + n < w->strips ? groups_seeing(w, first + n) : (fa_range){0, 0};
     for (int group = 0; group < w->groups; group++) {
-        for (int n = 0; n < STRIP_CELLS; n++) {
+        for (int n = 0; n < strip_cells(pieces); n++) {
             if (group >= groups[n].begin && group < groups[n].end)
                 list[count++] = (cell){first + n, group};
         }
@@ -330,10 +335,10 @@ static float p_of(const uint16_t *p_t, int key, int query, int pieces)
 }
 
 /* Rows of dO that packing left out for NaN or Inf: dV of the keys that they see, from the strip's P. */
-static void add_bad_dout(const walk *w, int first, const fa_range groups[STRIP_CELLS], int pieces)
+static void add_bad_dout(const walk *w, int first, const fa_range groups[MOST_STRIP_CELLS], int pieces)
 {
     const fa_backward_block *b    = w->in;
-    int                      keys = fa_min_int(STRIP_CELLS * CELL, b->keys - first * CELL);
+    int                      keys = fa_min_int(strip_cells(pieces) * CELL, b->keys - first * CELL);
     for (int n = 0; n < b->num_bad_dout; n++) {
         int         row = b->bad_dout[n], group = row / CELL;
         const void *dout = b->dout_rows->row[row];
@@ -350,9 +355,9 @@ static void add_bad_dout(const walk *w, int first, const fa_range groups[STRIP_C
 
 FA_AMX_INLINE void run_strip(const walk *w, const exponential *e, int first, pending *last, int pieces)
 {
-    fa_range groups[STRIP_CELLS];
+    fa_range groups[MOST_STRIP_CELLS];
     cell     list[MAX_CELLS];
-    int      count = list_cells(w, first, groups, list);
+    int      count = list_cells(w, first, groups, list, pieces);
     if (count == 0)
         return;
     cell_products(w, list[0], 0, last, pieces, NULL, 0);
@@ -384,8 +389,7 @@ FA_AMX_INLINE void run_tile(const fa_backward_block *b, int pieces)
     exponential e    = exponential_make(b->multiplier, pieces);
     pending     last = {0};
     w.unusual_lse    = has_unusual_lse(b);
-    for (int first = 0; first < w.strips; first += STRIP_CELLS)
-        run_strip(&w, &e, first, &last, pieces);
+    run_strip(&w, &e, w.first, &last, pieces);
     store_pending(&last);
 }
 
@@ -428,16 +432,14 @@ FA_AMX_INLINE void dq_block(const char *a, int64_t a_row, const char *b, float *
     *last = x->c;
 }
 
-enum { DQ_STRIPS = 8 }; /* of so many K^T, 64 columns of it, stays in the first-level cache */
-
-/* The strips of `some` that a group sees. */
-static fa_range strips_of(const walk *w, int group, fa_range some)
+/* The part's strips that a group sees. */
+static fa_range strips_of(const walk *w, int group, int pieces)
 {
     fa_range seen = strips_seen(w, group);
-    return (fa_range){fa_max_int(seen.begin, some.begin), fa_min_int(seen.end, some.end)};
+    return (fa_range){fa_max_int(seen.begin, w->first), fa_min_int(seen.end, w->first + strip_cells(pieces))};
 }
 
-FA_AMX_INLINE void dq_of_strips(const walk *w, fa_range some, pending *last, int pieces)
+FA_AMX_INLINE void dq_of_part(const walk *w, pending *last, int pieces)
 {
     const fa_backward_block *b    = w->in;
     int64_t                  step = pieces * FA_AMX_TILE, row = w->strips * step;
@@ -445,7 +447,7 @@ FA_AMX_INLINE void dq_of_strips(const walk *w, fa_range some, pending *last, int
     int                      col          = 0;
     for (; pieces == 1 && col + 3 < w->columns; col += 4) {
         for (int n = 0; n < 2 * w->groups; n++) {
-            fa_range strips = strips_of(w, n / 2, some);
+            fa_range strips = strips_of(w, n / 2, pieces);
             if (strips.begin < strips.end)
                 dq_block(w->k_t_left + col * row + strips.begin * step, row,
                          (const char *)ds_at(w, n, strips.begin, pieces),
@@ -454,12 +456,12 @@ FA_AMX_INLINE void dq_of_strips(const walk *w, fa_range some, pending *last, int
     }
     for (; col < w->columns; col += 2) {
         for (int group = 0; group < w->groups; group++) {
-            fa_range strips = strips_of(w, group, some);
+            fa_range strips = strips_of(w, group, pieces);
             block    x      = {w->k_t_left + col * row + strips.begin * step,
                                (const char *)ds_at(w, 2 * group, strips.begin, pieces),
                                row,
                                step,
-                               row,
+                               strip_cells(pieces) * step,
                                step,
                                {b->dq + fa_tiled_at(b->head_dim, group * CELL, col * 16), FA_AMX_TILE_FLOATS, next_queries},
                                true};
@@ -473,8 +475,7 @@ FA_AMX_INLINE void run_dq(const fa_backward_block *b, int pieces)
 {
     walk    w    = walk_make(b, pieces);
     pending last = {0};
-    for (int first = 0; first < w.strips; first += DQ_STRIPS)
-        dq_of_strips(&w, (fa_range){first, first + DQ_STRIPS}, &last, pieces);
+    dq_of_part(&w, &last, pieces);
     store_pending(&last);
 }
 

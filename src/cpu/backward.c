@@ -153,7 +153,7 @@ static void add_dq(const step *t)
     fa_add_bad_rows(k, t->query.dq, p->ldq, rows, s->ds, ld, 1, &s->k_rows, s->bad_k, s->num_bad_k, s->temp);
 }
 
-static fa_backward_block fused_block(const step *t)
+static fa_backward_block fused_block(const step *t, fa_range part)
 {
     const plan    *p    = &t->run->plan;
     const fa_call *call = p->call;
@@ -169,6 +169,7 @@ static fa_backward_block fused_block(const step *t)
                                .dq         = t->query.dq_tiled,
                                .rows       = fa_tile_rows(&t->tile),
                                .keys       = fa_tile_keys(&t->tile),
+                               .part       = part,
                                .head_dim   = (int)call->head_dim,
                                .head_dim_v = (int)call->head_dim_v,
                                .window     = call->window,
@@ -177,12 +178,12 @@ static fa_backward_block fused_block(const step *t)
                                .scratch    = s->fused};
 }
 
-/* Adds to dK and dV and leaves dS for dQ. Rows of Q and K that are not finite need no more than their place among the
+/* Adds to dK and dV, and leaves dS for dQ. Rows of Q and K that are not finite need no more than their place among the
  * scores: where they are seen P is NaN. */
-static void run_fused(const step *t)
+static void run_fused(const step *t, fa_range part)
 {
     const plan       *p     = &t->run->plan;
-    fa_backward_block block = fused_block(t);
+    fa_backward_block block = fused_block(t, part);
     fa_block_options  options;
     fa_rows           dout;
     block.options = fa_options_of(&options, p->call, &t->tile, t->visible, t->scale);
@@ -221,8 +222,8 @@ static void run_composed(const step *t)
     add_dkv(t, p_of_dv);
 }
 
-/* The tile's turn at dQ: `first` and `last` of those that may see these queries clear and store it. */
-static void take_turn(const step *t, query_state *state, fa_range turns, int turn)
+/* The tile's turn at dQ: the first of those that may see these queries clears it, the last one stores it. */
+static void begin_turn(const step *t, query_state *state, fa_range turns, int turn)
 {
     const plan *p = &t->run->plan;
     fa_wait_for(&state->turn, turn);
@@ -230,15 +231,37 @@ static void take_turn(const step *t, query_state *state, fa_range turns, int tur
         memset(t->query.dq_tiled, 0, sizeof(float) * (size_t)fa_tiled_floats(p->tile.q, p->ldq));
     else if (turn == turns.begin)
         memset(t->query.dq, 0, sizeof(float) * (size_t)fa_tile_rows(&t->tile) * (size_t)p->ldq);
-    if (t->visible != FA_VISIBLE_NONE && p->fused) {
-        fa_backward_block block = fused_block(t);
-        p->kernels->backward_dq(&block);
-    } else if (t->visible != FA_VISIBLE_NONE) {
-        add_dq(t);
-    }
+}
+
+static void end_turn(const step *t, query_state *state, fa_range turns, int turn)
+{
     if (turn == turns.end - 1)
-        store_dq(p, &t->tile, &t->query, t->s, t->scale);
+        store_dq(&t->run->plan, &t->tile, &t->query, t->s, t->scale);
     atomic_store_explicit(&state->turn, turn + 1, memory_order_release);
+}
+
+/* Fused steps go part by part, so that P and dS of one part are all that there is. turn: as begin_turn. */
+static void run_parts(const step *t, query_state *state, fa_range turns, int turn)
+{
+    const plan *p    = &t->run->plan;
+    int         keys = fa_tile_keys(&t->tile), step = p->fused ? p->kernels->part_keys : keys;
+    for (int begin = 0; begin < keys; begin += step) {
+        fa_range part = {begin, fa_min_int(begin + step, keys)};
+        if (p->fused)
+            run_fused(t, part);
+        else
+            run_composed(t);
+        if (!p->call->dq.data)
+            continue;
+        if (begin == 0)
+            begin_turn(t, state, turns, turn);
+        if (p->fused) {
+            fa_backward_block block = fused_block(t, part);
+            p->kernels->backward_dq(&block);
+        } else {
+            add_dq(t);
+        }
+    }
 }
 
 static void run_step(step *t, int64_t pair, int64_t head_in_group, int number, int key_tile)
@@ -252,13 +275,12 @@ static void run_step(step *t, int64_t pair, int64_t head_in_group, int number, i
     t->visible         = fa_tile_visible(p->call, &t->tile);
     if (t->visible != FA_VISIBLE_NONE) {
         need_packed(t->run, &t->tile, &t->query, state, t->s);
-        if (p->fused)
-            run_fused(t);
-        else
-            run_composed(t);
+        run_parts(t, state, turns, key_tile);
+    } else if (p->call->dq.data) {
+        begin_turn(t, state, turns, key_tile);
     }
     if (p->call->dq.data)
-        take_turn(t, state, turns, key_tile);
+        end_turn(t, state, turns, key_tile);
 }
 
 /* ---- a task: one tile of keys ---- */

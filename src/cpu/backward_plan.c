@@ -17,13 +17,21 @@ static int tile_keys(const fa_cpu *cpu, const plan *p)
     return keys;
 }
 
+/* Key heads that memory is for: more than there are threads, so that one need not wait for the last tile of another's
+ * head. One thread never waits, and finds its packed forms in the cache where the head before had them. */
+static int64_t slots(const plan *p)
+{
+    int64_t most = p->threads == 1 ? 1 : p->threads + 1;
+    return p->pairs < most ? p->pairs : most;
+}
+
 plan fa_backward_plan(const fa_cpu *cpu, const fa_call *call, const fa_kernels *k, int threads)
 {
     int  d = (int)call->head_dim, dv = (int)call->head_dim_v;
     plan p             = {.cpu = cpu, .kernels = k, .call = call, .threads = threads, .tile = fa_tiles(cpu, k, call)};
     p.query_tiles      = (call->max_seqlen_q + p.tile.q - 1) / p.tile.q;
     p.pairs            = call->batch * call->heads_k;
-    p.slots            = p.pairs < threads + 1 ? p.pairs : threads + 1;
+    p.slots            = slots(&p);
     p.ldq              = fa_accumulator_ld(d);
     p.ldv              = fa_accumulator_ld(dv);
     p.fused            = k->backward_block != NULL;

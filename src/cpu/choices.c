@@ -51,6 +51,8 @@ static const struct {
     {FA_TABLE_AMX_F16, BACKWARD, INT_MAX, {128, 256}},
     {FA_TABLE_AMX_F32, FORWARD, 128, {128, 512}},
     {FA_TABLE_AMX_F32, FORWARD, INT_MAX, {128, 256}},
+    /* P and dS are those of a part of 128 keys, so that 512 keys' operands still fit. */
+    {FA_TABLE_AMX_F32, BACKWARD, 64, {128, 512}},
     {FA_TABLE_AMX_F32, BACKWARD, INT_MAX, {128, 256}},
 };
 

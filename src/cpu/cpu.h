@@ -102,10 +102,12 @@ typedef struct fa_backward_block {
     float         *dk, *dv; /* added to: tiled [keys][head_dim], [keys][head_dim_v]. dk without the factor `scale` */
     float         *dq;      /* backward_dq adds to it: tiled [rows][head_dim], each tile transposed; likewise */
     int            rows, keys, head_dim, head_dim_v;
+    fa_range       part;   /* of the keys: what one call works on. Begins at a multiple of part_keys, is as long or
+                              the last */
     fa_window      window; /* row r sees key j as fa_window_sees(window, diagonal, r, j) */
     int            diagonal;
     float          multiplier;
-    void          *scratch;          /* backward_scratch_bytes, this thread's: keeps dS for backward_dq */
+    void          *scratch;          /* backward_scratch_bytes, this thread's: keeps the part's dS for backward_dq */
     const fa_block_options *options; /* NULL: none */
 } fa_backward_block;
 
@@ -174,6 +176,7 @@ typedef struct fa_kernels {
     /* Fused; NULL: composed from the entries above. The forward may return false: not for this shape or these options,
      * and nothing was done. */
     bool (*forward_block)(const fa_forward_block *block);
+    int part_keys;                                          /* of the two below */
     void (*backward_block)(const fa_backward_block *block); /* dV and dK; applies the window and options */
     void (*backward_dq)(const fa_backward_block *block);    /* dQ, of the dS that backward_block left */
     /* out[rows][ld] = tiled[rows][cols]; turned: its tiles are transposed. Columns up to a multiple of 16 are written.
