@@ -59,13 +59,6 @@ typedef struct place {
 
 static int rows_of_group(const walk *w, int group) { return fa_min_int(UNIT, w->block->rows - group * UNIT); }
 
-/* The keys that a row of the tile sees. */
-static fa_range keys_of_row(const fa_forward_block *b, int row)
-{
-    int i = row % b->queries;
-    return fa_keys_seen(b->window, b->diagonal, (fa_range){i, i + 1}, (fa_range){0, b->keys});
-}
-
 static fa_range queries_of_group(const walk *w, int group)
 {
     const fa_forward_block *b     = w->block;
@@ -131,14 +124,6 @@ static void set_shift(const walk *w, int r, float m)
 
 /* ---- masks ---- */
 
-/* Bit n: key 16 * tile + n of the unit is in `seen`. */
-static __mmask16 seen_lanes(fa_range seen, int unit, int tile)
-{
-    int first = unit * UNIT + tile * 16, begin = fa_max_int(seen.begin - first, 0),
-        end = fa_min_int(seen.end - first, 16);
-    return begin < end ? (__mmask16)((1u << end) - (1u << begin)) : 0;
-}
-
 static bool all_seen(const walk *w, place at)
 {
     const fa_forward_block *b    = w->block;
@@ -146,44 +131,52 @@ static bool all_seen(const walk *w, place at)
     return keys.end <= b->keys && fa_window_covers(b->window, b->diagonal, queries_of_group(w, at.group), keys);
 }
 
-/* -inf where a row does not see, whatever the product was. */
+/* -inf where a row does not see, whatever the product was, and in rows that do not exist. */
 static void mask_unit(const walk *w, float *s, place at)
 {
+    const fa_forward_block *b     = w->block;
+    const __m512            none  = _mm512_set1_ps(-INFINITY);
+    int                     first = at.unit * UNIT, rows = rows_of_group(w, at.group), i = at.group * UNIT % b->queries;
     for (int r = 0; r < UNIT; r++) {
-        bool     exists = r < rows_of_group(w, at.group);
-        fa_range seen   = exists ? keys_of_row(w->block, at.group * UNIT + r) : (fa_range){0, 0};
-        for (int t = 0; t < 2; t++)
-            _mm512_mask_store_ps(scores_row(s, r) + t * FA_AMX_TILE_FLOATS, ~seen_lanes(seen, at.unit, t),
-                                 _mm512_set1_ps(-INFINITY));
+        fa_range seen  = fa_keys_seen(b->window, b->diagonal, (fa_range){i, i + 1}, (fa_range){0, b->keys});
+        int      begin = fa_max_int(seen.begin - first, 0), end = fa_min_int(seen.end - first, UNIT);
+        uint32_t bits  = r < rows && begin < end ? (uint32_t)((1ull << end) - (1ull << begin)) : 0;
+        float   *row   = scores_row(s, r);
+        _mm512_mask_store_ps(row, (__mmask16)~bits, none);
+        _mm512_mask_store_ps(row + FA_AMX_TILE_FLOATS, (__mmask16)(~bits >> 16), none);
+        i = i + 1 == b->queries ? 0 : i + 1;
     }
 }
 
 /* ---- shifts ---- */
 
-/* The shift that suits a unit's scores of a row; -inf if it sees none of them; NaN, +Inf: 0. */
-static float shift_of(const walk *w, place at, float *s, int r)
+/* The shifts that suit a unit's masked scores of 16 rows; -inf if a row sees none of them; NaN, +Inf: 0. */
+FA_AMX_INLINE __m512 shifts_of(const walk *w, const float *s)
 {
-    fa_range  seen = keys_of_row(w->block, at.group * UNIT + r);
-    __mmask16 low = seen_lanes(seen, at.unit, 0), high = seen_lanes(seen, at.unit, 1);
-    if (!low && !high)
-        return -INFINITY;
-    __m512 none = _mm512_set1_ps(-INFINITY);
-    __m512 a    = _mm512_mask_mov_ps(none, low, _mm512_load_ps(scores_row(s, r)));
-    __m512 b    = _mm512_mask_mov_ps(none, high, _mm512_load_ps(scores_row(s, r) + FA_AMX_TILE_FLOATS));
-    float  max =
-        _mm512_reduce_max_ps(_mm512_max_ps(_mm512_mul_ps(a, w->k.multiplier), _mm512_mul_ps(b, w->k.multiplier)));
-    if (max == -INFINITY)
-        return max; /* options masked them all */
-    return fabsf(max) <= FLT_MAX ? max + w->margin : 0.0f;
+    const __m512 lowest  = _mm512_set1_ps(-INFINITY);
+    __m512       largest = largest_of_rows(s, w->k.multiplier);
+    __mmask16    finite  = _mm512_cmp_ps_mask(_mm512_abs_ps(largest), _mm512_set1_ps(FLT_MAX), _CMP_LE_OQ);
+    __m512       shift   = _mm512_maskz_add_ps(finite, largest, _mm512_set1_ps(w->margin));
+    return _mm512_mask_mov_ps(shift, _mm512_cmp_ps_mask(largest, lowest, _CMP_EQ_OQ), lowest);
+}
+
+static float shift_of(const walk *w, const float *s, int r)
+{
+    _Alignas(64) float shift[16];
+    _mm512_store_ps(shift, shifts_of(w, s + r / 16 * 2 * FA_AMX_TILE_FLOATS));
+    return shift[r % 16];
 }
 
 /* Rows of which nothing was seen so far take their shift from the unit's scores. */
-static void begin_rows(walk *w, place at, float *s)
+static void begin_rows(walk *w, const float *s, int rows)
 {
+    _Alignas(64) float shift[UNIT];
     w->unset = false;
-    for (int r = 0; r < rows_of_group(w, at.group); r++) {
+    for (int r = 0; r < UNIT; r += 16)
+        _mm512_store_ps(shift + r, shifts_of(w, s + r / 16 * 2 * FA_AMX_TILE_FLOATS));
+    for (int r = 0; r < rows; r++) {
         if (w->own->m[r] == -INFINITY)
-            set_shift(w, r, shift_of(w, at, s, r));
+            set_shift(w, r, shift[r]);
         w->unset |= w->own->m[r] == -INFINITY;
     }
 }
@@ -204,7 +197,7 @@ FA_AMX_INLINE void redo_row(const walk *w, place at, const unit *done, int r, in
 {
     int    row = at.group * UNIT + r, ld;
     float *o   = rows_of_o(w, at.group, &ld) + (int64_t)r * ld;
-    float  m = shift_of(w, at, done->s, r), old = w->own->m[r];
+    float  m = shift_of(w, done->s, r), old = w->own->m[r];
     if (!(m > old))
         m = old; /* NaN or Inf: nothing helps */
     if (w->fixed && old != -INFINITY)
@@ -360,7 +353,7 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, int BESIDE, int CHUNK, 
         if (!all_seen(w, at))
             mask_unit(w, u.s, at);
         if (w->unset)
-            begin_rows(w, at, u.s);
+            begin_rows(w, u.s, rows_of_group(w, at.group));
         if (run_unit(&u, &v, &held, &k, PIECES, KS, BESIDE, CHUNK, FIXED) || (FIXED && w->risky))
             redo_unit(w, at, &u, &v, &held);
         if (w->block->options && w->block->options->call->dropout.threshold)

@@ -137,20 +137,44 @@ static __m512i far_row(int row, float *s, uint16_t *p, int p_down, const row_sta
     return store_row(row, a, b, p, p_down, state, _mm512_setzero_si512(), pieces);
 }
 
-/* Lane n: the sum of x[n][0 .. 15], of all rows in the same order. */
-static __m512 sums_of_rows(const float *x)
+FA_AMX_INLINE __m512 joined(__m512 a, __m512 b, bool largest)
+{
+    return largest ? _mm512_max_ps(a, b) : _mm512_add_ps(a, b);
+}
+
+/* Lane n: the sum of x[n][0 .. 15], or the largest, of all rows in the same order. */
+FA_AMX_INLINE __m512 fold_rows(const __m512 *x, bool largest)
 {
     __m512 v[4];
-    for (int n = 0; n < 4; n++) { /* four rows in the four lanes, a quarter summed each */
-        __m512 a = _mm512_load_ps(x + 16 * n), b = _mm512_load_ps(x + 16 * (n + 4));
-        __m512 c = _mm512_load_ps(x + 16 * (n + 8)), d = _mm512_load_ps(x + 16 * (n + 12));
-        __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
-        __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
-        v[n]      = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+    _Pragma("GCC unroll 4") for (int n = 0; n < 4; n++) /* four rows in the four lanes, a quarter folded each */
+    {
+        __m512 a = x[n], b = x[n + 4], c = x[n + 8], d = x[n + 12];
+        __m512 ab = joined(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE), largest);
+        __m512 cd = joined(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE), largest);
+        v[n]      = joined(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD), largest);
     }
-    __m512 low  = _mm512_add_ps(_mm512_shuffle_ps(v[0], v[1], 0x44), _mm512_shuffle_ps(v[0], v[1], 0xEE));
-    __m512 high = _mm512_add_ps(_mm512_shuffle_ps(v[2], v[3], 0x44), _mm512_shuffle_ps(v[2], v[3], 0xEE));
-    return _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x88), _mm512_shuffle_ps(low, high, 0xDD));
+    __m512 low  = joined(_mm512_shuffle_ps(v[0], v[1], 0x44), _mm512_shuffle_ps(v[0], v[1], 0xEE), largest);
+    __m512 high = joined(_mm512_shuffle_ps(v[2], v[3], 0x44), _mm512_shuffle_ps(v[2], v[3], 0xEE), largest);
+    return joined(_mm512_shuffle_ps(low, high, 0x88), _mm512_shuffle_ps(low, high, 0xDD), largest);
+}
+
+static __m512 sums_of_rows(const float *x)
+{
+    __m512 row[16];
+    _Pragma("GCC unroll 16") for (int n = 0; n < 16; n++) row[n] = _mm512_load_ps(x + 16 * n);
+    return fold_rows(row, false);
+}
+
+/* Lane n: the largest of 32 scores of row n, each times multiplier. s: 16 rows of the left tile, then of the right. */
+static __m512 largest_of_rows(const float *s, __m512 multiplier)
+{
+    __m512 row[16];
+    _Pragma("GCC unroll 16") for (int n = 0; n < 16; n++)
+    {
+        row[n] = _mm512_max_ps(_mm512_mul_ps(_mm512_load_ps(s + 16 * n), multiplier),
+                               _mm512_mul_ps(_mm512_load_ps(s + FA_AMX_TILE_FLOATS + 16 * n), multiplier));
+    }
+    return fold_rows(row, true);
 }
 
 /* Bit 30 in some lane, or 14 or 15 of pairs of P, saturated as they are: the row, or one of the unit's, is to be

@@ -258,7 +258,7 @@ static void walk_keys(const block *b, fa_range part)
  * scores would feel the difference. A NaN row has m = -inf, and l = NaN. */
 static float natural_lse(float m, float l, double to_natural)
 {
-    return l == 0.0f ? -INFINITY : (float)((double)m * to_natural + log((double)l));
+    return l == 0.0f ? -INFINITY : (float)((double)m * to_natural + (double)logf(l));
 }
 
 /* Algorithm 1, lines 12 to 15: divide by l, add the sink, store. */
@@ -266,13 +266,16 @@ static void store_tile(const block *b, int t, const fa_partial *result)
 {
     const fa_call *call    = b->run->plan.call;
     const fa_tile *tile    = &b->s->tiles[t];
-    int            queries = fa_tile_queries(tile);
+    int64_t        head = tile->head, first = tile->seq.q_row + tile->queries.begin, row = first;
     float          descale = 1.0f;
     if (call->descale_v.data)
         descale = *(const float *)fa_at(&call->descale_v, tile->b, tile->head_k, 0, 0);
-    for (int r = 0; r < result->rows; r++) {
-        int64_t head = tile->head + r / queries, row = tile->seq.q_row + tile->queries.begin + r % queries;
-        float   m = result->m[r], l = result->l[r], factor = 1.0f;
+    for (int r = 0; r < result->rows; r++, row++) {
+        float m = result->m[r], l = result->l[r], factor = 1.0f;
+        if (row == first + fa_tile_queries(tile)) {
+            row = first;
+            head++;
+        }
         if (call->sinks.data) {
             float sink = fa_load(fa_at(&call->sinks, 0, head, 0, 0), 0, call->sinks.dtype) / (float)b->to_natural;
             float max = sink > m ? sink : m, shift = max == -INFINITY ? 0.0f : max;
