@@ -59,7 +59,7 @@ static const cli_option bench_flag_table[] = {
     {"kernel", "LIST", cli_parse_text, FIELD(kernel),
      "GPU kernels by name instead: the ladder's rungs k1,fa1,k2,k3.1,\nk3.2,k3.3,k4.1,k4.2,k5,k6, or all of them, or "
      "forward_sm80"},
-    {"isa", "TIER", cli_parse_isa, FIELD(isa), "highest tier: auto, scalar, neon, avx2, avx512, amx"},
+    {"isa", "TIER", cli_parse_isa, FIELD(isa), "highest tier: auto, scalar, neon, avx2, avx512, amx, amx-fp16"},
     {"no-amx-split", NULL, cli_parse_switch, FIELD(no_amx_split), "never run f32 and f16 as bfloat16 pieces on AMX"},
     {"no-standard", NULL, cli_parse_switch, FIELD(no_standard), "leave out standard attention"},
     {"memory-limit", "BYTES", cli_parse_bytes, FIELD(memory_limit_bytes),
@@ -288,7 +288,7 @@ static int run_at_threads(bench_run *run, int64_t threads, bool first)
     else {
         cli_progress_show(&run->progress, run->num_done, "the machine's peaks");
         cli_peaks peaks = {0};
-        run->with_amx   = strcmp(info.isa, "amx") == 0;
+        run->with_amx   = strncmp(info.isa, "amx", 3) == 0;
         cli_measure_peaks(&peaks, run->settings.pool, 40, run->with_amx);
         cli_progress_clear(&run->progress);
         if (first)

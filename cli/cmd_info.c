@@ -90,7 +90,7 @@ static int measure(const info_flags *flags, const flash_attn_device_info *info, 
     cli_pool *pool = cli_pool_create(info->num_threads);
     if (!pool)
         return cli_fail("info: %d threads are not to be had", info->num_threads);
-    cli_measure_peaks(peaks, pool, 20, strcmp(info->isa, "amx") == 0);
+    cli_measure_peaks(peaks, pool, 20, strncmp(info->isa, "amx", 3) == 0);
     bool read = cli_measure_read(peaks, pool, flags->read_bytes, 8);
     cli_pool_destroy(pool);
     return read ? CLI_GO_ON : cli_fail("info: no memory to read %lld bytes", (long long)flags->read_bytes);

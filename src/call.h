@@ -163,7 +163,7 @@ flash_attn_status fa_reference_backward(const fa_call *call);
 
 /* ---- the CPU backend (cpu/) ---- */
 
-flash_attn_status fa_cpu_create(fa_cpu **cpu, const flash_attn_options *options);
+flash_attn_status fa_cpu_create(fa_cpu **cpu, const flash_attn_options *options, bool assume_amx_fp16);
 void              fa_cpu_destroy(fa_cpu *cpu);
 void              fa_cpu_info(const fa_cpu *cpu, flash_attn_device_info *info);
 int               fa_cpu_num_threads(const fa_cpu *cpu);

@@ -11,11 +11,9 @@
 static const struct {
     const char    *name;
     flash_attn_isa isa;
-} isa_names[] = {{"scalar", FLASH_ATTN_ISA_SCALAR},
-                 {"neon", FLASH_ATTN_ISA_NEON},
-                 {"avx2", FLASH_ATTN_ISA_AVX2},
-                 {"avx512", FLASH_ATTN_ISA_AVX512},
-                 {"amx", FLASH_ATTN_ISA_AMX}};
+} isa_names[] = {{"scalar", FLASH_ATTN_ISA_SCALAR}, {"neon", FLASH_ATTN_ISA_NEON},
+                 {"avx2", FLASH_ATTN_ISA_AVX2},     {"avx512", FLASH_ATTN_ISA_AVX512},
+                 {"amx", FLASH_ATTN_ISA_AMX},       {"amx-fp16", FLASH_ATTN_ISA_AMX_FP16}};
 
 /* NULL when unset, empty, or when the process runs with raised privileges. */
 static const char *environment(const char *name)
@@ -50,8 +48,19 @@ static flash_attn_status isa_from_environment(flash_attn_isa *max_isa)
             return FLASH_ATTN_OK;
         }
     return fa_fail(FLASH_ATTN_INVALID,
-                   "the environment's FLASH_ATTN_MAX_ISA is \"%.40s\", expected scalar, neon, avx2, avx512 or amx",
+                   "the environment's FLASH_ATTN_MAX_ISA is \"%.40s\", expected scalar, neon, avx2, avx512, amx or "
+                   "amx-fp16",
                    text);
+}
+
+/* What the user says that the processor has. */
+static flash_attn_status assumed_by_environment(bool *amx_fp16)
+{
+    const char *text = environment("FLASH_ATTN_ASSUME");
+    *amx_fp16        = text && strcmp(text, "amx-fp16") == 0;
+    if (text && !*amx_fp16)
+        return fa_fail(FLASH_ATTN_INVALID, "the environment's FLASH_ATTN_ASSUME is \"%.40s\", expected amx-fp16", text);
+    return FLASH_ATTN_OK;
 }
 
 static flash_attn_status tune_file_from_environment(const char **tune_file)
@@ -71,9 +80,9 @@ static flash_attn_status resolve_options(const flash_attn_options *given, flash_
     if (out->num_threads < 0 || out->num_threads > MAX_THREADS)
         return fa_fail(FLASH_ATTN_INVALID, "options.num_threads is %d, expected 0 to %d", out->num_threads,
                        MAX_THREADS);
-    if ((unsigned)out->max_isa > FLASH_ATTN_ISA_AMX)
+    if ((unsigned)out->max_isa > FLASH_ATTN_ISA_AMX_FP16)
         return fa_fail(FLASH_ATTN_INVALID, "options.max_isa is %d, expected 0 to %d", (int)out->max_isa,
-                       (int)FLASH_ATTN_ISA_AMX);
+                       (int)FLASH_ATTN_ISA_AMX_FP16);
     if (out->pool && !out->parallel_for)
         return fa_fail(FLASH_ATTN_INVALID,
                        "options.pool is given without options.parallel_for, expected both or neither");
@@ -89,8 +98,7 @@ static flash_attn_status resolve_options(const flash_attn_options *given, flash_
 /* The caller's strings may be gone when the first CUDA call comes. */
 static bool copy_strings(flash_attn_options *options)
 {
-    const char **strings[] = {&options->kernel, &options->kernel_folder, &options->nvrtc_path,
-                              &options->tune_file};
+    const char **strings[] = {&options->kernel, &options->kernel_folder, &options->nvrtc_path, &options->tune_file};
     bool         copied    = true;
     for (size_t i = 0; i < sizeof strings / sizeof *strings; i++)
         if (*strings[i]) {
@@ -114,14 +122,16 @@ flash_attn_status flash_attn_create(flash_attn_context **context, const flash_at
     if (!context)
         return fa_fail(FLASH_ATTN_INVALID, "context is NULL, expected a place for the new context");
     flash_attn_options resolved;
+    bool               amx_fp16;
     FA_TRY(resolve_options(options, &resolved));
+    FA_TRY(assumed_by_environment(&amx_fp16));
     flash_attn_context *made = calloc(1, sizeof *made);
     if (!made)
         return fa_fail(FLASH_ATTN_NO_MEMORY, "no memory for a context of %zu bytes", sizeof *made);
     made->options = resolved;
     flash_attn_status status;
     if (copy_strings(&made->options))
-        status = fa_cpu_create(&made->cpu, &made->options);
+        status = fa_cpu_create(&made->cpu, &made->options, amx_fp16);
     else
         status = fa_fail(FLASH_ATTN_NO_MEMORY, "no memory for a context's options");
     if (status != FLASH_ATTN_OK) {

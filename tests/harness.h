@@ -25,6 +25,8 @@ typedef struct tier {
 
 int         num_tiers(void);
 const tier *tier_at(int n);
+/* False: the tier runs this type with the code of the tier below. */
+bool tier_differs(const tier *t, flash_attn_dtype dtype);
 
 /* Run `body` with `user` for every tier. */
 void for_each_tier(void (*body)(const tier *t, void *user), void *user);

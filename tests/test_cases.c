@@ -70,7 +70,7 @@ static void run_case(const test_case *c, group_run *group)
         return;
     }
     for (int n = 0; n < num_tiers(); n++)
-        if (!options.tier || strcmp(options.tier, tier_at(n)->name) == 0)
+        if (options.tier ? strcmp(options.tier, tier_at(n)->name) == 0 : tier_differs(tier_at(n), options.dtype))
             run_one(instance, c, tier_at(n), group);
     case_free(instance);
 }

@@ -3,7 +3,9 @@
 
 #include <pthread.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
@@ -168,7 +170,7 @@ static void bad_options_are_refused(void **state)
     assert_int_equal(flash_attn_create(NULL, NULL), FLASH_ATTN_INVALID);
     assert_create_fails(&(flash_attn_options){.num_threads = -1}, "num_threads is -1");
     assert_create_fails(&(flash_attn_options){.num_threads = 4097}, "num_threads is 4097");
-    assert_create_fails(&(flash_attn_options){.max_isa = (flash_attn_isa)6}, "max_isa is 6");
+    assert_create_fails(&(flash_attn_options){.max_isa = (flash_attn_isa)7}, "max_isa is 7");
     assert_create_fails(&(flash_attn_options){.max_isa = (flash_attn_isa)-1}, "max_isa");
     assert_create_fails(&(flash_attn_options){.reserved = {[1] = 9}}, "options.reserved[1] is 9");
     assert_create_fails(&(flash_attn_options){.pool = &dummy}, "parallel_for");
@@ -204,12 +206,41 @@ static void a_bad_environment_is_said_not_ignored(void **state)
         setenv("FLASH_ATTN_MAX_ISA", isas[i], 1);
         assert_create_fails(NULL, "FLASH_ATTN_MAX_ISA");
     }
-    static const char *const good[] = {"scalar", "neon", "avx2", "avx512", "amx"};
+    static const char *const good[] = {"scalar", "neon", "avx2", "avx512", "amx", "amx-fp16"};
     for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
         setenv("FLASH_ATTN_MAX_ISA", good[i], 1);
         info_of(NULL);
     }
     unsetenv("FLASH_ATTN_MAX_ISA");
+}
+
+static atomic_int children;
+
+static void count_child(int number)
+{
+    (void)number;
+    atomic_fetch_add(&children, 1);
+}
+
+/* Whatever the processor has: the claim is found true or false in a child that nobody else hears of. */
+static void a_claimed_processor_is_tried_not_believed(void **state)
+{
+    (void)state;
+    struct sigaction counting = {.sa_handler = count_child}, before;
+    sigaction(SIGCHLD, &counting, &before);
+    setenv("FLASH_ATTN_ASSUME", "amx-fp16", 1);
+    flash_attn_device_info info = info_of(NULL), capped = info_of(&(flash_attn_options){.max_isa = FLASH_ATTN_ISA_AMX});
+    setenv("FLASH_ATTN_ASSUME", "amx-fp32", 1);
+    assert_create_fails(NULL, "FLASH_ATTN_ASSUME");
+    unsetenv("FLASH_ATTN_ASSUME");
+    assert_int_equal(atomic_load(&children), 0);
+    assert_int_equal(waitpid(-1, NULL, 0), -1);
+    sigaction(SIGCHLD, &before, NULL);
+    assert_string_not_equal(capped.isa, "amx-fp16");
+    if (strcmp(capped.isa, "amx") == 0) {
+        assert_non_null(strstr(info.features, "amx-fp16"));
+        assert_string_equal(info.isa, strstr(info.features, "amx-fp16:absent") ? "amx" : "amx-fp16");
+    }
 }
 
 typedef struct own_pool {
@@ -258,6 +289,7 @@ int main(void)
         cmocka_unit_test(bad_options_are_refused),
         cmocka_unit_test(the_environment_gives_defaults),
         cmocka_unit_test(a_bad_environment_is_said_not_ignored),
+        cmocka_unit_test(a_claimed_processor_is_tried_not_believed),
         cmocka_unit_test(a_callers_own_threads_give_the_same_bits),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -8,8 +8,12 @@ enum { NQ = 70, NK = 550 };
 
 static void for_amx_and_each_dtype(promise body)
 {
-    const tier *best = tier_at(num_tiers() - 1);
-    if (strcmp(best->name, "amx") != 0) {
+    const tier *best = NULL;
+    for (int n = 0; n < num_tiers(); n++) {
+        if (strcmp(tier_at(n)->name, "amx") == 0)
+            best = tier_at(n);
+    }
+    if (!best) {
         print_message("skipped: this machine has no AMX\n");
         skip();
     }

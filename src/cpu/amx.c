@@ -120,10 +120,11 @@ FA_AMX_INLINE void pack_along_columns(char *out, const fa_rows *src, int pieces,
     }
 }
 
-FA_AMX_INLINE bool row_is_finite(const fa_rows *src, int r)
+/* infinity: its upper half as float32, or what else 16 bits are of (fa_amx_pack_fp16). */
+FA_AMX_INLINE bool row_is_finite(const fa_rows *src, int r, short infinity)
 {
     if (src->stride == 1 && src->dtype == FLASH_ATTN_BF16) {
-        const __m512i exponent = _mm512_set1_epi16(0x7F80);
+        const __m512i exponent = _mm512_set1_epi16(infinity);
         __mmask32     special  = 0;
         for (int col = 0; col < src->cols; col += 32) {
             fa_amx_prefetch_row(src, r, col);
@@ -133,12 +134,13 @@ FA_AMX_INLINE bool row_is_finite(const fa_rows *src, int r)
         }
         return special == 0;
     }
-    __m512 sum = _mm512_setzero_ps();
+    const __m512i exponent = _mm512_set1_epi32(infinity * 0x10000);
+    __mmask16     special  = 0;
     for (int col = 0; col < src->cols; col += 16) {
-        __m512 x = fa_amx_load16(src->row[r], src->stride, src->dtype, col, src->cols);
-        sum      = _mm512_add_ps(sum, _mm512_sub_ps(x, x));
+        __m512i x = _mm512_castps_si512(fa_amx_load16(src->row[r], src->stride, src->dtype, col, src->cols));
+        special |= _mm512_cmpeq_epi32_mask(_mm512_and_si512(x, exponent), exponent);
     }
-    return _mm512_cmp_ps_mask(sum, _mm512_setzero_ps(), _CMP_EQ_OQ) == 0xFFFF;
+    return special == 0;
 }
 
 FA_AMX_INLINE void pack_values_in_place(char *out, const void *const row[32], int col, int cols)
@@ -156,27 +158,27 @@ FA_AMX_INLINE void pack_values_in_place(char *out, const void *const row[32], in
 }
 
 /* 32 rows of bfloat16 side by side; false: some value is not finite. */
-FA_AMX_INLINE bool pair_whole_rows(char *out, const fa_rows *src, int first, layout at)
+FA_AMX_INLINE bool pair_whole_rows(char *out, const fa_rows *src, int first, layout at, short infinity)
 {
     __m512i largest = _mm512_setzero_si512();
     for (int col = 0; col + 32 <= src->cols; col += 32) {
         fa_amx_prefetch_rows(src, first, 32, col);
         largest = fa_amx_pair_rows(out + col / 32 * at.columns, src->row + first, col, largest);
     }
-    return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7F80)) == 0;
+    return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(infinity)) == 0;
 }
 
-FA_AMX_INLINE int pack_along_rows(char *packed, const fa_rows *src, int pieces, int *bad, layout at)
+FA_AMX_INLINE int pack_along_rows(char *packed, const fa_rows *src, int pieces, int *bad, layout at, short infinity)
 {
     int num_bad = 0;
     for (int first = 0; first < src->count; first += 32, packed += at.rows) {
         if (src->stride == 1 && src->dtype == FLASH_ATTN_BF16 && src->cols % 32 == 0 &&
-            fa_amx_rows_exist(src, first, 32) && (pair_whole_rows(packed, src, first, at) || !bad))
+            fa_amx_rows_exist(src, first, 32) && (pair_whole_rows(packed, src, first, at, infinity) || !bad))
             continue;
         const void *row[32];
         for (int r = 0; r < 32; r++) {
             row[r] = first + r < src->count ? src->row[first + r] : NULL;
-            if (row[r] && bad && !row_is_finite(src, first + r)) {
+            if (row[r] && bad && !row_is_finite(src, first + r, infinity)) {
                 bad[num_bad++] = first + r;
                 row[r]         = NULL;
             }
@@ -220,7 +222,7 @@ static void turn_strip(char *out, const char *values, int strip, int strips, int
     }
 }
 
-FA_AMX_INLINE int pack_keys_backward(char *packed, const fa_rows *src, int *bad, int pieces)
+FA_AMX_INLINE int pack_keys_backward(char *packed, const fa_rows *src, int *bad, int pieces, short infinity)
 {
     int     strips = tiles_of(src->count, 32), num_bad = 0;
     int64_t form   = (int64_t)strips * 2 * tiles_of(src->cols, 32) * pieces * FA_AMX_TILE;
@@ -231,7 +233,7 @@ FA_AMX_INLINE int pack_keys_backward(char *packed, const fa_rows *src, int *bad,
         int    *found = bad ? bad + num_bad : NULL;
         rows.row += 32 * strip;
         rows.count = fa_min_int(src->count - 32 * strip, 32);
-        int count  = pack_along_rows(values, &rows, pieces, found, layout_by_rows(src->cols, pieces));
+        int count  = pack_along_rows(values, &rows, pieces, found, layout_by_rows(src->cols, pieces), infinity);
         for (int n = 0; n < count; n++)
             found[n] += 32 * strip;
         num_bad += count;
@@ -240,23 +242,23 @@ FA_AMX_INLINE int pack_keys_backward(char *packed, const fa_rows *src, int *bad,
     return num_bad;
 }
 
-FA_AMX_INLINE int pack_any(fa_role role, void *packed, const fa_rows *src, int *bad, int pieces)
+FA_AMX_INLINE int pack_any(fa_role role, void *packed, const fa_rows *src, int *bad, int pieces, short infinity)
 {
     if (role == FA_ROLE_K_RIGHT)
-        return pack_keys_backward(packed, src, bad, pieces);
+        return pack_keys_backward(packed, src, bad, pieces, infinity);
     if (has_turned_form(role)) {
         layout by_columns = layout_by_columns(src->count, pieces);
         pack_along_columns((char *)packed + tiles_of(src->cols, 32) * by_columns.columns, src, pieces, true);
-        return pack_along_rows(packed, src, pieces, bad, by_columns);
+        return pack_along_rows(packed, src, pieces, bad, by_columns, infinity);
     }
     if (!is_left(role) && !is_keys(role))
-        return pack_along_rows(packed, src, pieces, bad, layout_by_rows(src->cols, pieces));
+        return pack_along_rows(packed, src, pieces, bad, layout_by_rows(src->cols, pieces), infinity);
     pack_along_columns(packed, src, pieces, is_keys(role));
     return 0;
 }
 
 /* The usual case gets its own copy of the loops, so that the checks of type and stride leave them. */
-FA_AMX_INLINE int pack_operand(fa_role role, void *packed, const fa_rows *src, int *bad, int pieces)
+FA_AMX_INLINE int pack_operand(fa_role role, void *packed, const fa_rows *src, int *bad, int pieces, short infinity)
 {
     static const flash_attn_dtype usual[MAX_PIECES + 1] = {FLASH_ATTN_BF16, FLASH_ATTN_BF16, FLASH_ATTN_F16,
                                                            FLASH_ATTN_F32};
@@ -264,33 +266,72 @@ FA_AMX_INLINE int pack_operand(fa_role role, void *packed, const fa_rows *src, i
     if (rows.stride == 1 && rows.dtype == usual[pieces]) {
         rows.stride = 1;
         rows.dtype  = usual[pieces];
-        return pack_any(role, packed, &rows, bad, pieces);
+        return pack_any(role, packed, &rows, bad, pieces, infinity);
     }
-    return pack_any(role, packed, &rows, bad, pieces);
+    return pack_any(role, packed, &rows, bad, pieces, infinity);
 }
 
-/* ---- packing for P in fixed point ---- */
+enum { INFINITY_BF16 = 0x7F80, INFINITY_F16 = 0x7C00 };
 
-/* Q and K with their largest magnitude, V in fa_amx_fixed_order. */
-static int pack_fixed(fa_role role, void *packed, const fa_rows *src, int *bad)
+/* One of each, for they are large. */
+static __attribute__((noinline)) int pack_16_bit(fa_role role, void *packed, const fa_rows *src, int *bad,
+                                                 short infinity)
+{
+    return pack_operand(role, packed, src, bad, 1, infinity);
+}
+
+static int pack_1(fa_role role, void *packed, const fa_rows *src, int *bad)
+{
+    return pack_16_bit(role, packed, src, bad, INFINITY_BF16);
+}
+
+static int pack_2(fa_role role, void *packed, const fa_rows *src, int *bad)
+{
+    return pack_operand(role, packed, src, bad, 2, INFINITY_BF16);
+}
+
+static int pack_3(fa_role role, void *packed, const fa_rows *src, int *bad)
+{
+    return pack_operand(role, packed, src, bad, 3, INFINITY_BF16);
+}
+
+/* ---- packing of values in another order ---- */
+
+/* Row r of each 32 is the caller's order(r). */
+static int pack_ordered(fa_role role, void *packed, const fa_rows *src, int *bad, short infinity, int (*order)(int r))
 {
     const void *row[FA_MAX_TILE];
     fa_rows     ordered = *src;
-    if (role == FA_ROLE_Q || role == FA_ROLE_K) {
-        pack_operand(role, packed, src, NULL, 1);
-        fa_amx_store_largest(packed, src);
-        return 0;
-    }
-    ordered.row   = row;
-    ordered.count = tiles_of(src->count, 32) * 32;
+    ordered.row         = row;
+    ordered.count       = tiles_of(src->count, 32) * 32;
     for (int r = 0; r < ordered.count; r++) {
-        int from = r / 32 * 32 + fa_amx_fixed_order(r % 32);
+        int from = r / 32 * 32 + order(r % 32);
         row[r]   = from < src->count ? src->row[from] : NULL;
     }
-    int num_bad = pack_operand(role, packed, &ordered, bad, 1);
+    int num_bad = pack_16_bit(role, packed, &ordered, bad, infinity);
     for (int n = 0; n < num_bad; n++)
-        bad[n] = bad[n] / 32 * 32 + fa_amx_fixed_order(bad[n] % 32);
+        bad[n] = bad[n] / 32 * 32 + order(bad[n] % 32);
     return num_bad;
+}
+
+/* For P in fixed point: Q and K with their largest magnitude, V in fa_amx_fixed_order. */
+static int pack_fixed(fa_role role, void *packed, const fa_rows *src, int *bad)
+{
+    if (role != FA_ROLE_Q && role != FA_ROLE_K)
+        return pack_ordered(role, packed, src, bad, INFINITY_BF16, fa_amx_fixed_order);
+    pack_1(role, packed, src, NULL);
+    fa_amx_store_largest(packed, src);
+    return 0;
+}
+
+/* Packing moves 16 bits and asks only which of them are not finite, so it is that of bfloat16. */
+int fa_amx_pack_fp16(fa_role role, void *packed, const fa_rows *src, int *bad)
+{
+    fa_rows halves = *src;
+    halves.dtype   = FLASH_ATTN_BF16;
+    if (role == FA_ROLE_V)
+        return pack_ordered(role, packed, &halves, bad, INFINITY_F16, fa_amx_fp16_order);
+    return pack_16_bit(role, packed, &halves, bad, INFINITY_F16);
 }
 
 /* ---- the products ---- */
@@ -488,11 +529,7 @@ static void leave(void) { __asm__ volatile("tilerelease" ::); }
 
 #define DEFINE_PIECES(N)                                                                                               \
     static size_t packed_bytes_##N(fa_role role, int rows, int cols) { return bytes_of(role, rows, cols, N); }         \
-    static int    pack_##N(fa_role role, void *packed, const fa_rows *src, int *bad)                                   \
-    {                                                                                                                  \
-        return pack_operand(role, packed, src, bad, N);                                                                \
-    }                                                                                                                  \
-    static void scores_##N(float *s, int lds, const void *left, const void *right, int rows, int keys, int depth)      \
+    static void   scores_##N(float *s, int lds, const void *left, const void *right, int rows, int keys, int depth)    \
     {                                                                                                                  \
         scores_pieces(s, lds, left, right, rows, keys, depth, N);                                                      \
     }                                                                                                                  \

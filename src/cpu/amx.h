@@ -32,7 +32,16 @@
 #define TILE_STORE(t, p, stride)                                                                                       \
     __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"((int64_t)(stride)) : "memory")
 #define TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
+/* Kernels of one piece are compiled twice, for bfloat16 and with FA_AMX_FP16 for float16: TDPFP16PS, in bytes, for not
+ * every assembler knows its name. It takes denormals as they are. */
+#ifdef FA_AMX_FP16
+#define TILE_DOT(c, a, b)                                                                                              \
+    __asm__ volatile(".byte 0xc4, 0xe2, 0x03 | (~" #b " & 15) << 3, 0x5c, 0xc0 | " #c " << 3 | " #a)
+FA_AMX_INLINE int fa_amx_pieces(int pieces) { return (void)pieces, 1; }
+#else
 #define TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+FA_AMX_INLINE int fa_amx_pieces(int pieces) { return pieces; }
+#endif
 
 #define FA_AMX_TILE 1024 /* bytes */
 #define FA_AMX_TILE_FLOATS 256
@@ -98,6 +107,22 @@ FA_AMX_INLINE __m512i fa_amx_pair(__m512 a, __m512 b)
     return _mm512_ternarylogic_epi32(low, _mm512_castps_si512(b), _mm512_set1_epi32((int)0xFFFF0000), 0xF8);
 }
 
+/* 16 floats as float16, rounded to nearest; its denormals are made whatever MXCSR says. */
+FA_AMX_INLINE __m256i fa_amx_half(__m512 x)
+{
+    return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+/* 32 values as they follow each other, so pairs (2n, 2n + 1): what float16's left operands of P hold. */
+FA_AMX_INLINE void fa_amx_store_halves(void *out, __m512 a, __m512 b)
+{
+    _mm256_store_si256(out, fa_amx_half(a));
+    _mm256_store_si256((__m256i *)out + 1, fa_amx_half(b));
+}
+
+/* Which of 32 rows is row r of packed values that such an operand meets. */
+FA_AMX_INLINE int fa_amx_fp16_order(int r) { return r % 16 * 2 + r / 16; }
+
 /* r[i][j] <-> r[j][i]. */
 FA_AMX_INLINE void fa_amx_transpose(__m512i r[16])
 {
@@ -160,6 +185,12 @@ void fa_amx_accumulate_few(float *o, int ldo, const float *rescale, const float 
 bool   fa_amx_forward_block(const fa_forward_block *block, int pieces);
 bool   fa_amx_forward_block_fixed(const fa_forward_block *block); /* P in fixed point: no options, head dims to 128 */
 size_t fa_amx_forward_scratch(int rows, int keys, int head_dim, int head_dim_v);
+
+/* amx_fp16_forward.c */
+bool fa_amx_fp16_forward_block(const fa_forward_block *block);
+
+/* amx.c: float16 as it lies, for amx_fp16.c. Values in fa_amx_fp16_order where P is made as such an operand. */
+int fa_amx_pack_fp16(fa_role role, void *packed, const fa_rows *src, int *bad);
 
 /* amx_backward.c: operands of 1, 2 or 3 pieces, with their turned forms. */
 static inline int fa_amx_part_keys(int pieces) { return pieces == 3 ? 128 : 256; } /* one call's */

@@ -38,7 +38,7 @@ static float fixed_round(float m)
 static float fixed_shift(float m) { return 0x1p23f + (float)FIXED_ONE - (m == -INFINITY ? 0.0f : m * FIXED_UNITS); }
 
 /* Scores of this tile of queries with these keys are finite and within FIXED_MOST / 2 units, whichever they are. */
-static bool fixed_is_safe(const fa_forward_block *b)
+static inline bool fixed_is_safe(const fa_forward_block *b)
 {
     float most = fa_amx_largest(b->q, b->rows, b->head_dim) * fa_amx_largest(b->k, b->keys, b->head_dim);
     return most * (float)b->head_dim * b->multiplier * FIXED_UNITS < FIXED_MOST / 2;

@@ -1,6 +1,6 @@
 /*
  * Forward on AMX: one tile of queries against one tile of keys, products and softmax overlapped. bfloat16, and float16
- * and float32 as two and three pieces of it.
+ * and float32 as two and three pieces of it; amx_fp16_forward.c compiles it once more for float16 as it is.
  *
  * The work is a sequence of units, 32 queries by 32 keys each: all keys that 32 queries see, then the next queries.
  * Both products have 2 x 2 tiles of accumulators, so a tile product costs one tile load:
@@ -32,11 +32,13 @@ typedef struct scratch {
     _Alignas(64) float last_o[];             /* [32][columns]: the last rows, if they are fewer */
 } scratch;
 
+#ifndef FA_AMX_FP16
 size_t fa_amx_forward_scratch(int rows, int keys, int head_dim, int head_dim_v)
 {
     (void)rows, (void)keys, (void)head_dim;
     return sizeof(scratch) + (size_t)((head_dim_v + 15) / 16) * 2 * FA_AMX_TILE;
 }
+#endif
 
 typedef struct walk {
     const fa_forward_block *block;
@@ -227,7 +229,7 @@ static __attribute__((noinline)) void redo_unit(const walk *w, place at, const u
     finish_values(v, held, w->pieces);
     if (held->unit < 0)
         store_held(held);
-    switch (w->pieces) {
+    switch (fa_amx_pieces(w->pieces)) {
     case 1: redo_rows(w, at, done, 1); break;
     case 2: redo_rows(w, at, done, 2); break;
     default: redo_rows(w, at, done, 3); break;
@@ -251,8 +253,8 @@ static void begin_group(walk *w, int group, float *sum)
         if (w->fixed)
             shift = _mm512_fmadd_ps(shift, _mm512_set1_ps(FIXED_UNITS), one);
         else
-            shift = _mm512_mask_mov_ps(shift, _mm512_cmp_ps_mask(_mm512_abs_ps(shift), _mm512_set1_ps(FAR), _CMP_NLT_UQ),
-                                       _mm512_set1_ps(NAN));
+            shift = _mm512_mask_mov_ps(
+                shift, _mm512_cmp_ps_mask(_mm512_abs_ps(shift), _mm512_set1_ps(FAR), _CMP_NLT_UQ), _mm512_set1_ps(NAN));
         _mm512_store_ps(w->own->m + r, m);
         _mm512_store_ps(w->own->shift + r, _mm512_mask_mov_ps(empty, there, shift)); /* no row, no P */
         w->unset |= unset != 0;
@@ -399,6 +401,7 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, int BESIDE, int CHUNK, 
 
 DEFINE_RUN(1, 2, 1, 2)
 DEFINE_PIECES(1, 8, 16)
+#ifndef FA_AMX_FP16
 DEFINE_PIECES(2, 8, 8)
 DEFINE_PIECES(3, 4, 4)
 DEFINE_FIXED(2, 1, 2)
@@ -406,6 +409,7 @@ DEFINE_FIXED(1, 0, 8)
 DEFINE_FIXED(2, 0, 8)
 DEFINE_FIXED(3, 0, 8)
 DEFINE_FIXED(4, 0, 16)
+#endif
 
 typedef struct shape {
     int pieces, depth_steps, columns, chunk;
@@ -421,6 +425,9 @@ typedef struct shape {
         SHAPE(PIECES, 5, CHUNK), SHAPE(PIECES, 6, CHUNK), SHAPE(PIECES, 7, CHUNK), SHAPE(PIECES, 8, CHUNK)
 
 /* Data: the first that fits is taken. columns: the most tiles of 16 columns of O. */
+#ifdef FA_AMX_FP16
+static const shape shapes[] = {{1, 2, 4, 2, run_1_2_1}, SHAPES(1, 8, 16)};
+#else
 static const shape shapes[] = {{1, 2, 4, 2, run_1_2_1}, SHAPES(1, 8, 16), SHAPES(2, 8, 8), SHAPES(3, 4, 4)};
 
 static const shape fixed_shapes[] = {{1, 2, 4, 2, run_fixed_2_1},
@@ -428,6 +435,7 @@ static const shape fixed_shapes[] = {{1, 2, 4, 2, run_fixed_2_1},
                                      {1, 2, INT32_MAX, 8, run_fixed_2_0},
                                      {1, 3, INT32_MAX, 8, run_fixed_3_0},
                                      {1, 4, INT32_MAX, 16, run_fixed_4_0}};
+#endif
 
 static const shape *find_shape(const shape *among, size_t count, int pieces, int depth_steps, int columns)
 {
@@ -460,7 +468,7 @@ static void run(const shape *fit, walk *w)
     _mm_setcsr(modes);
 }
 
-bool fa_amx_forward_block(const fa_forward_block *block, int pieces)
+static bool forward_block(const fa_forward_block *block, int pieces)
 {
     int          depth_steps = (block->head_dim + 31) / 32, columns = (block->head_dim_v + 15) / 16;
     const shape *fit     = find_shape(shapes, sizeof shapes / sizeof shapes[0], pieces, depth_steps, columns);
@@ -477,6 +485,11 @@ bool fa_amx_forward_block(const fa_forward_block *block, int pieces)
     return true;
 }
 
+#ifdef FA_AMX_FP16
+bool fa_amx_fp16_forward_block(const fa_forward_block *block) { return forward_block(block, 1); }
+#else
+bool fa_amx_forward_block(const fa_forward_block *block, int pieces) { return forward_block(block, pieces); }
+
 bool fa_amx_forward_block_fixed(const fa_forward_block *block)
 {
     int          depth_steps = (block->head_dim + 31) / 32, columns = (block->head_dim_v + 15) / 16;
@@ -491,3 +504,4 @@ bool fa_amx_forward_block_fixed(const fa_forward_block *block)
     run(fit, &w);
     return true;
 }
+#endif

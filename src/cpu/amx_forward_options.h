@@ -14,7 +14,11 @@
 /* ALiBi's scores rise from unit to unit, and each time that they outgrow the shift rows are redone: steeper ones, with
  * their maximum taken for each tile, are faster composed. */
 #define MOST_ALIBI_SLOPE 0.125f
+#ifdef FA_AMX_FP16
+#define ALIBI_MARGIN 12 /* what float16's range can give */
+#else
 #define ALIBI_MARGIN 32
+#endif
 
 static bool alibi_is_flat(const fa_forward_block *b)
 {
@@ -117,16 +121,21 @@ static bool can_drop(const fa_forward_block *b)
            b->options->call->dropout.keep_scale <= MOST_KEEP_SCALE;
 }
 
-/* Pairs (n, n + 16) of row r of a row block that are kept: bit 2 n + t for key n of key block t. */
+/* What is kept of row r of a row block, in the order of P: pairs (n, n + 16), so bit 2 n + t for key n of key block t;
+ * float16 as the keys lie, bit n + 16 t. */
 FA_AMX_INLINE uint32_t kept_pairs(uint64_t keep[2][4], int r)
 {
     uint32_t bits = 0;
     for (int t = 0; t < 2; t++) {
         for (int w = 0; w < 4; w++) {
             uint32_t lanes = (uint32_t)(keep[t][w] >> (r % 8 * 8 + r / 8)) & 0x55; /* four, two bits apart */
-            lanes          = (lanes | lanes << 4) & 0x0505;
-            lanes          = (lanes | lanes << 2) & 0x1111; /* four bits apart */
+#ifdef FA_AMX_FP16
+            bits |= lanes << (w % 2 + 8 * (w / 2) + 16 * t);
+#else
+            lanes = (lanes | lanes << 4) & 0x0505;
+            lanes = (lanes | lanes << 2) & 0x1111; /* four bits apart */
             bits |= lanes << (2 * (w % 2) + 16 * (w / 2) + t);
+#endif
         }
     }
     return bits;

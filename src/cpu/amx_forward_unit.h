@@ -167,7 +167,7 @@ FA_AMX_INLINE void finish_values_of(values *v, target *held, int PIECES)
 /* What is left of a chunk's values, with nothing beside it. */
 static __attribute__((noinline)) void finish_values(values *v, target *held, int pieces)
 {
-    switch (pieces) {
+    switch (fa_amx_pieces(pieces)) {
     case 1: finish_values_of(v, held, 1); break;
     case 2: finish_values_of(v, held, 2); break;
     default: finish_values_of(v, held, 3); break;

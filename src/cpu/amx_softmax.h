@@ -5,9 +5,12 @@
  * is taken: what outgrows the margin shows as a sum with bit 30 set (2.0 or more, Inf, NaN), and only then the unit is
  * redone for those rows with a new shift.
  *
- * P of one or two pieces is cut to 8 or 16 bits instead of rounded, after scaling by 1 and 0.72 of the last bit, which
- * takes the mean error to zero and leaves a power of two, as the row's maximum gives, what it is. Three pieces hold
- * all.
+ * P of float16 where AMX has it (FA_AMX_FP16) is rounded, its shift lies MARGIN below the maximum, and a sum above
+ * MOST_P is what outgrew it.
+ *
+ * P of one or two pieces of bfloat16 is cut to 8 or 16 bits instead of rounded, after scaling by 1 and 0.72 of the last
+ * bit, which takes the mean error to zero and leaves a power of two, as the row's maximum gives, what it is. Three
+ * pieces hold all.
  */
 #ifndef FA_CPU_AMX_SOFTMAX_H
 #define FA_CPU_AMX_SOFTMAX_H
@@ -16,7 +19,15 @@
 
 #include <float.h>
 
-enum { MARGIN = 8, UNIT = 32 };
+enum { UNIT = 32 };
+#ifdef FA_AMX_FP16
+/* P fills float16's range: it begins at most at 2^8, is good to 11 bits down to 2^-14, and what is below 2^-25, 33
+ * octaves below the row's first maximum, is 0. Its sums, in float32, are of P before it is rounded. */
+enum { MARGIN = -8 };
+#define MOST_P 65504.0f
+#else
+enum { MARGIN = 8 };
+#endif
 
 /* A row whose shift is this large or larger is far: half of its last place may be more octaves than a float has, and
  * what a multiply-add leaves of the largest score with it. */
@@ -26,8 +37,13 @@ enum { MARGIN = 8, UNIT = 32 };
 static bool is_far(float m) { return m != -INFINITY && fabsf(m) >= FAR; }
 
 /* 1 + 0.72 * 2^-8 and 1 + 0.72 * 2^-16, as a logarithm and its inverse, by pieces. */
+#ifdef FA_AMX_FP16 /* P is rounded */
+static const float cut_log2[2]    = {0, 0};
+static const float cut_inverse[2] = {1, 1};
+#else
 static const float cut_log2[MAX_PIECES + 1]    = {0, 0.00406f, 0x1.09ea84p-16f, 0};
 static const float cut_inverse[MAX_PIECES + 1] = {1, 0x1.fe8fa8p-1f, 0x1.fffe8fp-1f, 1};
+#endif
 
 /* ---- exp2 ---- */
 
@@ -99,12 +115,29 @@ typedef struct row_state {
 /* 32 values of P as tiles of pieces, each the upper halves of what is left. */
 FA_AMX_INLINE void store_pieces(uint16_t *p, __m512 a, __m512 b, int pieces)
 {
+#ifdef FA_AMX_FP16
+    (void)pieces;
+    fa_amx_store_halves(p, a, b);
+#else
     _Pragma("GCC unroll 3") for (int n = 0; n < pieces; n++)
     {
         _mm512_store_si512(p + n * FA_AMX_TILE_HALVES, fa_amx_pair(a, b));
         a = _mm512_sub_ps(a, fa_amx_cut(a));
         b = _mm512_sub_ps(b, fa_amx_cut(b));
     }
+#endif
+}
+
+/* check with a row's sums: lanes that outgrew the shift set a bit for good. */
+FA_AMX_INLINE __m512i check_sum(__m512i check, __m512 sum)
+{
+    __m512i bits = _mm512_castps_si512(sum);
+#ifdef FA_AMX_FP16 /* the sign of what is left up to MOST_P, also of NaN; or of NaN itself */
+    __m512i left = _mm512_sub_epi32(_mm512_castps_si512(_mm512_set1_ps(MOST_P)), bits);
+    return _mm512_ternarylogic_epi32(check, bits, left, 0xFE);
+#else
+    return _mm512_or_si512(check, bits);
+#endif
 }
 
 /* 32 values of P to row `row` of a unit. p: its two row tiles, p_down apart. Returns check with the row's sums. */
@@ -114,7 +147,7 @@ FA_AMX_INLINE __m512i store_row(int row, __m512 a, __m512 b, uint16_t *p, int p_
     __m512 sum = _mm512_add_ps(a, b);
     store_pieces(p + row / 16 * p_down + row % 16 * 32, a, b, pieces);
     _mm512_store_ps(state->sum_to + 16 * row, _mm512_add_ps(_mm512_load_ps(state->sum_from + 16 * row), sum));
-    return _mm512_or_si512(check, _mm512_castps_si512(sum));
+    return check_sum(check, sum);
 }
 
 FA_AMX_INLINE __m512i softmax_row(int row, float *s, uint16_t *p, int p_down, const row_state *state,
@@ -177,11 +210,15 @@ static __m512 largest_of_rows(const float *s, __m512 multiplier)
     return fold_rows(row, true);
 }
 
-/* Bit 30 in some lane, or 14 or 15 of pairs of P, saturated as they are: the row, or one of the unit's, is to be
- * redone.
+/* Bit 30 in some lane, or 31 of float16, or 14 or 15 of pairs of P, saturated as they are: the row, or one of the
+ * unit's, is to be redone.
  */
 FA_AMX_INLINE bool outgrew(__m512i check, bool fixed)
 {
+#ifdef FA_AMX_FP16
+    (void)fixed;
+    return _mm512_movepi32_mask(check) != 0;
+#endif
     return _mm512_test_epi32_mask(check, _mm512_set1_epi32(fixed ? (int)0xC000C000 : 0x40000000)) != 0;
 }
 
@@ -194,6 +231,10 @@ static void scale_row(float *x, int n, __m512 factor)
 /* 32 values of P, times factor. */
 FA_AMX_INLINE void scale_p(uint16_t *p, __m512 factor, int pieces)
 {
+#ifdef FA_AMX_FP16
+    __m512 a = _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)p));
+    __m512 b = _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)p + 1));
+#else
     __m512i high = _mm512_set1_epi32((int)0xFFFF0000);
     __m512  a = _mm512_setzero_ps(), b = a;
     for (int n = pieces - 1; n >= 0; n--) {
@@ -201,6 +242,7 @@ FA_AMX_INLINE void scale_p(uint16_t *p, __m512 factor, int pieces)
         a            = _mm512_add_ps(a, _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)));
         b            = _mm512_add_ps(b, _mm512_castsi512_ps(_mm512_and_si512(bits, high)));
     }
+#endif
     store_pieces(p, _mm512_mul_ps(a, factor), _mm512_mul_ps(b, factor), pieces);
 }
 

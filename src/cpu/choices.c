@@ -54,6 +54,11 @@ static const struct {
     /* P and dS are those of a part of 128 keys, so that 512 keys' operands still fit. */
     {FA_TABLE_AMX_F32, BACKWARD, 64, {128, 512}},
     {FA_TABLE_AMX_F32, BACKWARD, INT_MAX, {128, 256}},
+    /* As large as bfloat16, and as fast. */
+    {FA_TABLE_AMX_FP16, FORWARD, 64, {128, 1024}},
+    {FA_TABLE_AMX_FP16, FORWARD, INT_MAX, {128, 512}},
+    {FA_TABLE_AMX_FP16, BACKWARD, 64, {256, 512}},
+    {FA_TABLE_AMX_FP16, BACKWARD, INT_MAX, {256, 256}},
 };
 
 /* float32 and float16 run on AMX as pieces of bfloat16, which are more work to pack: that pays where a packed row meets
@@ -96,6 +101,7 @@ fa_table fa_table_of(const fa_kernels *kernels, flash_attn_dtype dtype)
         return dtype == FLASH_ATTN_F32   ? FA_TABLE_AMX_F32
                : dtype == FLASH_ATTN_F16 ? FA_TABLE_AMX_F16
                                          : FA_TABLE_AMX_BF16;
+    case FLASH_ATTN_ISA_AMX_FP16: return FA_TABLE_AMX_FP16;
     default: return FA_TABLE_SCALAR;
     }
 }
@@ -147,18 +153,18 @@ int fa_least_split_keys(const fa_cpu *cpu)
     return cpu->tuning.split_keys ? cpu->tuning.split_keys : LEAST_SPLIT_KEYS;
 }
 
-/* dtype: whose table. */
+/* dtype: whose table `table` is. */
 static const fa_kernels *kernels_by_shape(const fa_cpu *cpu, const fa_call *call, flash_attn_dtype dtype,
-                                          flash_attn_pass pass, int64_t rows, int64_t keys)
+                                          const fa_kernels *table, flash_attn_pass pass, int64_t rows, int64_t keys)
 {
     size_t n = 0, count = sizeof pieces / sizeof *pieces;
-    if (!cpu->by_shape)
-        return cpu->kernels[dtype];
+    if (!cpu->by_shape || table->isa == FLASH_ATTN_ISA_AMX_FP16) /* no pieces */
+        return table;
     while (n < count && (pieces[n].dtype != dtype || widest_head(call) > pieces[n].head_dim))
         n++;
     /* Packing costs in proportion to the queries and twice the keys, products to queries times keys. */
     bool pays = n == count || 3 * rows * keys >= pieces[n].same[pass] * (rows + 2 * keys);
-    return pays ? cpu->kernels[dtype] : cpu->vector;
+    return pays ? table : cpu->vector;
 }
 
 /* A float32 output of float16 would show that two pieces of P are 16 bits of it. */
@@ -180,17 +186,23 @@ static bool takes_fixed_p(const fa_cpu *cpu, const fa_call *call)
 
 const fa_kernels *fa_forward_kernels(const fa_cpu *cpu, const fa_call *call, int64_t rows, int64_t keys)
 {
-    const fa_kernels *found = kernels_by_shape(cpu, call, forward_dtype(call), FLASH_ATTN_FORWARD, rows, keys);
+    flash_attn_dtype  dtype = forward_dtype(call);
+    const fa_kernels *found = kernels_by_shape(cpu, call, dtype, cpu->kernels[dtype], FLASH_ATTN_FORWARD, rows, keys);
     bool              fixed = found != cpu->vector && keys >= LEAST_FIXED_KEYS && takes_fixed_p(cpu, call);
     return fixed ? cpu->fixed : found;
 }
 
 const fa_kernels *fa_forward_table(const fa_cpu *cpu, const fa_call *call) { return cpu->kernels[forward_dtype(call)]; }
 
+static const fa_kernels *backward_table(const fa_cpu *cpu, const fa_call *call)
+{
+    return call->q.dtype == FLASH_ATTN_F16 && cpu->wide_f16 ? cpu->wide_f16 : cpu->kernels[call->q.dtype];
+}
+
 /* dbias adds up sequences of all lengths, with one table. */
 const fa_kernels *fa_backward_kernels(const fa_cpu *cpu, const fa_call *call, int64_t rows, int64_t keys)
 {
     if (call->dbias.data)
-        return call->q.dtype == FLASH_ATTN_F32 ? cpu->vector : cpu->kernels[call->q.dtype];
-    return kernels_by_shape(cpu, call, call->q.dtype, FLASH_ATTN_BACKWARD, rows, keys);
+        return call->q.dtype == FLASH_ATTN_F32 ? cpu->vector : backward_table(cpu, call);
+    return kernels_by_shape(cpu, call, call->q.dtype, backward_table(cpu, call), FLASH_ATTN_BACKWARD, rows, keys);
 }

@@ -12,7 +12,7 @@ static const struct {
     flash_attn_isa isa;
 } isa_names[] = {
     {"scalar", FLASH_ATTN_ISA_SCALAR}, {"neon", FLASH_ATTN_ISA_NEON}, {"avx2", FLASH_ATTN_ISA_AVX2},
-    {"avx512", FLASH_ATTN_ISA_AVX512}, {"amx", FLASH_ATTN_ISA_AMX},
+    {"avx512", FLASH_ATTN_ISA_AVX512}, {"amx", FLASH_ATTN_ISA_AMX},   {"amx-fp16", FLASH_ATTN_ISA_AMX_FP16},
 };
 
 /* The highest tier under the cap that this library has and this machine runs. */
@@ -37,18 +37,22 @@ static void choose_tables(fa_cpu *cpu, flash_attn_isa cap, bool no_amx_split)
             amx = fa_kernels_amx(cpu->vector, (flash_attn_dtype)dtype);
         if (amx && dtype == FLASH_ATTN_BF16)
             cpu->fixed = fa_kernels_amx_fixed();
+        if (best >= FLASH_ATTN_ISA_AMX_FP16 && dtype == FLASH_ATTN_F16) {
+            cpu->wide_f16 = amx ? amx : cpu->vector;
+            amx           = fa_kernels_amx_fp16();
+        }
 #endif
         (void)no_amx_split;
         cpu->kernels[dtype] = amx ? amx : cpu->vector;
-        if (amx)
-            cpu->tier = FLASH_ATTN_ISA_AMX;
+        if (amx && amx->isa > cpu->tier)
+            cpu->tier = amx->isa;
     }
 }
 
-flash_attn_status fa_cpu_create(fa_cpu **cpu, const flash_attn_options *options)
+flash_attn_status fa_cpu_create(fa_cpu **cpu, const flash_attn_options *options, bool assume_amx_fp16)
 {
     int            num_threads = options->num_threads > 0 ? options->num_threads : fa_num_cores();
-    flash_attn_isa cap         = options->max_isa != FLASH_ATTN_ISA_AUTO ? options->max_isa : FLASH_ATTN_ISA_AMX;
+    flash_attn_isa cap         = options->max_isa != FLASH_ATTN_ISA_AUTO ? options->max_isa : FLASH_ATTN_ISA_AMX_FP16;
     fa_cpu        *made        = calloc(1, sizeof *made);
     if (made) {
         made->kept    = calloc(1, sizeof *made->kept);
@@ -61,6 +65,8 @@ flash_attn_status fa_cpu_create(fa_cpu **cpu, const flash_attn_options *options)
     made->num_threads = num_threads;
     made->by_shape    = options->max_isa == FLASH_ATTN_ISA_AUTO;
     fa_isa_detect(&made->isa);
+    if (assume_amx_fp16)
+        fa_isa_assume_amx_fp16(&made->isa);
     choose_tables(made, cap, options->no_amx_split);
     made->tuned = fa_tuning_load(&made->isa, options->tune_file, &made->tuning);
     *cpu        = made;

@@ -201,6 +201,8 @@ const fa_kernels *fa_kernels_amx(const fa_kernels *base, flash_attn_dtype dtype)
 /* As that of bfloat16, for a forward without LSE and options and with head dims up to FA_FIXED_HEAD_DIM alone: P in
  * 16-bit fixed point. Packed V serves forward_block only. */
 const fa_kernels *fa_kernels_amx_fixed(void);
+/* float16 as it is: AMX-FP16. For tensors of float16 alone. */
+const fa_kernels *fa_kernels_amx_fp16(void);
 #define FA_FIXED_HEAD_DIM 128
 
 /* ---- isa.c ---- */
@@ -212,6 +214,8 @@ typedef struct fa_isa {
 } fa_isa;
 
 void fa_isa_detect(fa_isa *isa);
+/* The user says that the processor has AMX-FP16 though it does not report it. Tried once; `features` tells. */
+void fa_isa_assume_amx_fp16(fa_isa *isa);
 
 /* ---- threads.c ---- */
 
@@ -229,7 +233,8 @@ void fa_threads_run(fa_threads *threads, int count, flash_attn_task body, void *
 
 /* ---- choices that are data (choices.c), and what `flashattn tune` has measured of them (tuning.c) ---- */
 
-/* A table of kernels, as tile choices see it: the AMX tier has one for each number of bfloat16 pieces. */
+/* A table of kernels, as tile choices see it: the AMX tier has one for each number of bfloat16 pieces,
+ * and that of AMX-FP16 one more. */
 typedef enum fa_table {
     FA_TABLE_SCALAR,
     FA_TABLE_NEON,
@@ -238,6 +243,7 @@ typedef enum fa_table {
     FA_TABLE_AMX_BF16,
     FA_TABLE_AMX_F16,
     FA_TABLE_AMX_F32,
+    FA_TABLE_AMX_FP16,
     FA_TABLES
 } fa_table;
 
@@ -283,6 +289,7 @@ struct fa_cpu {
     const fa_kernels *vector;     /* the tier's float32 table, which takes every input type */
     const fa_kernels *kernels[4]; /* by flash_attn_dtype: AMX where there, else `vector` */
     const fa_kernels *fixed;      /* fa_kernels_amx_fixed; NULL: not there */
+    const fa_kernels *wide_f16;   /* for float16 with float32 outputs, where kernels[] is fa_kernels_amx_fp16; else NULL */
     bool              by_shape;   /* `vector` also where AMX is there but slower */
     fa_threads       *threads;
     int               num_threads;

@@ -1,7 +1,11 @@
 /* What this processor and its operating system can run. */
 #include "cpu/cpu.h"
 
+#include <sched.h>
 #include <stdio.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <signal.h>
 #include <unistd.h>
 
 #if defined(__x86_64__)
@@ -69,6 +73,7 @@ static const struct {
     {FLASH_ATTN_ISA_AVX2, " avx fma f16c avx2 "},
     {FLASH_ATTN_ISA_AVX512, " avx512f avx512dq avx512bw avx512vl "},
     {FLASH_ATTN_ISA_AMX, " avx512bf16 avx512vbmi amx-tile amx-bf16 "},
+    {FLASH_ATTN_ISA_AMX_FP16, " amx-fp16 "},
 };
 
 static bool needs_feature(const char *needs, const char *name)
@@ -107,6 +112,43 @@ static void detect_features(fa_isa *isa)
     }
 }
 
+/* One product of float16 tiles, in a child of its own. */
+static __attribute__((target("amx-tile"))) int try_amx_fp16(void *unused)
+{
+    _Alignas(64) static const uint8_t config[64] = {
+        [0] = 1, [16] = 64, [18] = 64, [20] = 64, [48] = 16, [49] = 16, [50] = 16}; /* three whole tiles */
+    const struct rlimit no_core   = {0, 0};
+    struct sigaction    as_always = {.sa_handler = SIG_DFL};
+    (void)unused;
+    setrlimit(RLIMIT_CORE, &no_core);
+    sigaction(SIGILL, &as_always, NULL);
+    __asm__ volatile("ldtilecfg %0\n\ttilezero %%tmm0\n\ttilezero %%tmm1\n\ttilezero %%tmm2" ::"m"(config));
+    __asm__ volatile(".byte 0xc4, 0xe2, 0x6b, 0x5c, 0xc1"); /* tdpfp16ps tmm2, tmm1, tmm0 */
+    _exit(0);
+}
+
+/* The child shares this process's memory, so it costs nothing to start, and this thread waits until it is gone; its
+ * signal handlers and limits are its own, and no SIGCHLD tells of its end, nor does a wait for any child see it. A
+ * fault there is the answer "no" and nothing else. */
+static bool amx_fp16_runs(void)
+{
+    _Alignas(64) char stack[32768];
+    int               status = -1;
+    pid_t             child  = clone(try_amx_fp16, stack + sizeof stack, CLONE_VM | CLONE_VFORK, NULL);
+    return child > 0 && waitpid(child, &status, __WCLONE) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+void fa_isa_assume_amx_fp16(fa_isa *isa)
+{
+    size_t used = strlen(isa->features);
+    if (isa->best != FLASH_ATTN_ISA_AMX) /* it was found, or what it needs was not */
+        return;
+    bool runs = amx_fp16_runs();
+    if (runs)
+        isa->best = FLASH_ATTN_ISA_AMX_FP16;
+    snprintf(isa->features + used, sizeof isa->features - used, " amx-fp16:%s", runs ? "assumed" : "absent");
+}
+
 static void detect_name(fa_isa *isa)
 {
     char brand[49] = "x86-64";
@@ -139,6 +181,10 @@ static void detect_features(fa_isa *isa) { (void)isa; }
 
 static void detect_name(fa_isa *isa) { snprintf(isa->name, sizeof isa->name, "unknown processor"); }
 
+#endif
+
+#if !defined(__x86_64__)
+void fa_isa_assume_amx_fp16(fa_isa *isa) { (void)isa; }
 #endif
 
 static int64_t cache_bytes(int name)

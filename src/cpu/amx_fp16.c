@@ -1,0 +1,108 @@
+/*
+ * The table for float16 where AMX has it (TDPFP16PS): one product where bfloat16 pieces take three or four. Packing is
+ * that of bfloat16, the fused forward its text compiled again (amx_fp16_forward.c); here are the plain products, for
+ * the few tiles that the fused kernel leaves (docs/cpu-amx.md).
+ */
+#define FA_AMX_FP16
+#include "cpu/amx_multiply.h"
+
+#include <float.h>
+#include <pthread.h>
+
+static int tiles_of(int n, int step) { return (n + step - 1) / step; }
+
+static void scores(float *s, int lds, const void *left, const void *right, int rows, int keys, int depth)
+{
+    int64_t steps = tiles_of(depth, 32);
+    matrix  c     = {s, lds, rows, tiles_of(keys, 16) * 16};
+    operand a = {left, steps * FA_AMX_TILE, FA_AMX_TILE}, b = {right, steps * FA_AMX_TILE, FA_AMX_TILE};
+    multiply(&c, &a, &b, (int)steps, 1, false);
+}
+
+/* ---- O += P V ---- */
+
+static __m512 load_keys(const float *p, int key, int keys)
+{
+    __mmask16 mask = keys - key >= 16 ? 0xFFFF : keys <= key ? 0 : (__mmask16)((1u << (keys - key)) - 1);
+    return _mm512_maskz_loadu_ps(mask, p + key);
+}
+
+/* A power of two that takes the row's largest to the upper end of float16's range, where it leaves most below it. */
+static float factor_of_row(const float *p, int keys)
+{
+    __m512 largest = _mm512_setzero_ps();
+    for (int key = 0; key < keys; key += 16)
+        largest = _mm512_max_ps(largest, load_keys(p, key, keys));
+    float most = _mm512_reduce_max_ps(largest);
+    return most > 0.0f && most <= FLT_MAX ? ldexpf(1.0f, fa_min_int(14 - ilogbf(most), 60)) : 1.0f;
+}
+
+/* As a left operand, in the order that values have (fa_amx_fp16_order). */
+static void pack_p(char *out, const float *p, int ldp, const float *factor, int rows, int keys)
+{
+    for (int first = 0; first < rows; first += 16) {
+        for (int key = 0; key < keys; key += 32, out += FA_AMX_TILE) {
+            for (int r = 0; r < 16; r++) {
+                __m512 x = _mm512_setzero_ps(), y = x;
+                if (first + r < rows) {
+                    const float *row = p + (int64_t)(first + r) * ldp;
+                    x                = _mm512_mul_ps(load_keys(row, key, keys), _mm512_set1_ps(factor[first + r]));
+                    y                = _mm512_mul_ps(load_keys(row, key + 16, keys), _mm512_set1_ps(factor[first + r]));
+                }
+                fa_amx_store_halves(out + 64 * r, x, y);
+            }
+        }
+    }
+}
+
+static void scale_row(float *c, int cols, float factor)
+{
+    for (int col = 0; col < cols && factor != 1.0f; col += 16)
+        _mm512_storeu_ps(c + col, _mm512_mul_ps(_mm512_loadu_ps(c + col), _mm512_set1_ps(factor)));
+}
+
+static void accumulate(float *c, int ldc, const float *rescale, const float *p, int ldp, const void *right, int rows,
+                       int keys, int cols, void *scratch)
+{
+    float   factor[FA_MAX_TILE];
+    int64_t steps = tiles_of(keys, 32), columns = tiles_of(cols, 16);
+    matrix  out = {c, ldc, rows, (int)columns * 16};
+    operand a = {scratch, steps * FA_AMX_TILE, FA_AMX_TILE}, b = {right, FA_AMX_TILE, columns * FA_AMX_TILE};
+    for (int r = 0; r < rows; r++) {
+        factor[r] = factor_of_row(p + (int64_t)r * ldp, keys);
+        scale_row(c + (int64_t)r * ldc, cols, (rescale ? rescale[r] : 1.0f) * factor[r]);
+    }
+    pack_p(scratch, p, ldp, factor, rows, keys);
+    multiply(&out, &a, &b, (int)steps, 1, true);
+    for (int r = 0; r < rows; r++)
+        scale_row(c + (int64_t)r * ldc, cols, 1.0f / factor[r]);
+}
+
+/* ---- the table ---- */
+
+static fa_kernels     table;
+static pthread_once_t table_once = PTHREAD_ONCE_INIT;
+
+static void fill_table(void)
+{
+    table                = *fa_kernels_amx(fa_kernels_avx512(), FLASH_ATTN_BF16);
+    table.name           = "amx-fp16";
+    table.isa            = FLASH_ATTN_ISA_AMX_FP16;
+    table.pack           = fa_amx_pack_fp16;
+    table.scores         = scores;
+    table.accumulate     = accumulate;
+    table.forward_block  = fa_amx_fp16_forward_block;
+    table.few_rows       = 0;
+    table.scores_few     = NULL;
+    table.accumulate_few = NULL;
+    /* The backward is by pieces. */
+    table.accumulate_t   = NULL;
+    table.backward_block = NULL;
+    table.backward_dq    = NULL;
+}
+
+const fa_kernels *fa_kernels_amx_fp16(void)
+{
+    pthread_once(&table_once, fill_table);
+    return &table;
+}
