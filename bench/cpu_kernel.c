@@ -239,8 +239,8 @@ static int choice(const char *value, const char *const *names, int count)
 
 int main(int argc, char **argv)
 {
-    static const char *const tiers[] = {"auto", "scalar", "neon", "avx2", "avx512", "amx", "amx-fp16"}, *const dtypes[] = {
-                                                                                                "f32", "f16", "bf16"};
+    static const char *const tiers[]  = {"auto", "scalar", "neon", "avx2", "avx512", "amx", "amx-fp16"},
+                      *const dtypes[] = {"f32", "f16", "bf16"};
     options opt = {.seqlen = 4096, .head_dim = 128, .rounds = 5};
     for (int n = 1; n < argc; n++) {
         const char *value = n + 1 < argc ? argv[n + 1] : "";
