@@ -588,7 +588,7 @@ static void fill_tables(void)
         t->few_rows       = 0; /* one and two pieces: below */
         t->scores_few     = NULL;
         t->accumulate_few = NULL;
-        t->untile         = fa_amx_untile;
+        t->store_tiled    = fa_amx_store_tiled;
         t->enter          = enter;
         t->leave          = leave;
     }

@@ -200,7 +200,7 @@ void   fa_amx_backward_block_3(const fa_backward_block *block);
 void   fa_amx_backward_dq_1(const fa_backward_block *block);
 void   fa_amx_backward_dq_2(const fa_backward_block *block);
 void   fa_amx_backward_dq_3(const fa_backward_block *block);
-void   fa_amx_untile(float *out, int ld, const float *tiled, int rows, int cols, bool turned);
+void   fa_amx_store_tiled(const fa_stored_rows *to, const float *tiled, bool turned);
 size_t fa_amx_backward_scratch(int rows, int pieces);
 
 #endif

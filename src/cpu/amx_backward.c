@@ -488,20 +488,64 @@ void fa_amx_backward_dq_1(const fa_backward_block *b) { run_dq(b, 1); }
 void fa_amx_backward_dq_2(const fa_backward_block *b) { run_dq(b, 2); }
 void fa_amx_backward_dq_3(const fa_backward_block *b) { run_dq(b, 3); }
 
-/* ---- the sums, row major ---- */
+/* ---- the sums, to the caller's memory ---- */
 
-void fa_amx_untile(float *out, int ld, const float *tiled, int rows, int cols, bool turned)
+/* fa_bf16_of_float on 16 lanes. */
+FA_AMX_INLINE __m256i rounded_bf16(__m512 x)
 {
-    for (int row = 0; row < rows; row += 16) {
-        for (int col = 0; col < cols; col += 16) {
-            const float *from = tiled + fa_tiled_at(cols, row, col);
+    __m512i bits = _mm512_castps_si512(x), high = _mm512_srli_epi32(bits, 16);
+    __m512i even    = _mm512_add_epi32(_mm512_and_si512(high, _mm512_set1_epi32(1)), _mm512_set1_epi32(0x7FFF));
+    __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, even), 16);
+    __m512i quiet   = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), quiet));
+}
+
+/* The first `count` of 16 columns from `col` on. */
+FA_AMX_INLINE void store_columns(char *row, int64_t stride, flash_attn_dtype dtype, int col, int count, __m512 x)
+{
+    __mmask16 mask = count >= 16 ? 0xFFFF : (__mmask16)((1u << count) - 1);
+    if (stride == 1 && dtype == FLASH_ATTN_F32) {
+        _mm512_mask_storeu_ps((float *)row + col, mask, x);
+    } else if (stride == 1 && dtype == FLASH_ATTN_BF16) {
+        _mm256_mask_storeu_epi16((uint16_t *)row + col, mask, rounded_bf16(x));
+    } else if (stride == 1 && dtype == FLASH_ATTN_F16) {
+        __m256i half = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        _mm256_mask_storeu_epi16((uint16_t *)row + col, mask, half);
+    } else {
+        float lanes[16];
+        _mm512_storeu_ps(lanes, x);
+        for (int n = 0; n < fa_min_int(count, 16); n++)
+            fa_store(row, (col + n) * stride, dtype, lanes[n]);
+    }
+}
+
+FA_AMX_INLINE void store_typed(const fa_stored_rows *to, const float *tiled, bool turned, int64_t stride,
+                               flash_attn_dtype dtype)
+{
+    const __m512 factor = _mm512_set1_ps(to->factor);
+    for (int row = 0; row < to->rows; row += 16) {
+        for (int col = 0; col < to->cols; col += 16) {
+            const float *from = tiled + fa_tiled_at(to->cols, row, col);
+            char        *at   = to->at + row * to->step;
             __m512i      tile[16];
             for (int r = 0; r < 16; r++)
                 tile[r] = _mm512_load_si512(from + 16 * r);
             if (turned)
                 fa_amx_transpose(tile);
-            for (int r = 0; r < 16 && row + r < rows; r++)
-                _mm512_store_si512(out + (int64_t)(row + r) * ld + col, tile[r]);
+            for (int r = 0; r < 16 && row + r < to->rows; r++)
+                store_columns(at + r * to->step, stride, dtype, col, to->cols - col,
+                              _mm512_mul_ps(_mm512_castsi512_ps(tile[r]), factor));
         }
     }
+}
+
+/* The usual types get their own copies of the loop. */
+void fa_amx_store_tiled(const fa_stored_rows *to, const float *tiled, bool turned)
+{
+    if (to->stride == 1 && to->dtype == FLASH_ATTN_F32)
+        store_typed(to, tiled, turned, 1, FLASH_ATTN_F32);
+    else if (to->stride == 1 && to->dtype == FLASH_ATTN_BF16)
+        store_typed(to, tiled, turned, 1, FLASH_ATTN_BF16);
+    else
+        store_typed(to, tiled, turned, to->stride, to->dtype);
 }

@@ -81,30 +81,26 @@ static void need_packed(const run *r, const fa_tile *tile, const query_tile *t, 
     }
 }
 
-/* FA_SUM_ROWS rows from `row` on, a multiple of it: of composed steps' sums, or of fused ones', row major. turned: each
- * tile of `tiled` is transposed. */
-static const float *rows_of_sums(const plan *p, scratch *s, const float *sums, const float *tiled, int row, int cols,
-                                 bool turned)
+/* Rows of a gradient: `sums` of composed steps, or `tiled` of fused ones. */
+static void store_sums(const plan *p, const flash_attn_tensor *grad, char *at, int rows, const float *sums,
+                       const float *tiled, bool turned, float factor)
 {
-    int64_t ld = fa_accumulator_ld(cols);
-    if (!p->fused)
-        return sums + row * ld;
-    p->kernels->untile(s->sum_rows, (int)ld, tiled + fa_tiled_at(cols, row, 0), FA_SUM_ROWS, cols, turned);
-    return s->sum_rows;
+    int            cols = (int)grad->shape[3];
+    int64_t        step = grad->stride[1] * (int64_t)fa_dtype_bytes(grad->dtype);
+    fa_stored_rows to   = {at, step, grad->stride[3], rows, cols, grad->dtype, factor};
+    if (p->fused)
+        p->kernels->store_tiled(&to, tiled, turned);
+    for (int n = 0; n < rows && !p->fused; n++)
+        p->kernels->store(at + n * step, grad->stride[3], grad->dtype, sums + n * fa_accumulator_ld(cols), cols,
+                          factor);
 }
 
 /* dQ = scale * the sum, once the last tile of keys has added to it. */
-static void store_dq(const plan *p, const fa_tile *tile, const query_tile *t, scratch *s, float scale)
+static void store_dq(const plan *p, const fa_tile *tile, const query_tile *t, float scale)
 {
-    const fa_call *call = p->call;
-    const float   *dq   = NULL;
-    for (int n = 0; n < fa_tile_queries(tile); n++) {
-        int64_t row = tile->seq.q_row + tile->queries.begin + n;
-        if (n % FA_SUM_ROWS == 0)
-            dq = rows_of_sums(p, s, t->dq, t->dq_tiled, n, (int)call->head_dim, true);
-        p->kernels->store(fa_at(&call->dq, tile->seq.q_entry, row, tile->head, 0), call->dq.stride[3], call->dq.dtype,
-                          dq + n % FA_SUM_ROWS * (int64_t)p->ldq, (int)call->head_dim, scale);
-    }
+    const flash_attn_tensor *dq = &p->call->dq;
+    char                    *at = fa_at(dq, tile->seq.q_entry, tile->seq.q_row + tile->queries.begin, tile->head, 0);
+    store_sums(p, dq, at, fa_tile_queries(tile), t->dq, t->dq_tiled, true, scale);
 }
 
 /* ---- one tile of queries against one of keys ---- */
@@ -236,7 +232,7 @@ static void begin_turn(const step *t, query_state *state, fa_range turns, int tu
 static void end_turn(const step *t, query_state *state, fa_range turns, int turn)
 {
     if (turn == turns.end - 1)
-        store_dq(&t->run->plan, &t->tile, &t->query, t->s, t->scale);
+        store_dq(&t->run->plan, &t->tile, &t->query, t->scale);
     atomic_store_explicit(&state->turn, turn + 1, memory_order_release);
 }
 
@@ -314,18 +310,13 @@ static void store_zeros(const plan *p, const flash_attn_tensor *grad, const fa_t
                           zeros, (int)grad->shape[3], 1.0f);
 }
 
-/* The tile's keys of grad: its sums times factor. */
-static void store_keys(const plan *p, const flash_attn_tensor *grad, const fa_tile *tile, scratch *s, const float *sums,
+/* The tile's keys of grad: its sums times factor. A backward has no pages, so they lie at equal distances. */
+static void store_keys(const plan *p, const flash_attn_tensor *grad, const fa_tile *tile, const float *sums,
                        const float *tiled, float factor)
 {
-    int          cols = (int)grad->shape[3];
-    const float *rows = NULL;
-    for (int n = 0; grad->data && n < fa_tile_keys(tile); n++) {
-        if (n % FA_SUM_ROWS == 0)
-            rows = rows_of_sums(p, s, sums, tiled, n, cols, false);
-        p->kernels->store(fa_kv_at(p->call, grad, &tile->seq, tile->b, tile->keys.begin + n, tile->head_k),
-                          grad->stride[3], grad->dtype, rows + n % FA_SUM_ROWS * fa_accumulator_ld(cols), cols, factor);
-    }
+    if (grad->data)
+        store_sums(p, grad, fa_kv_at(p->call, grad, &tile->seq, tile->b, tile->keys.begin, tile->head_k),
+                   fa_tile_keys(tile), sums, tiled, false, factor);
 }
 
 static void store_unused_keys(const plan *p, const fa_tile *tile, float *zeros)
@@ -383,8 +374,8 @@ static void run_task(run *r, scratch *s, int64_t b, int64_t task)
                 run_step(&t, pair, g, number, key_tile);
             }
         }
-        store_keys(p, &call->dk, &t.tile, s, s->dk, s->dk_tiled, t.scale);
-        store_keys(p, &call->dv, &t.tile, s, s->dv, s->dv_tiled, 1.0f);
+        store_keys(p, &call->dk, &t.tile, s->dk, s->dk_tiled, t.scale);
+        store_keys(p, &call->dv, &t.tile, s->dv, s->dv_tiled, 1.0f);
     }
     atomic_fetch_sub_explicit(&r->tasks_left[pair], 1, memory_order_acq_rel);
 }

@@ -32,12 +32,9 @@ typedef struct query_state {
     atomic_int turn;   /* tile of keys that may add to dQ */
 } query_state;
 
-enum { FA_SUM_ROWS = 16 }; /* of sums that are stored: what is on its way stays in the first-level cache */
-
 typedef struct scratch {
     void        *k, *k_right, *v_t;
     float       *dk, *dv, *dk_tiled, *dv_tiled; /* as dq and dq_tiled */
-    float       *sum_rows;                      /* FA_SUM_ROWS of fused sums, row major */
     float       *p, *ds, *slope, *dropped;
     float       *temp; /* 2 rows */
     const void **row, **row_dout, **row_k;

@@ -80,7 +80,6 @@ scratch fa_backward_scratch(fa_arena *arena, const plan *p)
     s.v_t                    = fa_carve(arena, k->packed_bytes(fa_role_of_v(p), p->tile.k, dv));
     s.dk                     = fa_carve_floats(arena, !p->fused ? (int64_t)p->tile.k * p->ldq : 0);
     s.dv                     = fa_carve_floats(arena, !p->fused ? (int64_t)p->tile.k * p->ldv : 0);
-    s.sum_rows               = fa_carve_floats(arena, p->fused ? FA_SUM_ROWS * (int64_t)fa_max_int(p->ldq, p->ldv) : 0);
     s.dk_tiled               = fa_carve_floats(arena, p->fused ? fa_tiled_floats(p->tile.k, d) : 0);
     s.dv_tiled               = fa_carve_floats(arena, p->fused ? fa_tiled_floats(p->tile.k, dv) : 0);
     s.p                      = fa_carve_floats(arena, !p->fused ? scores : 0);

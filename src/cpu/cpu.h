@@ -111,6 +111,15 @@ typedef struct fa_backward_block {
     const fa_block_options *options; /* NULL: none */
 } fa_backward_block;
 
+/* Rows of a gradient, `step` bytes apart, their columns `stride` elements. */
+typedef struct fa_stored_rows {
+    char            *at;
+    int64_t          step, stride;
+    int              rows, cols;
+    flash_attn_dtype dtype;
+    float            factor;
+} fa_stored_rows;
+
 /* ---- the table ---- */
 
 typedef struct fa_tile_shape {
@@ -179,9 +188,8 @@ typedef struct fa_kernels {
     int part_keys;                                          /* of the two below */
     void (*backward_block)(const fa_backward_block *block); /* dV and dK; applies the window and options */
     void (*backward_dq)(const fa_backward_block *block);    /* dQ, of the dS that backward_block left */
-    /* out[rows][ld] = tiled[rows][cols]; turned: its tiles are transposed. Columns up to a multiple of 16 are written.
-     */
-    void (*untile)(float *out, int ld, const float *tiled, int rows, int cols, bool turned);
+    /* Sums times a factor to the caller's memory. turned: each tile is transposed. */
+    void (*store_tiled)(const fa_stored_rows *to, const float *tiled, bool turned);
     size_t (*forward_scratch_bytes)(int rows, int keys, int head_dim, int head_dim_v); /* NULL: 0 */
     size_t (*backward_scratch_bytes)(int rows, int keys, int head_dim, int head_dim_v);
 
