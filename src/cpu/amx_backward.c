@@ -500,52 +500,86 @@ FA_AMX_INLINE __m256i rounded_bf16(__m512 x)
     return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), quiet));
 }
 
-/* The first `count` of 16 columns from `col` on. */
-FA_AMX_INLINE void store_columns(char *row, int64_t stride, flash_attn_dtype dtype, int col, int count, __m512 x)
+/* A tile of sums times a factor. */
+FA_AMX_INLINE void load_sums(__m512 x[16], const float *from, bool turned, float factor)
 {
-    __mmask16 mask = count >= 16 ? 0xFFFF : (__mmask16)((1u << count) - 1);
-    if (stride == 1 && dtype == FLASH_ATTN_F32) {
-        _mm512_mask_storeu_ps((float *)row + col, mask, x);
-    } else if (stride == 1 && dtype == FLASH_ATTN_BF16) {
-        _mm256_mask_storeu_epi16((uint16_t *)row + col, mask, rounded_bf16(x));
-    } else if (stride == 1 && dtype == FLASH_ATTN_F16) {
-        __m256i half = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        _mm256_mask_storeu_epi16((uint16_t *)row + col, mask, half);
-    } else {
-        float lanes[16];
-        _mm512_storeu_ps(lanes, x);
-        for (int n = 0; n < fa_min_int(count, 16); n++)
-            fa_store(row, (col + n) * stride, dtype, lanes[n]);
-    }
+    __m512i tile[16];
+    for (int r = 0; r < 16; r++)
+        tile[r] = _mm512_load_si512(from + 16 * r);
+    if (turned)
+        fa_amx_transpose(tile);
+    for (int r = 0; r < 16; r++)
+        x[r] = _mm512_mul_ps(_mm512_castsi512_ps(tile[r]), _mm512_set1_ps(factor));
 }
 
-FA_AMX_INLINE void store_typed(const fa_stored_rows *to, const float *tiled, bool turned, int64_t stride,
-                               flash_attn_dtype dtype)
+/* A whole line goes past the caches: nothing is read for it, and nothing else has to leave. */
+FA_AMX_INLINE void store_line(char *at, __m512i x, int bytes)
 {
-    const __m512 factor = _mm512_set1_ps(to->factor);
+    if (bytes >= 64 && (uintptr_t)at % 64 == 0)
+        _mm512_stream_si512((__m512i *)at, x);
+    else
+        _mm512_mask_storeu_epi8(at, bytes >= 64 ? ~0ull : (1ull << bytes) - 1, x);
+}
+
+static void store_floats(const fa_stored_rows *to, const float *tiled, bool turned)
+{
     for (int row = 0; row < to->rows; row += 16) {
         for (int col = 0; col < to->cols; col += 16) {
-            const float *from = tiled + fa_tiled_at(to->cols, row, col);
-            char        *at   = to->at + row * to->step;
-            __m512i      tile[16];
-            for (int r = 0; r < 16; r++)
-                tile[r] = _mm512_load_si512(from + 16 * r);
-            if (turned)
-                fa_amx_transpose(tile);
+            __m512 x[16];
+            load_sums(x, tiled + fa_tiled_at(to->cols, row, col), turned, to->factor);
             for (int r = 0; r < 16 && row + r < to->rows; r++)
-                store_columns(at + r * to->step, stride, dtype, col, to->cols - col,
-                              _mm512_mul_ps(_mm512_castsi512_ps(tile[r]), factor));
+                store_line(to->at + (row + r) * to->step + 4 * col, _mm512_castps_si512(x[r]), 4 * (to->cols - col));
         }
     }
 }
 
-/* The usual types get their own copies of the loop. */
+enum { COPY_COLUMNS = 256 };
+
+/* bfloat16 or float16. Rows are put together first, for the processor asks for the lines of a row ahead. */
+FA_AMX_INLINE void store_halves(const fa_stored_rows *to, const float *tiled, bool turned, flash_attn_dtype dtype)
+{
+    _Alignas(64) uint16_t copy[16][COPY_COLUMNS];
+    for (int row = 0; row < to->rows; row += 16) {
+        for (int first = 0; first < to->cols; first += COPY_COLUMNS) {
+            int count = fa_min_int(to->cols - first, COPY_COLUMNS);
+            for (int col = 0; col < count; col += 16) {
+                __m512 x[16];
+                load_sums(x, tiled + fa_tiled_at(to->cols, row, first + col), turned, to->factor);
+                for (int r = 0; r < 16; r++)
+                    _mm256_store_si256((__m256i *)&copy[r][col],
+                                       dtype == FLASH_ATTN_BF16
+                                           ? rounded_bf16(x[r])
+                                           : _mm512_cvtps_ph(x[r], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+            }
+            for (int r = 0; r < 16 && row + r < to->rows; r++) {
+                for (int col = 0; col < count; col += 32)
+                    store_line(to->at + (row + r) * to->step + 2 * (first + col), _mm512_load_si512(&copy[r][col]),
+                               2 * (count - col));
+            }
+        }
+    }
+}
+
+static void store_apart(const fa_stored_rows *to, const float *tiled, bool turned)
+{
+    for (int row = 0; row < to->rows; row++) {
+        for (int col = 0; col < to->cols; col++) {
+            int at = turned ? col % 16 * 16 + row % 16 : row % 16 * 16 + col % 16;
+            fa_store(to->at + row * to->step, col * to->stride, to->dtype,
+                     tiled[fa_tiled_at(to->cols, row, col) + at] * to->factor);
+        }
+    }
+}
+
 void fa_amx_store_tiled(const fa_stored_rows *to, const float *tiled, bool turned)
 {
-    if (to->stride == 1 && to->dtype == FLASH_ATTN_F32)
-        store_typed(to, tiled, turned, 1, FLASH_ATTN_F32);
-    else if (to->stride == 1 && to->dtype == FLASH_ATTN_BF16)
-        store_typed(to, tiled, turned, 1, FLASH_ATTN_BF16);
+    if (to->stride != 1)
+        store_apart(to, tiled, turned);
+    else if (to->dtype == FLASH_ATTN_F32)
+        store_floats(to, tiled, turned);
+    else if (to->dtype == FLASH_ATTN_BF16)
+        store_halves(to, tiled, turned, FLASH_ATTN_BF16);
     else
-        store_typed(to, tiled, turned, to->stride, to->dtype);
+        store_halves(to, tiled, turned, FLASH_ATTN_F16);
+    _mm_sfence(); /* before another thread is told */
 }
