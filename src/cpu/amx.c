@@ -4,6 +4,7 @@
  */
 #include "cpu/amx_multiply.h"
 #include "cpu/amx_pack.h"
+#include "cpu/amx_pack_pieces.h"
 
 #include <pthread.h>
 
@@ -33,32 +34,6 @@ FA_AMX_INLINE size_t bytes_of(fa_role role, int rows, int cols, int pieces)
     return (size_t)(turned + tiles) * (size_t)pieces * FA_AMX_TILE + (size_t)largest;
 }
 
-/* What a piece leaves, exact; 0 where x is Inf, NaN where it is NaN. */
-FA_AMX_INLINE __m512 rest_of(__m512 x, __m512 piece)
-{
-    __mmask16 infinite = _mm512_fpclass_ps_mask(x, 0x18);
-    return _mm512_maskz_sub_ps((__mmask16)~infinite, x, piece);
-}
-
-/* Lane n: a[n] and b[n], each as its pieces of 8 bits: three hold a float32, two a float16, one a bfloat16. The first
- * of two is the nearest bfloat16, so that products of the second ones are small: no float16 is too large for it. */
-FA_AMX_INLINE void split_pairs(__m512i piece[MAX_PIECES], __m512 a, __m512 b, int pieces)
-{
-    _Pragma("GCC unroll 3") for (int n = 0; n < pieces; n++)
-    {
-        bool   nearest = pieces == 2 && n == 0;
-        __m512 high_a = nearest ? fa_amx_half_up(a) : a, high_b = nearest ? fa_amx_half_up(b) : b;
-        piece[n] = fa_amx_pair(high_a, high_b);
-        if (n == 0 && pieces > 1) {
-            a = rest_of(a, fa_amx_cut(high_a));
-            b = rest_of(b, fa_amx_cut(high_b));
-        } else if (n + 1 < pieces) {
-            a = _mm512_sub_ps(a, fa_amx_cut(a));
-            b = _mm512_sub_ps(b, fa_amx_cut(b));
-        }
-    }
-}
-
 /* 16 rows from `first` on by 32 columns, as dwords of two columns. */
 FA_AMX_INLINE void load_pairs(__m512i piece[MAX_PIECES][16], const fa_rows *src, int first, int col, int pieces)
 {
@@ -74,7 +49,7 @@ FA_AMX_INLINE void load_pairs(__m512i piece[MAX_PIECES][16], const fa_rows *src,
                 hi = fa_amx_load16(row, src->stride, src->dtype, col + 16, src->cols);
         }
         __m512i split[MAX_PIECES];
-        split_pairs(split, _mm512_permutex2var_ps(lo, even, hi), _mm512_permutex2var_ps(lo, odd, hi), pieces);
+        split_pairs(split, _mm512_permutex2var_ps(lo, even, hi), _mm512_permutex2var_ps(lo, odd, hi), pieces, false);
         for (int n = 0; n < pieces; n++)
             piece[n][r] = split[n];
     }
@@ -195,7 +170,7 @@ FA_AMX_INLINE int pack_along_rows(char *packed, const fa_rows *src, int pieces, 
                     x[h] = row[r + 16 * h] ? fa_amx_load16(row[r + 16 * h], src->stride, src->dtype, col, src->cols)
                                            : _mm512_setzero_ps();
                 __m512i split[MAX_PIECES];
-                split_pairs(split, x[0], x[1], pieces);
+                split_pairs(split, x[0], x[1], pieces, false);
                 for (int n = 0; n < pieces; n++)
                     _mm512_store_si512(out + n * FA_AMX_TILE + 64 * r, split[n]);
             }
@@ -248,7 +223,10 @@ FA_AMX_INLINE int pack_any(fa_role role, void *packed, const fa_rows *src, int *
         return pack_keys_backward(packed, src, bad, pieces, infinity);
     if (has_turned_form(role)) {
         layout by_columns = layout_by_columns(src->count, pieces);
-        pack_along_columns((char *)packed + tiles_of(src->cols, 32) * by_columns.columns, src, pieces, true);
+        char  *keys       = (char *)packed + tiles_of(src->cols, 32) * by_columns.columns;
+        if (pack_whole_both(keys, packed, src, by_columns, pieces))
+            return 0;
+        pack_along_columns(keys, src, pieces, true);
         return pack_along_rows(packed, src, pieces, bad, by_columns, infinity);
     }
     if (!is_left(role) && !is_keys(role))
@@ -552,7 +530,7 @@ static void leave(void) { __asm__ volatile("tilerelease" ::); }
     static size_t backward_scratch_##N(int rows, int keys, int head_dim, int head_dim_v)                               \
     {                                                                                                                  \
         (void)head_dim, (void)head_dim_v;                                                                              \
-        size_t composed = p_bytes(rows, keys, N), fused = fa_amx_backward_scratch(rows, N);                      \
+        size_t composed = p_bytes(rows, keys, N), fused = fa_amx_backward_scratch(rows, N);                            \
         return composed > fused ? composed : fused;                                                                    \
     }
 

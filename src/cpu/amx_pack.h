@@ -53,6 +53,19 @@ FA_AMX_INLINE __m512i fa_amx_load_chunks(const char *row, int c)
 #undef CHUNK
 }
 
+/* Columns 4 c to 4 c + 3 of a tile of dwords, as four rows. */
+FA_AMX_INLINE void fa_amx_turn_chunks(__m512i out[4], const char *tile, int c)
+{
+    __m512i x[4];
+    _Pragma("GCC unroll 4") for (int n = 0; n < 4; n++) x[n] = fa_amx_load_chunks(tile + 64 * n, c);
+    __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
+    __m512i d = _mm512_unpacklo_epi32(x[2], x[3]), e = _mm512_unpackhi_epi32(x[2], x[3]);
+    out[0] = _mm512_unpacklo_epi64(a, d);
+    out[1] = _mm512_unpackhi_epi64(a, d);
+    out[2] = _mm512_unpacklo_epi64(b, e);
+    out[3] = _mm512_unpackhi_epi64(b, e);
+}
+
 /* 16 rows of 32 columns as keys, dwords transposed: loads put rows into place, half of the shuffles do. Of a copy, for
  * rows that lie a power of two apart share a set of the first-level cache, which does not hold 16 lines. */
 FA_AMX_INLINE void fa_amx_transpose_tile(char *out, const void *const *row, int col)
@@ -62,13 +75,8 @@ FA_AMX_INLINE void fa_amx_transpose_tile(char *out, const void *const *row, int 
     _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++)
     {
         __m512i x[4];
-        _Pragma("GCC unroll 4") for (int n = 0; n < 4; n++) x[n] = fa_amx_load_chunks(copy + 64 * n, c);
-        __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
-        __m512i d = _mm512_unpacklo_epi32(x[2], x[3]), e = _mm512_unpackhi_epi32(x[2], x[3]);
-        _mm512_store_si512(out + 256 * c, _mm512_unpacklo_epi64(a, d));
-        _mm512_store_si512(out + 256 * c + 64, _mm512_unpackhi_epi64(a, d));
-        _mm512_store_si512(out + 256 * c + 128, _mm512_unpacklo_epi64(b, e));
-        _mm512_store_si512(out + 256 * c + 192, _mm512_unpackhi_epi64(b, e));
+        fa_amx_turn_chunks(x, copy, c);
+        _Pragma("GCC unroll 4") for (int n = 0; n < 4; n++) _mm512_store_si512(out + 256 * c + 64 * n, x[n]);
     }
 }
 
