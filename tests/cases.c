@@ -88,6 +88,7 @@ const test_case test_cases[] = {
     {"gqa", "6 on 3",          .heads_q = 6, .heads_k = 3, .seqlen_q = 33, .seqlen_k = 70, .head_dim = 40},
     {"gqa", "15 on 5",         .heads_q = 15, .heads_k = 5, .seqlen_q = 17, .seqlen_k = 19},
     {"gqa", "one query 8 on 1", .heads_q = 8, .heads_k = 1, .seqlen_q = 1, .seqlen_k = 300, .head_dim = 64},
+    {"gqa", "one query 22 on 11", .heads_q = 22, .heads_k = 11, .seqlen_q = 1, .seqlen_k = 700, .head_dim = 64, .batch = 2},
     {"gqa", "one query 32 on 4", .heads_q = 32, .heads_k = 4, .seqlen_q = 1, .seqlen_k = 100, .batch = 2},
 
     {"scale", "2.5",           .scale = 2.5f,   .seqlen_q = 50, .seqlen_k = 60},

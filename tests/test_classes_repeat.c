@@ -187,6 +187,11 @@ static void cut(const tier *t, flash_attn_dtype dtype)
          .head_dim = 16,
          .varlen_q = LENGTHS_MIXED,
          .varlen_k = LENGTHS_MIXED},
+        {.heads_q  = 22,
+         .heads_k  = 11,
+         .seqlen_q = 1,
+         .seqlen_k = 900,
+         .head_dim = 64}, /* heads take turns, 8 at most */
     };
     static const int threads[] = {1, 2, 5, 16};
     for (size_t n = 0; n < sizeof shapes / sizeof shapes[0]; n++) {

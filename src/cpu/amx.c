@@ -574,10 +574,12 @@ static void fill_tables(void)
     FILL_PIECES(2)
     FILL_PIECES(3)
     tables[1].few_rows       = 16;
+    tables[1].few_keys       = 64;
     tables[1].few_cols       = 32;
     tables[1].scores_few     = fa_amx_scores_few;
     tables[1].accumulate_few = fa_amx_accumulate_few;
     tables[2].few_rows       = 8;
+    tables[2].few_keys       = 64;
     tables[2].few_least      = 2;
     tables[2].few_cols       = 32;
     tables[2].scores_few     = fa_amx_scores_few_f16;

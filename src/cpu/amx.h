@@ -176,10 +176,10 @@ FA_AMX_INLINE float fa_amx_largest(const void *packed, int rows, int cols)
 /* ---- fused entries ---- */
 
 /* amx_few.c: bfloat16, and float16 of up to eight rows; head dims that are multiples of 32. */
-void fa_amx_scores_few(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_rows *soon);
-void fa_amx_scores_few_f16(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_rows *soon);
+void fa_amx_scores_few(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_soon *soon);
+void fa_amx_scores_few_f16(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_soon *soon);
 void fa_amx_accumulate_few(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
-                           const fa_rows *soon);
+                           const fa_soon *soon);
 
 /* amx_forward.c: operands of so many pieces. */
 bool   fa_amx_forward_block(const fa_forward_block *block, int pieces);

@@ -62,12 +62,15 @@ typedef struct few_ahead {
     int            first, part;
 } few_ahead;
 
-FA_AMX_INLINE few_ahead ahead_of(const fa_rows *rows, const fa_rows *soon, int n)
+FA_AMX_INLINE few_ahead ahead_of(const fa_rows *rows, const fa_soon *soon, int n)
 {
     int part = stream_keys(rows), first = (n / STREAMS + 1) * BLOCK, row = n % STREAMS * (BLOCK / STREAMS);
+    if (soon->each)
+        return (few_ahead){&soon->rows, first - BLOCK + row,
+                           first <= part && stream_keys(&soon->rows) == part ? part : 0};
     if (first < part)
         return (few_ahead){rows, first + row, part};
-    return (few_ahead){soon, row, first == part ? stream_keys(soon) : 0};
+    return (few_ahead){&soon->rows, row, first == part ? stream_keys(&soon->rows) : 0};
 }
 
 FA_AMX_INLINE void ask_for(const few_ahead *ahead, int row)
@@ -80,7 +83,8 @@ FA_AMX_INLINE void ask_for(const few_ahead *ahead, int row)
     }
 }
 
-static const fa_rows no_rows = {0};
+static const fa_rows no_rows      = {0};
+static const fa_soon nothing_soon = {0};
 
 /* ---- float16: blocks of two pieces ---- */
 
@@ -124,7 +128,7 @@ FA_AMX_INLINE void cut_quarter(const few_cut *cut, int quarter, const int tiles)
 }
 
 /* Block n of `blocks`; beyond them nothing is cut. */
-FA_AMX_INLINE few_cut cut_of(char *out, const fa_rows *rows, const fa_rows *soon, int n, int blocks, int col)
+FA_AMX_INLINE few_cut cut_of(char *out, const fa_rows *rows, const fa_soon *soon, int n, int blocks, int col)
 {
     few_ahead none = {&no_rows, 0, 0};
     int       part = stream_keys(rows);
@@ -222,7 +226,7 @@ static void turn_q(char *out, const char *q, int tiles)
     }
 }
 
-void fa_amx_scores_few(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_rows *soon)
+void fa_amx_scores_few(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_soon *soon)
 {
     _Alignas(64) char  turned[FEW_MOST_DEPTH_TILES * FA_AMX_TILE], copy[2][BLOCK * FEW_MOST_DEPTH_TILES * 64];
     _Alignas(64) float out[2][FA_AMX_TILE_FLOATS];
@@ -299,7 +303,7 @@ FA_AMX_INLINE __m512 score_two(float out[FA_AMX_TILE_FLOATS], const char *k, con
 }
 
 FA_AMX_INLINE __m512 score_all_two(float *s, int lds, const char *q, const fa_rows *k, int rows, const int tiles,
-                                   const fa_rows *soon)
+                                   const fa_soon *soon)
 {
     _Alignas(64) char  values[2][2 * FEW_MOST_DEPTH_TILES * FA_AMX_TILE];
     _Alignas(64) float out[FA_AMX_TILE_FLOATS];
@@ -317,7 +321,7 @@ FA_AMX_INLINE __m512 score_all_two(float *s, int lds, const char *q, const fa_ro
 }
 
 /* What has been cut, put together again for the AVX-512 kernel. */
-static void scores_two_again(float *s, int lds, const char *q, const fa_rows *k, int rows, const fa_rows *soon)
+static void scores_two_again(float *s, int lds, const char *q, const fa_rows *k, int rows, const fa_soon *soon)
 {
     _Alignas(64) float value[TWO_ROWS][FEW_MOST_DEPTH_TILES * 32], packed[TWO_ROWS][FEW_MOST_DEPTH_TILES * 32 + 16];
     const void        *row[TWO_ROWS];
@@ -333,7 +337,7 @@ static void scores_two_again(float *s, int lds, const char *q, const fa_rows *k,
     fa_kernels_avx512()->scores_few(s, lds, packed, k, rows, soon);
 }
 
-void fa_amx_scores_few_f16(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_rows *soon)
+void fa_amx_scores_few_f16(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_soon *soon)
 {
     _Alignas(64) char turned[FEW_MOST_DEPTH_TILES * FA_AMX_TILE];
     int               tiles = k->cols / 32;
@@ -363,7 +367,7 @@ FA_AMX_INLINE void cut_p(char *out, const float *p, int ldp, int rows, int keys)
 
 /* out[c]: sums of columns [col + 32 c, + 32), up to four of them, over all keys. */
 FA_AMX_INLINE void value_tiles(float out[4][FA_AMX_TILE_FLOATS], const float *p, int ldp, int rows, const fa_rows *v,
-                               int col, const int tiles, char *copy, const fa_rows *soon)
+                               int col, const int tiles, char *copy, const fa_soon *soon)
 {
     _Alignas(64) char cut[2][FA_AMX_TILE];
     TILE_ZERO(0);
@@ -405,7 +409,7 @@ FA_AMX_INLINE void value_tiles(float out[4][FA_AMX_TILE_FLOATS], const float *p,
 
 /* The same of float16; the first 16 columns of 32 take the place of the even ones. */
 FA_AMX_INLINE void value_tiles_two(float out[4][FA_AMX_TILE_FLOATS], const float *p, int ldp, int rows,
-                                   const fa_rows *v, int col, const int tiles, const fa_rows *soon)
+                                   const fa_rows *v, int col, const int tiles, const fa_soon *soon)
 {
     _Alignas(64) char cut[2][FA_AMX_TILE], values[2][8 * FA_AMX_TILE];
     int               blocks = (v->count + BLOCK - 1) / BLOCK, part = stream_keys(v);
@@ -455,7 +459,7 @@ FA_AMX_INLINE void sums_of(__m512 two[2], const float *tile, int r, bool in_orde
 
 /* Up to four rows; false: a sum is not finite, and o is as it was. */
 static bool accumulate_group(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v,
-                             int rows, const fa_rows *soon)
+                             int rows, const fa_soon *soon)
 {
     _Alignas(64) char  copy[BLOCK * FEW_MOST_DEPTH_TILES * 64];
     _Alignas(64) float sum[FEW_MOST_DEPTH_TILES + 3][FA_AMX_TILE_FLOATS];
@@ -498,13 +502,13 @@ static bool accumulate_group(float *o, int ldo, const float *rescale, const floa
 }
 
 void fa_amx_accumulate_few(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
-                           const fa_rows *soon)
+                           const fa_soon *soon)
 {
     for (int r = 0; r < rows; r += FEW_GROUP) {
         int          count = fa_min_int(FEW_GROUP, rows - r);
         float       *o_at  = o + (int64_t)r * ldo;
         const float *p_at  = p + (int64_t)r * ldp;
-        if (!accumulate_group(o_at, ldo, rescale + r, p_at, ldp, v, count, r == 0 ? soon : &no_rows))
-            fa_kernels_avx512()->accumulate_few(o_at, ldo, rescale + r, p_at, ldp, v, count, &no_rows);
+        if (!accumulate_group(o_at, ldo, rescale + r, p_at, ldp, v, count, r == 0 ? soon : &nothing_soon))
+            fa_kernels_avx512()->accumulate_few(o_at, ldo, rescale + r, p_at, ldp, v, count, &nothing_soon);
     }
 }

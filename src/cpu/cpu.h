@@ -44,6 +44,13 @@ typedef struct fa_rows {
     flash_attn_dtype   dtype;
 } fa_rows;
 
+/* Rows that later calls will read, for prefetch; perhaps none. */
+typedef struct fa_soon {
+    fa_rows rows;
+    bool    each; /* row n of them is asked for with row n of this call's own; else the first ones follow where own rows
+                     end */
+} fa_soon;
+
 /* What a packed operand is for. Left operands are read along their columns; so are K and V_T, the right operands of
  * S = Q K^T and dP = dO V^T. The other right operands are contracted along their rows. */
 typedef enum fa_role {
@@ -102,12 +109,12 @@ typedef struct fa_backward_block {
     float         *dk, *dv; /* added to: tiled [keys][head_dim], [keys][head_dim_v]. dk without the factor `scale` */
     float         *dq;      /* backward_dq adds to it: tiled [rows][head_dim], each tile transposed; likewise */
     int            rows, keys, head_dim, head_dim_v;
-    fa_range       part;   /* of the keys: what one call works on. Begins at a multiple of part_keys, is as long or
-                              the last */
-    fa_window      window; /* row r sees key j as fa_window_sees(window, diagonal, r, j) */
-    int            diagonal;
-    float          multiplier;
-    void          *scratch;          /* backward_scratch_bytes, this thread's: keeps the part's dS for backward_dq */
+    fa_range       part; /* of the keys: what one call works on. Begins at a multiple of part_keys, is as long or
+                            the last */
+    fa_window               window; /* row r sees key j as fa_window_sees(window, diagonal, r, j) */
+    int                     diagonal;
+    float                   multiplier;
+    void                   *scratch; /* backward_scratch_bytes, this thread's: keeps the part's dS for backward_dq */
     const fa_block_options *options; /* NULL: none */
 } fa_backward_block;
 
@@ -177,10 +184,10 @@ typedef struct fa_kernels {
      * multiple of few_cols and the type is not F8E4M3. Below few_least another table is faster. 0 and NULL: not there.
      */
     int few_rows, few_cols, few_least;
-    /* soon: rows of V, or of K, that the next call will read, for prefetch. Perhaps none. */
-    void (*scores_few)(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_rows *soon);
+    int few_keys; /* keys of a call where heads that lie side by side take turns */
+    void (*scores_few)(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_soon *soon);
     void (*accumulate_few)(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
-                           const fa_rows *soon);
+                           const fa_soon *soon);
 
     /* Fused; NULL: composed from the entries above. The forward may return false: not for this shape or these options,
      * and nothing was done. */

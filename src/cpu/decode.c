@@ -1,4 +1,6 @@
-/* Few queries against long keys: how the keys are split, and how the parts are put together. */
+/* Few queries against long keys: how the keys are split, how the parts are put together, and how heads that lie side by
+ * side take turns. */
+#include "cpu/forward.h"
 #include "cpu/split.h"
 
 #define MAX_SPLITS 128
@@ -49,4 +51,81 @@ void fa_partial_fold(const fa_partial *sum, const fa_partial *part)
         for (int c = 0; c < part->ldo; c++)
             o[c] = o[c] * a + x[c] * b;
     }
+}
+
+/* ---- heads side by side ----
+ * A key's heads follow one another in memory. Head by head, a row of each key would be asked for at a time, and the
+ * processor reads ahead where addresses rise; so all heads take turns at a few keys: first at K, then at V.
+ */
+typedef struct turns {
+    const fa_call *call;
+    int            heads, keys; /* of a turn */
+    int            count;       /* turns at K or V of the tile */
+    fa_rows        k, v, next;  /* of the first head; next: K of the tile after this one */
+} turns;
+
+/* The rows of turn `number`: those at K, at V, and then at the next tile's K. */
+static fa_rows rows_of_turn(const turns *t, int number, const void **row)
+{
+    int                      phase = number / t->count, turn = number % t->count;
+    const fa_rows           *all   = phase == 0 ? &t->k : phase == 1 ? &t->v : &t->next;
+    const flash_attn_tensor *of    = phase == 1 ? &t->call->v : &t->call->k;
+    int64_t                  step  = turn % t->heads * of->stride[2] * (int64_t)fa_dtype_bytes(of->dtype);
+    fa_rows                  one   = *all;
+    int                      first = turn / t->heads * t->keys;
+    one.row                        = row;
+    one.count                      = fa_max_int(0, fa_min_int(t->keys, all->count - first));
+    for (int n = 0; n < one.count; n++)
+        row[n] = (const char *)all->row[first + n] + step;
+    return one;
+}
+
+/* P of all keys, in place of the scores. */
+static void softmax_of_turns(const block *b, int rows, int keys, int lds)
+{
+    const fa_call    *call    = b->run->plan.call;
+    const fa_kernels *kernels = b->shape->kernels;
+    const scratch    *s       = b->s;
+    fa_apply_options(kernels, call, s->tiles, FA_VISIBLE_ALL, b->scale, s->s, NULL, lds);
+    kernels->softmax(s->s, lds, rows, keys, fa_multiplier(call, b->scale), s->m, s->l, s->rescale);
+    if (call->dropout.threshold)
+        fa_apply_dropout(kernels, call, s->tiles, s->s, NULL, lds);
+}
+
+bool fa_walk_turns(const block *b, int heads, fa_range keys)
+{
+    const plan       *p       = &b->run->plan;
+    const fa_call    *call    = p->call;
+    const fa_kernels *kernels = b->shape->kernels;
+    scratch          *s       = b->s;
+    fa_tile           next    = s->tiles[0];
+    int               rows = fa_tile_rows(s->tiles), lds = fa_score_ld(p->tile_k), step = kernels->few_keys;
+    for (int h = 0; h < heads; h++)
+        b[h].s->tiles[0].keys = keys;
+    if (fa_tile_visible(call, s->tiles) != FA_VISIBLE_ALL)
+        return false;
+    next.keys = (fa_range){keys.end, fa_min_int(keys.end + b->shape->tile.k, b->keys_end)};
+    turns t = {.call = call, .heads = heads, .keys = step, .count = (keys.end - keys.begin + step - 1) / step * heads};
+    t.k     = fa_key_rows(call, &call->k, s->tiles, s->row_k);
+    t.v     = fa_key_rows(call, &call->v, s->tiles, s->row_v);
+    t.next  = fa_key_rows(call, &call->k, &next, s->row_next);
+    for (int n = 0; n < t.count; n++) {
+        const scratch *one  = b[n % heads].s;
+        fa_rows        k    = rows_of_turn(&t, n, s->row_turn[0]);
+        fa_soon        soon = {rows_of_turn(&t, n + 1, s->row_turn[1]), true};
+        kernels->scores_few(one->s + n / heads * step, lds, one->q, &k, rows, &soon);
+    }
+    for (int h = 0; h < heads; h++)
+        softmax_of_turns(&b[h], rows, keys.end - keys.begin, lds);
+    for (int n = 0; n < t.count; n++) {
+        const scratch *one  = b[n % heads].s;
+        fa_rows        v    = rows_of_turn(&t, t.count + n, s->row_turn[0]);
+        fa_soon        soon = {rows_of_turn(&t, t.count + n + 1, s->row_turn[1]), true};
+        if (n == heads) /* O has been rescaled */
+            for (int h = 0; h < heads; h++)
+                for (int r = 0; r < rows; r++)
+                    b[h].s->rescale[r] = 1.0f;
+        kernels->accumulate_few(one->o, p->ldo, one->rescale, one->s + n / heads * step, lds, &v, rows, &soon);
+    }
+    return true;
 }

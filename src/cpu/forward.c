@@ -86,7 +86,7 @@ static void forward_step(const step *t, const scratch *s)
         return;
     }
     if (t->in_place)
-        k->scores_few(s->s, t->lds, t->q, &s->k_rows, rows, &s->v_rows);
+        k->scores_few(s->s, t->lds, t->q, &s->k_rows, rows, &s->k_soon);
     else
         k->scores(s->s, t->lds, t->q, s->keys.k, rows, keys, (int)call->head_dim);
     fa_apply_options(k, call, t->tile, t->visible, t->scale, s->s, NULL, t->lds);
@@ -94,7 +94,7 @@ static void forward_step(const step *t, const scratch *s)
     if (call->dropout.threshold)
         fa_apply_dropout(k, call, t->tile, s->s, NULL, t->lds);
     if (t->in_place) {
-        k->accumulate_few(t->o, t->ldo, s->rescale, s->s, t->lds, &s->v_rows, rows, &s->next_rows);
+        k->accumulate_few(t->o, t->ldo, s->rescale, s->s, t->lds, &s->v_rows, rows, &s->v_soon);
         return;
     }
     k->accumulate(t->o, t->ldo, s->rescale, s->s, t->lds, s->keys.v, rows, keys, (int)call->head_dim_v, s->fused);
@@ -102,17 +102,6 @@ static void forward_step(const step *t, const scratch *s)
 }
 
 /* ---- a block: some tiles of queries of one key head ---- */
-
-typedef struct block {
-    const run   *run;
-    scratch     *s;
-    const shape *shape;
-    fa_tile      at; /* whose block: b, head_k, seq */
-    int          tiles;
-    int          keys_end; /* of the task */
-    float        scale;
-    double       to_natural; /* what takes m from base 2 */
-} block;
 
 static float *tile_floats(float *base, const plan *p, int t) { return base + t * fa_row_array(p->tile_q); }
 
@@ -184,7 +173,7 @@ static void need_packed(const block *b, const fa_tile *tile)
     kernels->pack(FA_ROLE_K, s->keys.k, &s->k_rows, NULL);
 }
 
-/* Rows of a tile that is read in place, and where the next one's keys are. */
+/* Rows of a tile that is read in place, and where those are that are read next. */
 static void need_rows(const block *b, const fa_tile *tile)
 {
     const fa_call *call = b->run->plan.call;
@@ -193,7 +182,8 @@ static void need_rows(const block *b, const fa_tile *tile)
     next.keys           = (fa_range){tile->keys.end, fa_min_int(tile->keys.end + b->shape->tile.k, b->keys_end)};
     s->k_rows           = fa_key_rows(call, &call->k, tile, s->row_k);
     s->v_rows           = fa_key_rows(call, &call->v, tile, s->row_v);
-    s->next_rows        = fa_key_rows(call, &call->k, &next, s->row_next);
+    s->k_soon           = (fa_soon){s->v_rows, false};
+    s->v_soon           = (fa_soon){fa_key_rows(call, &call->k, &next, s->row_next), false};
 }
 
 /* One tile of keys for all tiles of the block. Packed when the first needs it. */
@@ -236,22 +226,28 @@ static void walk_key_tile(const block *b, fa_range keys)
     }
 }
 
-/* Algorithm 1, lines 5 to 11, over the keys of `part`. */
-static void walk_keys(const block *b, fa_range part)
+/* Algorithm 1, lines 5 to 11, over the keys of `part`, for blocks of the same queries of several key heads. */
+static void walk_keys(const block *b, int blocks, fa_range part)
 {
     const fa_sequence *seq  = &b->at.seq;
     int                step = b->shape->tile.k;
-    for (int t = 0; t < b->tiles; t++) {
-        fa_partial result = tile_result(b, t, false);
-        fa_partial_clear(&result);
-    }
+    for (int n = 0; n < blocks; n++)
+        for (int t = 0; t < b->tiles; t++) {
+            fa_partial result = tile_result(&b[n], t, false);
+            fa_partial_clear(&result);
+        }
     fa_range keys = {fa_max_int(part.begin, seq->key_begin), fa_min_int(part.end, seq->seqlen_k)};
     fa_range seen = fa_keys_seen(b->run->plan.call->window, seq->diagonal, b->at.queries, keys);
     if (b->at.queries.begin >= b->at.queries.end)
         return;
     /* Tiles start at multiples of `step` whatever is seen, so that their sums do not depend on the block. */
-    for (int key = seen.begin / step * step; key < seen.end; key += step)
-        walk_key_tile(b, (fa_range){fa_max_int(key, keys.begin), fa_min_int(key + step, keys.end)});
+    for (int key = seen.begin / step * step; key < seen.end; key += step) {
+        fa_range tile = {fa_max_int(key, keys.begin), fa_min_int(key + step, keys.end)};
+        if (b->shape->turns && fa_walk_turns(b, blocks, tile))
+            continue;
+        for (int n = 0; n < blocks; n++)
+            walk_key_tile(&b[n], tile);
+    }
 }
 
 /* m is scores times a float32 multiplier, so what takes it back is that multiplier's own inverse and not ln 2: large
@@ -326,17 +322,23 @@ static fa_range part_keys(const block *b, int part)
     return (fa_range){(int)begin, end < FA_MAX_SEQLEN ? (int)end : FA_MAX_SEQLEN};
 }
 
-/* Parts of a sequence of one tile. Whoever finishes the last part folds them all, in order. */
-static void run_parts(run *r, block *b, fa_range parts)
+/* Parts of a sequence of one tile, of several heads. */
+static void run_parts(run *r, block *b, int heads, fa_range parts)
 {
-    fa_partial own = tile_result(b, 0, false), sum = tile_result(b, 0, true);
     for (int part = parts.begin; part < parts.end; part++) {
-        fa_partial shared = part_at(r, b, part);
-        walk_keys(b, part_keys(b, part));
-        fa_partial_copy(&shared, &own);
+        walk_keys(b, heads, part_keys(b, part));
+        for (int n = 0; n < heads; n++) {
+            fa_partial shared = part_at(r, &b[n], part), own = tile_result(&b[n], 0, false);
+            fa_partial_copy(&shared, &own);
+        }
     }
-    int64_t head  = b->at.b * r->plan.call->heads_k + b->at.head_k;
-    int     count = parts.end - parts.begin;
+}
+
+/* Whoever finishes the last part of a head folds them all, in order. */
+static void fold_parts(run *r, block *b, int count)
+{
+    fa_partial sum  = tile_result(b, 0, true);
+    int64_t    head = b->at.b * r->plan.call->heads_k + b->at.head_k;
     if (atomic_fetch_add(&r->parts_done[head], count) + count < b->shape->splits)
         return;
     fa_partial_clear(&sum);
@@ -351,7 +353,7 @@ static void run_block(block *b)
 {
     bool split = b->shape->splits > 1;
     for (int part = 0; part < b->shape->splits; part++) {
-        walk_keys(b, part_keys(b, part));
+        walk_keys(b, 1, part_keys(b, part));
         for (int t = 0; t < b->tiles && split; t++) {
             fa_partial own = tile_result(b, t, false), sum = tile_result(b, t, true);
             if (part == 0)
@@ -365,30 +367,70 @@ static void run_block(block *b)
     }
 }
 
+/* Scratch of the task's head number n: its own tile of queries and scores, the rest is shared. */
+static scratch scratch_of_head(const plan *p, const scratch *s, int n)
+{
+    scratch one = *s;
+    one.tiles += n;
+    one.q += (size_t)n * p->q_bytes;
+    one.o += (int64_t)n * p->tile_q * p->ldo;
+    one.m = tile_floats(s->m, p, n);
+    one.l = tile_floats(s->l, p, n);
+    one.s += (int64_t)n * FA_TURN_ROWS * fa_score_ld(p->tile_k);
+    one.rescale += n * FA_TURN_ROWS;
+    return one;
+}
+
+static block begin_head(run *r, scratch *s, const shape *shape, int64_t b, int64_t head_k, fa_range tiles)
+{
+    const fa_call *call = r->plan.call;
+    block          one  = {.run = r, .s = s, .shape = shape};
+    one.at              = (fa_tile){.b = b, .head_k = head_k, .seq = fa_sequence_at(call, b)};
+    one.scale           = fa_score_scale(call, b, head_k);
+    one.to_natural =
+        (fa_has_options(call, one.scale) ? 1.0 : (double)one.scale) / (double)fa_multiplier(call, one.scale);
+    one.tiles = tiles.end - tiles.begin;
+    begin_block(&one, tiles.begin);
+    return one;
+}
+
+/* Parts of the keys of task_heads key heads from `first` on. */
+static void run_part_task(run *r, scratch *s, const shape *shape, int64_t b, int64_t first, int64_t slot)
+{
+    int      heads = fa_min_int(shape->task_heads, (int)(r->plan.call->heads_k - first));
+    int      begin = (int)slot * shape->task_parts;
+    fa_range parts = {begin, fa_min_int(begin + shape->task_parts, shape->splits)};
+    scratch  own[FA_TASK_HEADS];
+    block    of[FA_TASK_HEADS];
+    for (int n = 0; n < heads; n++) {
+        own[n]         = scratch_of_head(&r->plan, s, n);
+        of[n]          = begin_head(r, &own[n], shape, b, first + n, (fa_range){0, 1});
+        of[n].keys_end = fa_min_int(part_keys(&of[n], parts.end - 1).end, of[n].at.seq.seqlen_k);
+        if (slot == 0)
+            store_unused_rows(&of[n]);
+    }
+    run_parts(r, of, heads, parts);
+    for (int n = 0; n < heads; n++)
+        fold_parts(r, &of[n], parts.end - parts.begin);
+}
+
 /* Tasks of a sequence: the last queries, which see most keys under a causal mask, come first. */
 static void run_task(run *r, scratch *s, int64_t b, int64_t task)
 {
-    const plan *p     = &r->plan;
-    fa_sequence seq   = fa_sequence_at(p->call, b);
-    shape       shape = fa_forward_shape(p, seq.seqlen_q, seq.seqlen_k);
-    int64_t     slot  = fa_forward_tasks_per_head(&shape) - 1 - task / p->call->heads_k;
-    fa_range    tiles = fa_forward_block_tiles(p, &shape, shape.parts_are_tasks ? 0 : slot);
-    block one = {.run = r, .s = s, .shape = &shape, .at = {.b = b, .head_k = task % p->call->heads_k, .seq = seq}};
-    one.scale = fa_score_scale(p->call, b, one.at.head_k);
-    one.to_natural =
-        (fa_has_options(p->call, one.scale) ? 1.0 : (double)one.scale) / (double)fa_multiplier(p->call, one.scale);
-    one.tiles = tiles.end - tiles.begin;
-    begin_block(&one, tiles.begin);
+    const plan *p      = &r->plan;
+    fa_sequence seq    = fa_sequence_at(p->call, b);
+    shape       shape  = fa_forward_shape(p, seq.seqlen_q, seq.seqlen_k);
+    int64_t     groups = fa_forward_head_groups(p->call, &shape), head_k = task % groups * shape.task_heads;
+    int64_t     slot = fa_forward_tasks_per_head(&shape) - 1 - task / groups;
+    if (shape.parts_are_tasks) {
+        run_part_task(r, s, &shape, b, head_k, slot);
+        return;
+    }
+    block one    = begin_head(r, s, &shape, b, head_k, fa_forward_block_tiles(p, &shape, slot));
+    one.keys_end = seq.seqlen_k;
     if (slot == 0)
         store_unused_rows(&one);
-    int      step  = shape.parts_are_tasks ? shape.task_parts : shape.splits;
-    int      begin = shape.parts_are_tasks ? (int)slot * step : 0;
-    fa_range parts = {begin, fa_min_int(begin + step, shape.splits)};
-    one.keys_end   = fa_min_int(part_keys(&one, parts.end - 1).end, seq.seqlen_k);
-    if (shape.parts_are_tasks)
-        run_parts(r, &one, parts);
-    else
-        run_block(&one);
+    run_block(&one);
 }
 
 /* K or V of one tile that all blocks of its head share. First tiles of all heads come first: blocks begin there. */

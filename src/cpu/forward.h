@@ -4,6 +4,9 @@
 
 #include "cpu/tile.h"
 
+/* Where key heads lie side by side: most heads of a task, most rows of each. */
+enum { FA_TASK_HEADS = 8, FA_TURN_ROWS = 16 };
+
 /* How one sequence is cut. */
 typedef struct shape {
     const fa_kernels *kernels;
@@ -15,6 +18,8 @@ typedef struct shape {
     int               splits, split_keys;
     bool              parts_are_tasks; /* else a task does all parts of its block */
     int               task_parts;      /* parts of a task */
+    bool              turns;           /* key heads lie side by side and take turns at few keys */
+    int               task_heads;      /* so many key heads do */
     bool              shared;          /* its packed keys are made once for all blocks */
 } shape;
 
@@ -46,9 +51,9 @@ typedef struct scratch {
     packed_keys  own;  /* for blocks that pack for themselves */
     packed_keys  keys; /* the key tile at hand: own, or one that all share */
     float       *s, *rescale, *temp;
-    const void **row_q, **row_k, **row_v, **row_next;
+    const void **row_q, **row_k, **row_v, **row_next, **row_turn[2];
     fa_rows      k_rows, v_rows; /* of the key tile at hand, where they are needed */
-    fa_rows      next_rows;      /* of K in the tile after it, where K and V are read in place; else none */
+    fa_soon      k_soon, v_soon; /* what is read after K and V of the tile at hand, where they are read in place */
     int32_t     *slices;
     void        *fused;
     float       *sum_o, *sum_m, *sum_l; /* as o, m, l: over the parts of a split sequence */
@@ -69,9 +74,21 @@ typedef struct run {
     atomic_int  *shared_done; /* [batch, heads_k, shared_tiles]: how many of K and V are packed */
 } run;
 
+typedef struct block {
+    const run   *run;
+    scratch     *s;
+    const shape *shape;
+    fa_tile      at; /* whose block: b, head_k, seq */
+    int          tiles;
+    int          keys_end; /* of the task */
+    float        scale;
+    double       to_natural; /* what takes m from base 2 */
+} block;
+
 plan    fa_forward_plan(const fa_cpu *cpu, const fa_call *call, int threads);
 shape   fa_forward_shape(const plan *p, int seqlen_q, int seqlen_k);
-int64_t fa_forward_tasks_per_head(const shape *s);
+int64_t fa_forward_tasks_per_head(const shape *s); /* or per group of task_heads */
+int64_t fa_forward_head_groups(const fa_call *call, const shape *s);
 /* The tiles of a block. */
 fa_range fa_forward_block_tiles(const plan *p, const shape *s, int64_t block);
 /* Fills task_begin and pack_tasks; returns how many tasks there are beside those that pack. */
@@ -82,5 +99,9 @@ size_t  fa_forward_carve_run(run *r, char *base);
 scratch fa_forward_carve_scratch(fa_arena *arena, const plan *p);
 /* Tile `number` of a pair, one key head of one sequence, whose shape is s. */
 packed_keys fa_forward_shared_keys(const run *r, const shape *s, int64_t pair, int64_t number);
+
+/* One tile of keys for `heads` key heads that lie side by side (decode.c); each block is one tile of queries. They take
+ * turns at few keys. False: not every row sees every key, and nothing was done. */
+bool fa_walk_turns(const block *b, int heads, fa_range keys);
 
 #endif

@@ -54,14 +54,21 @@ fa_range fa_forward_block_tiles(const plan *p, const shape *s, int64_t block)
     return (fa_range){(int)first, (int)(end < most ? end : most)};
 }
 
-/* Where a head's keys follow one another, so do a task's parts: K of the next is asked for during V of the last. Where
- * heads lie side by side, tasks of the same keys follow one another instead. */
-static int parts_of_task(const plan *p, int splits)
+/* Whether a key's heads lie side by side: then they take turns at few keys, so that memory is read in its own order. */
+static bool heads_side_by_side(const fa_call *call)
 {
-    const fa_call *call  = p->call;
-    int64_t        tasks = call->batch * call->heads_k * splits, most = tasks / (LEAST_THREAD_TASKS * p->threads);
-    bool           apart = call->heads_k == 1 || call->k.stride[1] < call->k.stride[2];
-    return !apart || most < 1 ? 1 : most < MOST_TASK_PARTS ? (int)most : MOST_TASK_PARTS;
+    return call->heads_k > 1 && call->k.stride[1] >= call->k.stride[2] && call->v.stride[1] >= call->v.stride[2];
+}
+
+/* A task's parts follow one another: K of the next is asked for during V of the last. Where heads lie side by side and
+ * take no turns, tasks of the same keys follow one another instead. */
+static int parts_of_task(const plan *p, const shape *s)
+{
+    int64_t tasks = p->call->batch * fa_forward_head_groups(p->call, s) * s->splits;
+    int64_t most  = tasks / (LEAST_THREAD_TASKS * p->threads);
+    if (!s->turns && heads_side_by_side(p->call))
+        return 1;
+    return most < 1 ? 1 : most < MOST_TASK_PARTS ? (int)most : MOST_TASK_PARTS;
 }
 
 shape fa_forward_shape(const plan *p, int seqlen_q, int seqlen_k)
@@ -80,7 +87,9 @@ shape fa_forward_shape(const plan *p, int seqlen_q, int seqlen_k)
     s.split_keys           = fa_split_keys(call->num_splits, fa_least_split_keys(p->cpu), rows, s.tile, seqlen_k);
     s.splits               = fa_max_int(1, (seqlen_k + s.split_keys - 1) / s.split_keys);
     s.parts_are_tasks      = p->parallel_splits && s.tiles == 1 && s.splits > 1;
-    s.task_parts           = parts_of_task(p, s.splits);
+    s.turns                = s.few && rows <= FA_TURN_ROWS && heads_side_by_side(call);
+    s.task_heads           = s.turns && s.parts_are_tasks ? fa_min_int((int)call->heads_k, FA_TASK_HEADS) : 1;
+    s.task_parts           = parts_of_task(p, &s);
     cut_blocks(p, &s);
     return s;
 }
@@ -88,6 +97,11 @@ shape fa_forward_shape(const plan *p, int seqlen_q, int seqlen_k)
 int64_t fa_forward_tasks_per_head(const shape *s)
 {
     return s->parts_are_tasks ? (s->splits + s->task_parts - 1) / s->task_parts : s->blocks;
+}
+
+int64_t fa_forward_head_groups(const fa_call *call, const shape *s)
+{
+    return (call->heads_k + s->task_heads - 1) / s->task_heads;
 }
 
 /* ---- the call ---- */
@@ -205,7 +219,7 @@ int64_t fa_forward_count_tasks(run *r)
         fa_sequence seq   = fa_sequence_at(call, b);
         shape       shape = fa_forward_shape(&r->plan, seq.seqlen_q, seq.seqlen_k);
         r->task_begin[b]  = total;
-        total += seq.rows_q > 0 ? fa_forward_tasks_per_head(&shape) * call->heads_k : 0;
+        total += seq.rows_q > 0 ? fa_forward_tasks_per_head(&shape) * fa_forward_head_groups(call, &shape) : 0;
     }
     r->task_begin[call->batch] = total;
     r->pack_tasks              = 2 * call->batch * call->heads_k * r->plan.shared_tiles;
@@ -216,7 +230,9 @@ int64_t fa_forward_count_tasks(run *r)
 
 scratch fa_forward_carve_scratch(fa_arena *arena, const plan *p)
 {
-    int64_t tiles = p->tiles_per_block, rows = fa_row_array(p->tile_q), sums = p->max_splits > 1 ? tiles : 0;
+    int64_t heads = p->parallel_splits && heads_side_by_side(p->call) ? FA_TASK_HEADS : 1;
+    int64_t tiles = fa_max_int(p->tiles_per_block, (int)heads), sums = p->max_splits > 1 ? tiles : 0;
+    int64_t rows = fa_row_array(p->tile_q), score_rows = fa_max_int(p->tile_q, (int)heads * FA_TURN_ROWS);
     scratch s  = {0};
     s.tiles    = fa_carve(arena, (size_t)tiles * sizeof(fa_tile));
     s.q        = fa_carve(arena, (size_t)tiles * p->q_bytes);
@@ -224,18 +240,20 @@ scratch fa_forward_carve_scratch(fa_arena *arena, const plan *p)
     s.m        = fa_carve_floats(arena, tiles * rows);
     s.l        = fa_carve_floats(arena, tiles * rows);
     s.own      = carve_keys(arena, p->k_bytes, p->v_bytes, p->tile_k);
-    s.s        = fa_carve_floats(arena, (int64_t)p->tile_q * fa_score_ld(p->tile_k));
-    s.rescale  = fa_carve_floats(arena, rows);
+    s.s        = fa_carve_floats(arena, score_rows * fa_score_ld(p->tile_k));
+    s.rescale  = fa_carve_floats(arena, rows + heads * FA_TURN_ROWS);
     s.temp     = fa_carve_floats(arena, p->ldo);
     s.row_q    = fa_carve(arena, (size_t)p->tile_q * sizeof(void *));
     s.row_next = fa_carve(arena, (size_t)p->tile_k * sizeof(void *));
-    s.row_k    = fa_carve(arena, (size_t)p->tile_k * sizeof(void *));
-    s.row_v    = fa_carve(arena, (size_t)p->tile_k * sizeof(void *));
-    s.slices   = fa_carve(arena, (size_t)p->call->slices.count * sizeof(int32_t));
-    s.fused    = fa_carve(arena, p->fused_bytes);
-    s.sum_o    = fa_carve_floats(arena, sums * p->tile_q * p->ldo);
-    s.sum_m    = fa_carve_floats(arena, sums * rows);
-    s.sum_l    = fa_carve_floats(arena, sums * rows);
+    for (int n = 0; n < 2; n++)
+        s.row_turn[n] = fa_carve(arena, (size_t)p->tile_k * sizeof(void *));
+    s.row_k  = fa_carve(arena, (size_t)p->tile_k * sizeof(void *));
+    s.row_v  = fa_carve(arena, (size_t)p->tile_k * sizeof(void *));
+    s.slices = fa_carve(arena, (size_t)p->call->slices.count * sizeof(int32_t));
+    s.fused  = fa_carve(arena, p->fused_bytes);
+    s.sum_o  = fa_carve_floats(arena, sums * p->tile_q * p->ldo);
+    s.sum_m  = fa_carve_floats(arena, sums * rows);
+    s.sum_l  = fa_carve_floats(arena, sums * rows);
     return s;
 }
 
@@ -281,7 +299,8 @@ void fa_forward_explain(const fa_cpu *cpu, const fa_call *call, int threads, fla
     for (int64_t b = 0; b < call->batch; b++) {
         fa_sequence one   = fa_sequence_at(call, b);
         shape       shape = fa_forward_shape(&r.plan, one.seqlen_q, one.seqlen_k);
-        explanation->num_tasks += one.rows_q > 0 ? fa_forward_tasks_per_head(&shape) * call->heads_k : 0;
+        explanation->num_tasks +=
+            one.rows_q > 0 ? fa_forward_tasks_per_head(&shape) * fa_forward_head_groups(call, &shape) : 0;
         if ((int64_t)one.seqlen_q * one.seqlen_k >= (int64_t)seq.seqlen_q * seq.seqlen_k)
             seq = one;
     }
