@@ -5,6 +5,7 @@
 #include "cpu/amx_multiply.h"
 #include "cpu/amx_pack.h"
 #include "cpu/amx_pack_pieces.h"
+#include "cpu/amx_row_dots.h"
 
 #include <pthread.h>
 
@@ -32,27 +33,6 @@ FA_AMX_INLINE size_t bytes_of(fa_role role, int rows, int cols, int pieces)
     }
     int largest = pieces == 1 && (role == FA_ROLE_Q || role == FA_ROLE_K) ? 64 : 0;
     return (size_t)(turned + tiles) * (size_t)pieces * FA_AMX_TILE + (size_t)largest;
-}
-
-/* 16 rows from `first` on by 32 columns, as dwords of two columns. */
-FA_AMX_INLINE void load_pairs(__m512i piece[MAX_PIECES][16], const fa_rows *src, int first, int col, int pieces)
-{
-    /* Lane n takes columns 2n and 2n + 1. */
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const __m512i odd  = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-    for (int r = 0; r < 16; r++) {
-        const void *row = first + r < src->count ? src->row[first + r] : NULL;
-        __m512      lo = _mm512_setzero_ps(), hi = lo;
-        if (row) {
-            lo = fa_amx_load16(row, src->stride, src->dtype, col, src->cols);
-            if (col + 16 < src->cols)
-                hi = fa_amx_load16(row, src->stride, src->dtype, col + 16, src->cols);
-        }
-        __m512i split[MAX_PIECES];
-        split_pairs(split, _mm512_permutex2var_ps(lo, even, hi), _mm512_permutex2var_ps(lo, odd, hi), pieces, false);
-        for (int n = 0; n < pieces; n++)
-            piece[n][r] = split[n];
-    }
 }
 
 /* bfloat16 as it lies: 16 rows of 32 columns. */
@@ -428,48 +408,6 @@ FA_AMX_INLINE size_t p_bytes(int rows, int keys, int pieces)
     return (size_t)tiles_of(rows, 32) * 2 * (size_t)tiles_of(keys, 32) * 2 * (size_t)pieces * FA_AMX_TILE;
 }
 
-/* Where a is 0, b counts as 0 whatever it holds. */
-static float dot_of_nonzero(const fa_rows *a, const fa_rows *b, int row)
-{
-    float sum = 0.0f;
-    for (int col = 0; col < a->cols; col++) {
-        float x = fa_load(a->row[row], col * a->stride, a->dtype);
-        sum += x == 0.0f ? 0.0f : x * fa_load(b->row[row], col * b->stride, b->dtype);
-    }
-    return sum;
-}
-
-/* Row r of b times row r of a by the products of S and dP, added up in their order: where a is V's row of a key that
- * has all the weight, dP - Delta is 0 exactly. b is cut into as many pieces as dP's operand is, for what that drops dP
- * drops too; a, which nothing cuts elsewhere, into three where b has fewer. */
-FA_AMX_INLINE void row_dots_pieces(float *out, const fa_rows *a, const fa_rows *b, int pieces)
-{
-    for (int first = 0; first < a->count; first += 16) {
-        _Alignas(64) float   c[FA_AMX_TILE_FLOATS];
-        _Alignas(64) __m512i left[MAX_PIECES][16], right[MAX_PIECES][16];
-        matrix               sums = {c, 16, 16, 16};
-        memset(c, 0, sizeof c);
-        for (int col = 0; col < a->cols; col += 32) {
-            load_pairs(left, b, first, col, pieces);
-            load_pairs(right, a, first, col, MAX_PIECES);
-            for (int n = 0; n < MAX_PIECES; n++)
-                fa_amx_transpose(right[n]);
-            operand x = {(const char *)left, 0, 0}, y = {(const char *)right, 0, 0};
-            if (pieces == MAX_PIECES) {
-                multiply(&sums, &x, &y, 1, MAX_PIECES, true);
-                continue;
-            }
-            for (int m = 0; m < pieces * MAX_PIECES; m++) {
-                x.base = (const char *)left[m / MAX_PIECES];
-                y.base = (const char *)right[m % MAX_PIECES];
-                multiply(&sums, &x, &y, 1, 1, true);
-            }
-        }
-        for (int r = 0; r < 16 && first + r < a->count; r++)
-            out[first + r] = isfinite(c[17 * r]) ? c[17 * r] : dot_of_nonzero(a, b, first + r);
-    }
-}
-
 /* 16-bit inputs: a float32 dO is rounded before it is multiplied, so Delta's has to be. */
 FA_AMX_INLINE void row_dots_16_bit(float *out, const fa_rows *a, const fa_rows *b, int pieces)
 {
@@ -482,6 +420,18 @@ FA_AMX_INLINE void row_dots_16_bit(float *out, const fa_rows *a, const fa_rows *
 static void row_dots_1(float *out, const fa_rows *a, const fa_rows *b) { row_dots_16_bit(out, a, b, 1); }
 static void row_dots_2(float *out, const fa_rows *a, const fa_rows *b) { row_dots_16_bit(out, a, b, 2); }
 static void row_dots_3(float *out, const fa_rows *a, const fa_rows *b) { row_dots_pieces(out, a, b, 3); }
+
+static void packed_row_dots_3(float *out, const fa_rows *a, const fa_rows *b, const void *packed)
+{
+    fa_rows rows = *a;
+    if (rows.stride == 1 && rows.dtype == FLASH_ATTN_F32) { /* constants in the loops */
+        rows.stride = 1;
+        rows.dtype  = FLASH_ATTN_F32;
+        packed_row_dots(out, &rows, b, packed);
+    } else {
+        packed_row_dots(out, &rows, b, packed);
+    }
+}
 
 /* ---- tiles are configured once a thread and region ---- */
 
@@ -587,6 +537,8 @@ static void fill_tables(void)
     tables[0]                = tables[1];
     tables[0].pack           = pack_fixed;
     tables[0].forward_block  = fa_amx_forward_block_fixed;
+
+    tables[3].packed_row_dots = packed_row_dots_3;
 }
 
 const fa_kernels *fa_kernels_amx_fixed(void)

@@ -37,6 +37,27 @@ FA_AMX_INLINE void split_pairs(__m512i piece[MAX_PIECES], __m512 a, __m512 b, in
     }
 }
 
+/* 16 rows from `first` on by 32 columns, as dwords of two columns. */
+FA_AMX_INLINE void load_pairs(__m512i piece[MAX_PIECES][16], const fa_rows *src, int first, int col, int pieces)
+{
+    /* Lane n takes columns 2n and 2n + 1. */
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd  = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    for (int r = 0; r < 16; r++) {
+        const void *row = first + r < src->count ? src->row[first + r] : NULL;
+        __m512      lo = _mm512_setzero_ps(), hi = lo;
+        if (row) {
+            lo = fa_amx_load16(row, src->stride, src->dtype, col, src->cols);
+            if (col + 16 < src->cols)
+                hi = fa_amx_load16(row, src->stride, src->dtype, col + 16, src->cols);
+        }
+        __m512i split[MAX_PIECES];
+        split_pairs(split, _mm512_permutex2var_ps(lo, even, hi), _mm512_permutex2var_ps(lo, odd, hi), pieces, false);
+        for (int n = 0; n < pieces; n++)
+            piece[n][r] = split[n];
+    }
+}
+
 /* 32 rows as keys and as values, at once: values turned are keys but for which halves make a pair. False: some number
  * is not finite, and what was written is not to be used. */
 FA_AMX_INLINE bool pack_both_forms(char *keys, char *values, const fa_rows *src, int first, layout at, int pieces)

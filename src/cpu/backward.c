@@ -63,6 +63,11 @@ static void pack_queries(const run *r, const fa_tile *tile, const query_tile *t,
     if (p->dout_right_bytes && !p->fused)
         k->pack(FA_ROLE_DO, t->dout, &rows, NULL);
     t->num_bad[1] = k->pack(p->dout_right_bytes ? FA_ROLE_DO_RIGHT : FA_ROLE_DO, t->dout_right, &rows, t->bad_dout);
+    if (p->late_delta) {
+        fa_rows o   = fa_query_rows(call, &call->o, tile, s->row_dout);
+        float  *out = fa_delta_at(call, r->delta, &tile->seq, tile->head, tile->queries.begin);
+        k->packed_row_dots(out, &o, &rows, t->dout_right);
+    }
     fa_gather_rows(call, r->delta, tile, fa_score_scale(call, tile->b, tile->head_k), t->lse, t->lse_log2,
                    t->row_delta);
 }
@@ -408,7 +413,7 @@ static void prepare_tile(run *r, scratch *s, int64_t b, int64_t head, int number
         return;
     fa_range     turns = key_tiles_of(p, &seq, queries);
     query_state *state = state_of(r, pair, head % call->group, number);
-    if (queries.begin < queries.end)
+    if (queries.begin < queries.end && !p->late_delta)
         fa_fill_delta(p->kernels, call, r->delta, &seq, head, queries, s->row, s->row_dout);
     atomic_store_explicit(&state->packed, 0, memory_order_relaxed);
     atomic_store_explicit(&state->turn, turns.begin, memory_order_relaxed);

@@ -14,6 +14,7 @@ typedef struct plan {
     int64_t           pairs, slots; /* a pair: one key head of one sequence */
     int               ldq, ldv;     /* of accumulators with head_dim and head_dim_v columns */
     bool              fused;        /* the kernels have a fused backward, which takes every step */
+    bool              late_delta;   /* Delta is computed of packed dO; else before, of the rows */
     size_t            q_bytes, q_right_bytes, dout_bytes, dout_right_bytes;
 } plan;
 

@@ -35,6 +35,7 @@ plan fa_backward_plan(const fa_cpu *cpu, const fa_call *call, const fa_kernels *
     p.ldq              = fa_accumulator_ld(d);
     p.ldv              = fa_accumulator_ld(dv);
     p.fused            = k->backward_block != NULL;
+    p.late_delta       = k->packed_row_dots && !call->dbias.data && !call->dsinks.data;
     p.tile.k           = tile_keys(cpu, &p);
     p.q_bytes          = k->packed_bytes(FA_ROLE_Q, p.tile.q, d);
     p.q_right_bytes    = k->packed_bytes(FA_ROLE_Q_RIGHT, p.tile.q, d);

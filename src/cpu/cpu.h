@@ -169,6 +169,8 @@ typedef struct fa_kernels {
     void (*gradient)(const float *p, float *dp, int ld, int rows, int keys, const float *delta);
     /* out[r] = row r of a times row r of b, added up in the order of `scores`; where a is 0, 0, whatever b holds. */
     void (*row_dots)(float *out, const fa_rows *a, const fa_rows *b);
+    /* The same, bit for bit; packed: b in role DO_RIGHT, all its rows. NULL: not there. */
+    void (*packed_row_dots)(float *out, const fa_rows *a, const fa_rows *b, const void *packed);
     /* s = cap * tanh(s * scale / cap); slope = d s_new / d(s * scale) if not NULL. */
     void (*softcap)(float *s, float *slope, int ld, int rows, int keys, float scale, float cap);
     /* x (and y if not NULL) = kept ? x * keep_scale : 0, for queries i0 .. and keys j0 .. of one head. */
