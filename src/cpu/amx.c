@@ -75,7 +75,6 @@ FA_AMX_INLINE void pack_along_columns(char *out, const fa_rows *src, int pieces,
     }
 }
 
-/* infinity: its upper half as float32, or what else 16 bits are of (fa_amx_pack_fp16). */
 FA_AMX_INLINE bool row_is_finite(const fa_rows *src, int r, short infinity)
 {
     if (src->stride == 1 && src->dtype == FLASH_ATTN_BF16) {
@@ -197,26 +196,55 @@ FA_AMX_INLINE int pack_keys_backward(char *packed, const fa_rows *src, int *bad,
     return num_bad;
 }
 
-FA_AMX_INLINE int pack_any(fa_role role, void *packed, const fa_rows *src, int *bad, int pieces, short infinity)
+/* What 16 bits are and where values lie: their pairs, and which of them are not finite. */
+typedef struct pack_form {
+    short infinity;      /* its upper half as float32, or what else 16 bits are of (fa_amx_pack_fp16) */
+    int (*order)(int r); /* row r of each 32 values is the caller's order(r); NULL: r */
+} pack_form;
+
+/* The same in another order; row: FA_MAX_TILE of them. */
+static fa_rows rows_in_order(const fa_rows *src, const void **row, int (*order)(int r))
+{
+    fa_rows ordered = *src;
+    ordered.row     = row;
+    ordered.count   = tiles_of(src->count, 32) * 32;
+    for (int r = 0; r < ordered.count; r++) {
+        int from = r / 32 * 32 + order(r % 32);
+        row[r]   = from < src->count ? src->row[from] : NULL;
+    }
+    return ordered;
+}
+
+FA_AMX_INLINE int pack_values(char *packed, const fa_rows *src, int pieces, int *bad, layout at, pack_form form)
+{
+    const void *row[FA_MAX_TILE];
+    fa_rows     rows    = form.order ? rows_in_order(src, row, form.order) : *src;
+    int         num_bad = pack_along_rows(packed, &rows, pieces, bad, at, form.infinity);
+    for (int n = 0; form.order && n < num_bad; n++)
+        bad[n] = bad[n] / 32 * 32 + form.order(bad[n] % 32);
+    return num_bad;
+}
+
+FA_AMX_INLINE int pack_any(fa_role role, void *packed, const fa_rows *src, int *bad, int pieces, pack_form form)
 {
     if (role == FA_ROLE_K_RIGHT)
-        return pack_keys_backward(packed, src, bad, pieces, infinity);
+        return pack_keys_backward(packed, src, bad, pieces, form.infinity);
     if (has_turned_form(role)) {
         layout by_columns = layout_by_columns(src->count, pieces);
         char  *keys       = (char *)packed + tiles_of(src->cols, 32) * by_columns.columns;
         if (pack_whole_both(keys, packed, src, by_columns, pieces))
             return 0;
         pack_along_columns(keys, src, pieces, true);
-        return pack_along_rows(packed, src, pieces, bad, by_columns, infinity);
+        return pack_values(packed, src, pieces, bad, by_columns, form);
     }
     if (!is_left(role) && !is_keys(role))
-        return pack_along_rows(packed, src, pieces, bad, layout_by_rows(src->cols, pieces), infinity);
+        return pack_values(packed, src, pieces, bad, layout_by_rows(src->cols, pieces), form);
     pack_along_columns(packed, src, pieces, is_keys(role));
     return 0;
 }
 
 /* The usual case gets its own copy of the loops, so that the checks of type and stride leave them. */
-FA_AMX_INLINE int pack_operand(fa_role role, void *packed, const fa_rows *src, int *bad, int pieces, short infinity)
+FA_AMX_INLINE int pack_operand(fa_role role, void *packed, const fa_rows *src, int *bad, int pieces, pack_form form)
 {
     static const flash_attn_dtype usual[MAX_PIECES + 1] = {FLASH_ATTN_BF16, FLASH_ATTN_BF16, FLASH_ATTN_F16,
                                                            FLASH_ATTN_F32};
@@ -224,62 +252,43 @@ FA_AMX_INLINE int pack_operand(fa_role role, void *packed, const fa_rows *src, i
     if (rows.stride == 1 && rows.dtype == usual[pieces]) {
         rows.stride = 1;
         rows.dtype  = usual[pieces];
-        return pack_any(role, packed, &rows, bad, pieces, infinity);
+        return pack_any(role, packed, &rows, bad, pieces, form);
     }
-    return pack_any(role, packed, &rows, bad, pieces, infinity);
+    return pack_any(role, packed, &rows, bad, pieces, form);
 }
 
 enum { INFINITY_BF16 = 0x7F80, INFINITY_F16 = 0x7C00 };
 
-/* One of each, for they are large. */
+/* One for all orders and both types, for it is large. */
 static __attribute__((noinline)) int pack_16_bit(fa_role role, void *packed, const fa_rows *src, int *bad,
-                                                 short infinity)
+                                                 pack_form form)
 {
-    return pack_operand(role, packed, src, bad, 1, infinity);
+    return pack_operand(role, packed, src, bad, 1, form);
 }
 
 static int pack_1(fa_role role, void *packed, const fa_rows *src, int *bad)
 {
-    return pack_16_bit(role, packed, src, bad, INFINITY_BF16);
+    return pack_16_bit(role, packed, src, bad, (pack_form){INFINITY_BF16, NULL});
 }
 
 static int pack_2(fa_role role, void *packed, const fa_rows *src, int *bad)
 {
-    return pack_operand(role, packed, src, bad, 2, INFINITY_BF16);
+    return pack_operand(role, packed, src, bad, 2, (pack_form){INFINITY_BF16, NULL});
 }
 
 static int pack_3(fa_role role, void *packed, const fa_rows *src, int *bad)
 {
-    return pack_operand(role, packed, src, bad, 3, INFINITY_BF16);
-}
-
-/* ---- packing of values in another order ---- */
-
-/* Row r of each 32 is the caller's order(r). */
-static int pack_ordered(fa_role role, void *packed, const fa_rows *src, int *bad, short infinity, int (*order)(int r))
-{
-    const void *row[FA_MAX_TILE];
-    fa_rows     ordered = *src;
-    ordered.row         = row;
-    ordered.count       = tiles_of(src->count, 32) * 32;
-    for (int r = 0; r < ordered.count; r++) {
-        int from = r / 32 * 32 + order(r % 32);
-        row[r]   = from < src->count ? src->row[from] : NULL;
-    }
-    int num_bad = pack_16_bit(role, packed, &ordered, bad, infinity);
-    for (int n = 0; n < num_bad; n++)
-        bad[n] = bad[n] / 32 * 32 + order(bad[n] % 32);
-    return num_bad;
+    return pack_operand(role, packed, src, bad, 3, (pack_form){INFINITY_BF16, NULL});
 }
 
 /* For P in fixed point: Q and K with their largest magnitude, V in fa_amx_fixed_order. */
 static int pack_fixed(fa_role role, void *packed, const fa_rows *src, int *bad)
 {
-    if (role != FA_ROLE_Q && role != FA_ROLE_K)
-        return pack_ordered(role, packed, src, bad, INFINITY_BF16, fa_amx_fixed_order);
-    pack_1(role, packed, src, NULL);
-    fa_amx_store_largest(packed, src);
-    return 0;
+    bool ends    = role == FA_ROLE_Q || role == FA_ROLE_K;
+    int  num_bad = pack_16_bit(role, packed, src, bad, (pack_form){INFINITY_BF16, fa_amx_fixed_order});
+    if (ends)
+        fa_amx_store_largest(packed, src);
+    return num_bad;
 }
 
 /* Packing moves 16 bits and asks only which of them are not finite, so it is that of bfloat16. */
@@ -287,9 +296,9 @@ int fa_amx_pack_fp16(fa_role role, void *packed, const fa_rows *src, int *bad)
 {
     fa_rows halves = *src;
     halves.dtype   = FLASH_ATTN_BF16;
-    if (role == FA_ROLE_V)
-        return pack_ordered(role, packed, &halves, bad, INFINITY_F16, fa_amx_fp16_order);
-    return pack_16_bit(role, packed, &halves, bad, INFINITY_F16);
+    return pack_16_bit(
+        role, packed, &halves, bad,
+        (pack_form){INFINITY_F16, role == FA_ROLE_Q_RIGHT ? fa_amx_fp16_order_of_ds : fa_amx_fp16_order});
 }
 
 /* ---- the products ---- */

@@ -123,6 +123,14 @@ FA_AMX_INLINE void fa_amx_store_halves(void *out, __m512 a, __m512 b)
 /* Which of 32 rows is row r of packed values that such an operand meets. */
 FA_AMX_INLINE int fa_amx_fp16_order(int r) { return r % 16 * 2 + r / 16; }
 
+/* The same of dS^T: groups of four from its first 16 queries and its last 16 take turns, so that words of two such
+ * rows, side by side, are dS of 16 queries each. */
+FA_AMX_INLINE int fa_amx_fp16_order_of_ds(int r)
+{
+    int x = fa_amx_fp16_order(r);
+    return x / 4 % 2 * 16 + x / 8 * 4 + x % 4;
+}
+
 /* r[i][j] <-> r[j][i]. */
 FA_AMX_INLINE void fa_amx_transpose(__m512i r[16])
 {
@@ -186,21 +194,23 @@ bool   fa_amx_forward_block(const fa_forward_block *block, int pieces);
 bool   fa_amx_forward_block_fixed(const fa_forward_block *block); /* P in fixed point: no options, head dims to 128 */
 size_t fa_amx_forward_scratch(int rows, int keys, int head_dim, int head_dim_v);
 
-/* amx_fp16_forward.c */
+/* amx_fp16_forward.c, amx_fp16_backward.c */
 bool fa_amx_fp16_forward_block(const fa_forward_block *block);
+void fa_amx_fp16_backward_block(const fa_backward_block *block);
+void fa_amx_fp16_backward_dq(const fa_backward_block *block);
 
 /* amx.c: float16 as it lies, for amx_fp16.c. Values in fa_amx_fp16_order where P is made as such an operand. */
 int fa_amx_pack_fp16(fa_role role, void *packed, const fa_rows *src, int *bad);
 
 /* amx_backward.c: operands of 1, 2 or 3 pieces, with their turned forms. */
 static inline int fa_amx_part_keys(int pieces) { return pieces == 3 ? 128 : 256; } /* one call's */
-void   fa_amx_backward_block_1(const fa_backward_block *block);
-void   fa_amx_backward_block_2(const fa_backward_block *block);
-void   fa_amx_backward_block_3(const fa_backward_block *block);
-void   fa_amx_backward_dq_1(const fa_backward_block *block);
-void   fa_amx_backward_dq_2(const fa_backward_block *block);
-void   fa_amx_backward_dq_3(const fa_backward_block *block);
-void   fa_amx_store_tiled(const fa_stored_rows *to, const float *tiled, bool turned);
-size_t fa_amx_backward_scratch(int rows, int pieces);
+void              fa_amx_backward_block_1(const fa_backward_block *block);
+void              fa_amx_backward_block_2(const fa_backward_block *block);
+void              fa_amx_backward_block_3(const fa_backward_block *block);
+void              fa_amx_backward_dq_1(const fa_backward_block *block);
+void              fa_amx_backward_dq_2(const fa_backward_block *block);
+void              fa_amx_backward_dq_3(const fa_backward_block *block);
+void              fa_amx_store_tiled(const fa_stored_rows *to, const float *tiled, bool turned);
+size_t            fa_amx_backward_scratch(int rows, int pieces);
 
 #endif

@@ -30,16 +30,18 @@ typedef struct scratch {
     _Alignas(64) uint16_t operands[][FA_AMX_TILE_HALVES]; /* P^T, dS^T and dS of a strip: walk_make */
 } scratch;
 
-static int cells(int n) { return (n + CELL - 1) / CELL; }
-
 /* Of a strip, a part of the tile's keys. */
 FA_AMX_INLINE int strip_cells(int pieces) { return fa_amx_part_keys(pieces) / CELL; }
+
+#ifndef FA_AMX_FP16
+static int cells(int n) { return (n + CELL - 1) / CELL; }
 
 size_t fa_amx_backward_scratch(int rows, int pieces)
 {
     int tiles = 3 * strip_cells(pieces) * 2 * cells(rows);
     return sizeof(scratch) + (size_t)(tiles * pieces) * FA_AMX_TILE;
 }
+#endif
 
 /* ---- a tile: what the parts share ---- */
 
@@ -233,12 +235,18 @@ FA_AMX_INLINE gradient cell_gradient(const walk *w, const exponential *e, cell a
     gradient g        = {.e = *e, .s = own->s[parity], .dp = own->dp[parity], .seen = seen[0]};
     for (int half = 0; half < 2; half++) {
         __m512 lse    = _mm512_loadu_ps(w->in->lse_log2 + at.group * CELL + 16 * half);
-        g.shift[half] = _mm512_mul_ps(_mm512_sub_ps(_mm512_set1_ps(-1.0f), lse), _mm512_set1_ps(EXPONENT_UNIT));
+        __m512 least  = _mm512_set1_ps((float)(w->in->p_log2 - 1));
+        g.shift[half] = _mm512_mul_ps(_mm512_sub_ps(least, lse), _mm512_set1_ps(EXPONENT_UNIT));
         g.limit[half] = largest_exponent(lse, pieces);
         g.delta[half] = _mm512_loadu_ps(w->in->delta + at.group * CELL + 16 * half);
-        g.p_t[half]   = p_t_at(w, 2 * in_strip + half, at.group, pieces);
-        g.ds_t[half]  = ds_t_at(w, 2 * in_strip + half, at.group, pieces);
-        g.ds[half]    = ds_at(w, 2 * at.group + half, at.strip, pieces);
+#ifdef FA_AMX_FP16
+        g.limit[half] = _mm512_add_epi32(g.limit[half], _mm512_set1_epi32(w->in->p_log2 * (int)EXPONENT_UNIT));
+        g.dp_scale    = _mm512_set1_ps(ldexpf(1.0f, w->in->ds_log2 - w->in->p_log2));
+        g.delta[half] = _mm512_mul_ps(g.delta[half], g.dp_scale);
+#endif
+        g.p_t[half]  = p_t_at(w, 2 * in_strip + half, at.group, pieces);
+        g.ds_t[half] = ds_t_at(w, 2 * in_strip + half, at.group, pieces);
+        g.ds[half]   = ds_at(w, 2 * at.group + half, at.strip, pieces);
     }
     *special = cell_mask(w, at, seen[0]);
     if (w->in->options) {
@@ -328,6 +336,9 @@ static int list_cells(const walk *w, int first, fa_range groups[MOST_STRIP_CELLS
 /* P of one pair, from its pieces. p_t: of its 16 keys and 32 queries. */
 static float p_of(const uint16_t *p_t, int key, int query, int pieces)
 {
+#ifdef FA_AMX_FP16
+    return (void)pieces, fa_float_of_f16(p_t[key * 32 + query]);
+#endif
     float p = 0.0f;
     for (int n = pieces - 1; n >= 0; n--)
         p += fa_float_of_bf16(p_t[n * FA_AMX_TILE_HALVES + key * 32 + query % 16 * 2 + query / 16 % 2]);
@@ -481,6 +492,10 @@ FA_AMX_INLINE void run_dq(const fa_backward_block *b, int pieces)
 
 /* ---- the entries, one pair for each number of pieces ---- */
 
+#ifdef FA_AMX_FP16
+void fa_amx_fp16_backward_block(const fa_backward_block *b) { run_tile(b, 1); }
+void fa_amx_fp16_backward_dq(const fa_backward_block *b) { run_dq(b, 1); }
+#else
 void fa_amx_backward_block_1(const fa_backward_block *b) { run_tile(b, 1); }
 void fa_amx_backward_block_2(const fa_backward_block *b) { run_tile(b, 2); }
 void fa_amx_backward_block_3(const fa_backward_block *b) { run_tile(b, 3); }
@@ -583,3 +598,4 @@ void fa_amx_store_tiled(const fa_stored_rows *to, const float *tiled, bool turne
         store_halves(to, tiled, turned, FLASH_ATTN_F16);
     _mm_sfence(); /* before another thread is told */
 }
+#endif

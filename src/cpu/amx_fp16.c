@@ -1,7 +1,7 @@
 /*
  * The table for float16 where AMX has it (TDPFP16PS): one product where bfloat16 pieces take three or four. Packing is
- * that of bfloat16, the fused forward its text compiled again (amx_fp16_forward.c); here are the plain products, for
- * the few tiles that the fused kernel leaves (docs/cpu-amx.md).
+ * that of bfloat16, the fused kernels their text compiled again (amx_fp16_forward.c, amx_fp16_backward.c); here are
+ * the plain products, for the few tiles that the fused forward leaves (docs/cpu-amx.md).
  */
 #define FA_AMX_FP16
 #include "cpu/amx_multiply.h"
@@ -78,6 +78,24 @@ static void accumulate(float *c, int ldc, const float *rescale, const float *p, 
         scale_row(c + (int64_t)r * ldc, cols, 1.0f / factor[r]);
 }
 
+/* ---- how large dS can be ---- */
+
+static float row_norm(const fa_rows *rows)
+{
+    float largest = 0.0f;
+    for (int r = 0; r < rows->count; r++) {
+        __m512 sum = _mm512_setzero_ps();
+        for (int col = 0; rows->row[r] && col < rows->cols; col += 16) {
+            __m512 x = fa_amx_load16(rows->row[r], rows->stride, rows->dtype, col, rows->cols);
+            sum      = _mm512_fmadd_ps(x, x, sum);
+        }
+        float square = _mm512_reduce_add_ps(sum);
+        if (square <= FLT_MAX && square > largest)
+            largest = square;
+    }
+    return sqrtf(largest);
+}
+
 /* ---- the table ---- */
 
 static fa_kernels     table;
@@ -95,10 +113,10 @@ static void fill_table(void)
     table.few_rows       = 0;
     table.scores_few     = NULL;
     table.accumulate_few = NULL;
-    /* The backward is by pieces. */
-    table.accumulate_t   = NULL;
-    table.backward_block = NULL;
-    table.backward_dq    = NULL;
+    table.accumulate_t   = NULL; /* the backward is always fused */
+    table.row_norm       = row_norm;
+    table.backward_block = fa_amx_fp16_backward_block;
+    table.backward_dq    = fa_amx_fp16_backward_dq;
 }
 
 const fa_kernels *fa_kernels_amx_fp16(void)

@@ -20,6 +20,15 @@ typedef struct exponential {
 #define EXPONENT_UNIT 8388608.0f /* 2^23 */
 #define LSE_LARGE 65536.0f       /* here y still is right to 2^-7 */
 
+/* float16 is rounded by its conversion and holds what two bfloat16 pieces nearly do. */
+FA_AMX_INLINE int exponential_pieces(int pieces)
+{
+#ifdef FA_AMX_FP16
+    return (void)pieces, 2;
+#endif
+    return pieces;
+}
+
 FA_AMX_INLINE exponential exponential_make(float multiplier, int pieces)
 {
     static const float c[3][6] = {
@@ -27,19 +36,21 @@ FA_AMX_INLINE exponential exponential_make(float multiplier, int pieces)
         {0x1.414374p+1f, -0x1.602e4cp-1f, 0x1.553b56p-3f, -0x1.1f20acp-9f, 0x1.bc31d8p-7f},
         {0x1.3fc85p+1f, -0x1.4ae4fap-1f, 0x1.b9c744p-4f, 0x1.3c9a78p-5f, -0x1.a94c9p-12f, 0x1.eca6f2p-10f},
     };
-    exponential e = {_mm512_set1_ps(multiplier * EXPONENT_UNIT),
-                     _mm512_set1_epi32(0x7FFFFF),
-                     _mm512_set1_epi32(0x3F800000),
-                     _mm512_set1_epi32(-127 * (1 << 23)), /* y = -126; below it P is 0 */
-                     {{0}}};
-    for (int n = 0; n < 3 + pieces; n++)
-        e.c[n] = _mm512_set1_ps(c[pieces - 1][n]);
+    exponential e   = {_mm512_set1_ps(multiplier * EXPONENT_UNIT),
+                       _mm512_set1_epi32(0x7FFFFF),
+                       _mm512_set1_epi32(0x3F800000),
+                       _mm512_set1_epi32(-127 * (1 << 23)), /* y = -126; below it P is 0 */
+                       {{0}}};
+    int         row = exponential_pieces(pieces) - 1;
+    for (int n = 0; n < 4 + row; n++)
+        e.c[n] = _mm512_set1_ps(c[row][n]);
     return e;
 }
 
 typedef struct gradient {
     exponential     e;
     __m512          shift[2], delta[2]; /* of the cell's 2 x 16 queries */
+    __m512          dp_scale;           /* float16: dS of P and dP as they are scaled; delta has it too */
     const float    *s, *dp;
     uint16_t       *p_t[2], *ds_t[2], *ds[2]; /* first pieces; the others follow */
     const uint32_t *seen;                     /* [32] a bit for each query of a key */
@@ -53,9 +64,19 @@ typedef struct gradient {
  * trusted. More: P is at most 1. */
 FA_AMX_INLINE __m512i largest_exponent(__m512 lse, int pieces)
 {
+    pieces          = exponential_pieces(pieces);
     __m512i   one   = _mm512_set1_epi32(-(int)EXPONENT_UNIT);
     __mmask16 large = _mm512_cmp_ps_mask(_mm512_abs_ps(lse), _mm512_set1_ps(LSE_LARGE), _CMP_GT_OQ);
     return pieces > 1 ? one : _mm512_mask_mov_epi32(_mm512_set1_epi32((int)(-0.9375f * EXPONENT_UNIT)), large, one);
+}
+
+/* dP - Delta; float16: with its scale, a power of two, which changes no rounding. */
+FA_AMX_INLINE __m512 less_delta(const gradient *g, __m512 dp, int tile)
+{
+#ifdef FA_AMX_FP16
+    return _mm512_fmsub_ps(dp, g->dp_scale, g->delta[tile % 2]);
+#endif
+    return _mm512_sub_ps(dp, g->delta[tile % 2]);
 }
 
 /* 16 queries of one key. special: pairs are masked, LSE is NaN or so large that its rounding counts, or there are
@@ -72,12 +93,13 @@ FA_AMX_INLINE void gradient_vector(const gradient *g, int tile, int row, bool sp
         seen = (__mmask16)(g->seen[row + tile / 2 * 16] >> (tile % 2 * 16));
         nan  = _mm512_mask_cmp_ps_mask(seen, y, y, _CMP_UNORD_Q);
     }
-    if (special || pieces > 1)
+    const int terms = exponential_pieces(pieces);
+    if (special || terms > 1)
         i = _mm512_min_epi32(i, g->limit[tile % 2]);
     __m512 m = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(i, e->fraction, e->one, 0xEA)); /* (i & f) | 1.0 */
-    __m512 h = e->c[2 + pieces];
-    _Pragma("GCC unroll 5") for (int n = 1 + pieces; n >= 0; n--) h = _mm512_fmadd_ps(h, m, e->c[n]);
-    __mmask16 some                                                  = _mm512_cmpgt_epi32_mask(i, e->lowest);
+    __m512 h = e->c[2 + terms];
+    _Pragma("GCC unroll 5") for (int n = 1 + terms; n >= 0; n--) h = _mm512_fmadd_ps(h, m, e->c[n]);
+    __mmask16 some                                                 = _mm512_cmpgt_epi32_mask(i, e->lowest);
     if (special)
         some = (some & seen) | nan;
     *p = _mm512_castsi512_ps(_mm512_maskz_add_epi32(some, i, _mm512_castps_si512(h)));
@@ -87,10 +109,10 @@ FA_AMX_INLINE void gradient_vector(const gradient *g, int tile, int row, bool sp
     if (special && g->kept) {
         __mmask16 kept = (__mmask16)(g->kept[row + tile / 2 * 16] >> (tile % 2 * 16));
         dp             = _mm512_maskz_mul_ps(kept, dp, g->keep_scale);
-        *ds            = _mm512_maskz_mul_ps(some, *p, _mm512_sub_ps(dp, g->delta[tile % 2]));
+        *ds            = _mm512_maskz_mul_ps(some, *p, less_delta(g, dp, tile));
         *p             = _mm512_maskz_mul_ps(kept, *p, g->keep_scale); /* what dV takes */
     } else {
-        *ds = _mm512_maskz_mul_ps(some, *p, _mm512_sub_ps(dp, g->delta[tile % 2]));
+        *ds = _mm512_maskz_mul_ps(some, *p, less_delta(g, dp, tile));
     }
     if (special && g->slope)
         *ds = _mm512_maskz_mul_ps(some, *ds, _mm512_load_ps(g->slope + at));
@@ -107,11 +129,29 @@ FA_AMX_INLINE __m512i gradient_pair(__m512 a, __m512 b, int pieces)
     return _mm512_mask_shuffle_epi8(_mm512_castps_si512(b), lower, _mm512_castps_si512(a), upper_down);
 }
 
+/* In fa_amx_fp16_order_of_ds. */
+FA_AMX_INLINE __m512i ds_halves(__m512 a, __m512 b)
+{
+    const __m512i turns = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
+    return _mm512_permutex2var_epi64(_mm512_castsi256_si512(fa_amx_half(a)), turns,
+                                     _mm512_castsi256_si512(fa_amx_half(b)));
+}
+
 /* Keys `row` and `row` + 16 of a cell. */
 FA_AMX_INLINE void gradient_row(const gradient *g, int row, bool special, int pieces)
 {
     __m512 p[4], ds[4];
     _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++) gradient_vector(g, t, row, special, pieces, &p[t], &ds[t]);
+#ifdef FA_AMX_FP16
+    const __m512i a = ds_halves(ds[0], ds[1]), b = ds_halves(ds[2], ds[3]);
+    fa_amx_store_halves(g->p_t[0] + 32 * row, p[0], p[1]);
+    fa_amx_store_halves(g->p_t[1] + 32 * row, p[2], p[3]);
+    _mm512_store_si512(g->ds_t[0] + 32 * row, a);
+    _mm512_store_si512(g->ds_t[1] + 32 * row, b);
+    _mm512_store_si512(g->ds[0] + 32 * row, _mm512_unpacklo_epi16(a, b));
+    _mm512_store_si512(g->ds[1] + 32 * row, _mm512_unpackhi_epi16(a, b));
+    return;
+#endif
     _Pragma("GCC unroll 3") for (int n = 0; n < pieces; n++)
     {
         const int at = n * FA_AMX_TILE_HALVES + 32 * row;

@@ -117,6 +117,7 @@ typedef struct step {
     query_tile query;
     fa_visible visible;
     float      scale;
+    fa_scales  times; /* of fused sums */
 } step;
 
 static void add_dkv(const step *t, const float *p_of_dv)
@@ -176,6 +177,8 @@ static fa_backward_block fused_block(const step *t, fa_range part)
                                .window     = call->window,
                                .diagonal   = t->tile.seq.diagonal + t->tile.queries.begin - t->tile.keys.begin,
                                .multiplier = fa_multiplier(call, t->scale),
+                               .p_log2     = t->times.p_log2,
+                               .ds_log2    = t->times.ds_log2,
                                .scratch    = s->fused};
 }
 
@@ -237,7 +240,7 @@ static void begin_turn(const step *t, query_state *state, fa_range turns, int tu
 static void end_turn(const step *t, query_state *state, fa_range turns, int turn)
 {
     if (turn == turns.end - 1)
-        store_dq(&t->run->plan, &t->tile, &t->query, t->scale);
+        store_dq(&t->run->plan, &t->tile, &t->query, ldexpf(t->scale, -t->times.ds_log2));
     atomic_store_explicit(&state->turn, turn + 1, memory_order_release);
 }
 
@@ -362,6 +365,8 @@ static void run_task(run *r, scratch *s, int64_t b, int64_t task)
         (fa_range){fa_max_int(first, t.tile.seq.key_begin), fa_min_int(first + p->tile.k, t.tile.seq.seqlen_k)};
     t.scale      = fa_score_scale(call, b, t.tile.head_k);
     int64_t pair = b * call->heads_k + t.tile.head_k;
+    if (p->kernels->row_norm)
+        t.times = fa_backward_scales(r, pair);
     for (int64_t user = pair - p->slots; user >= 0; user -= p->slots) /* all who used the slot must have left */
         fa_wait_for(&r->tasks_left[user], 0);
 
@@ -379,8 +384,8 @@ static void run_task(run *r, scratch *s, int64_t b, int64_t task)
                 run_step(&t, pair, g, number, key_tile);
             }
         }
-        store_keys(p, &call->dk, &t.tile, s->dk, s->dk_tiled, t.scale);
-        store_keys(p, &call->dv, &t.tile, s->dv, s->dv_tiled, 1.0f);
+        store_keys(p, &call->dk, &t.tile, s->dk, s->dk_tiled, ldexpf(t.scale, -t.times.ds_log2));
+        store_keys(p, &call->dv, &t.tile, s->dv, s->dv_tiled, ldexpf(1.0f, -t.times.p_log2));
     }
     atomic_fetch_sub_explicit(&r->tasks_left[pair], 1, memory_order_acq_rel);
 }
@@ -415,10 +420,12 @@ static void prepare_tile(run *r, scratch *s, int64_t b, int64_t head, int number
     query_state *state = state_of(r, pair, head % call->group, number);
     if (queries.begin < queries.end && !p->late_delta)
         fa_fill_delta(p->kernels, call, r->delta, &seq, head, queries, s->row, s->row_dout);
+    fa_tile tile = {.b = b, .head_k = head / call->group, .seq = seq, .head = head, .heads = 1, .queries = queries};
+    if (queries.begin < queries.end && p->kernels->row_norm)
+        fa_backward_find_norms(r, s, &tile, pair);
     atomic_store_explicit(&state->packed, 0, memory_order_relaxed);
     atomic_store_explicit(&state->turn, turns.begin, memory_order_relaxed);
     if (turns.begin < turns.end && p->pairs < p->threads) {
-        fa_tile tile = {.b = b, .head_k = head / call->group, .seq = seq, .head = head, .heads = 1, .queries = queries};
         query_tile t = tile_in_slot(r, pair, head % call->group, number);
         need_packed(r, &tile, &t, state, s);
     }
@@ -558,6 +565,8 @@ static void run_table(run *r, fa_cpu *cpu)
     atomic_store(&r->next, 0);
     atomic_store(&r->next_bias, 0);
     atomic_store(&r->next_sink, 0);
+    for (int64_t n = 0; r->plan.kernels->row_norm && n < 2 * r->plan.pairs; n++)
+        atomic_store_explicit(&r->norms[n], 0, memory_order_relaxed);
     int64_t first = call->batch * call->heads_q * prepared_tiles(&r->plan);
     int64_t tasks = count_tasks(r) + fa_dbias_tasks(r->plan.tile, call) + call->heads_q;
     fa_threads_run(cpu->threads, (int)(first < threads ? first : threads), prepare_thread, r);

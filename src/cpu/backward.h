@@ -49,7 +49,8 @@ typedef struct run {
     plan         plan;
     int64_t     *task_begin; /* [batch + 1] */
     float       *delta;
-    query_state *state;      /* [pairs, group, query_tiles] */
+    atomic_int  *norms; /* [pairs][2] bits of the largest norm of a row of dO, and of V, where kernels ask (row_norm) */
+    query_state *state; /* [pairs, group, query_tiles] */
     atomic_int  *tasks_left; /* [pairs] */
     char        *slots, *scratch;
     size_t       slot_bytes, scratch_bytes;
@@ -61,6 +62,14 @@ typedef struct run {
 static inline fa_role fa_role_of_v(const plan *p) { return p->fused ? FA_ROLE_DO : FA_ROLE_V_T; }
 
 plan fa_backward_plan(const fa_cpu *cpu, const fa_call *call, const fa_kernels *kernels, int threads);
+
+/* backward_scale.c: powers of two for kernels that keep P and dS as float16. Norms of a tile of queries, and, with a
+ * pair's first one, of V; then, once all are known, the pair's scales. */
+typedef struct fa_scales {
+    int p_log2, ds_log2;
+} fa_scales;
+void      fa_backward_find_norms(const run *r, scratch *s, const fa_tile *tile, int64_t pair);
+fa_scales fa_backward_scales(const run *r, int64_t pair);
 
 /* Lay out the run's memory and return its size; base NULL: only measure. Where task_begin and delta lie depends on the
  * call alone, not on the plan's kernels. */

@@ -111,6 +111,7 @@ size_t fa_backward_carve(run *r, char *base)
     r->slot_bytes = fa_backward_query_tile_bytes(p) * (size_t)(call->group * p->query_tiles);
     r->task_begin = fa_carve(&arena, (size_t)(call->batch + 1) * sizeof(int64_t));
     r->delta      = fa_carve_floats(&arena, call->q.shape[0] * call->heads_q * call->q.shape[1]);
+    r->norms      = fa_carve(&arena, p->kernels->row_norm ? (size_t)p->pairs * 2 * sizeof(atomic_int) : 0);
     r->state      = fa_carve(&arena, (size_t)(p->pairs * call->group * p->query_tiles) * sizeof(query_state));
     r->tasks_left = fa_carve(&arena, (size_t)p->pairs * sizeof(atomic_int));
     r->slots      = fa_carve(&arena, r->slot_bytes * (size_t)p->slots);

@@ -194,9 +194,14 @@ const fa_kernels *fa_forward_kernels(const fa_cpu *cpu, const fa_call *call, int
 
 const fa_kernels *fa_forward_table(const fa_cpu *cpu, const fa_call *call) { return cpu->kernels[forward_dtype(call)]; }
 
+/* A float32 dO of float16 is more than one piece holds, and a float32 gradient would show that P and dS are float16. */
 static const fa_kernels *backward_table(const fa_cpu *cpu, const fa_call *call)
 {
-    return call->q.dtype == FLASH_ATTN_F16 && cpu->wide_f16 ? cpu->wide_f16 : cpu->kernels[call->q.dtype];
+    const flash_attn_tensor *others[] = {&call->dout, &call->dq, &call->dk, &call->dv};
+    bool                     wide     = false;
+    for (int n = 0; n < 4; n++)
+        wide |= others[n]->data && others[n]->dtype == FLASH_ATTN_F32;
+    return wide && call->q.dtype == FLASH_ATTN_F16 && cpu->wide_f16 ? cpu->wide_f16 : cpu->kernels[call->q.dtype];
 }
 
 /* dbias adds up sequences of all lengths, with one table. */

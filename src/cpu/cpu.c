@@ -117,6 +117,13 @@ size_t fa_cpu_workspace(const fa_cpu *cpu, const fa_call *call)
         size_t other       = fa_backward_bytes(cpu, &without, cpu->num_threads);
         bytes              = other > bytes ? other : bytes;
     }
+    if (call->pass == FLASH_ATTN_BACKWARD && call->q.dtype == FLASH_ATTN_F16 && cpu->wide_f16) {
+        fa_call wide  = *call; /* whose gradients may be float32 */
+        wide.dq.dtype = FLASH_ATTN_F32;
+        wide.dq.data  = &wide;
+        size_t other  = fa_backward_bytes(cpu, &wide, cpu->num_threads);
+        bytes         = other > bytes ? other : bytes;
+    }
     return bytes + FA_ALIGN_SLACK;
 }
 

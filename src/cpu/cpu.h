@@ -114,6 +114,7 @@ typedef struct fa_backward_block {
     fa_window               window; /* row r sees key j as fa_window_sees(window, diagonal, r, j) */
     int                     diagonal;
     float                   multiplier;
+    int                     p_log2, ds_log2; /* P and dS are taken times 2 to these; so are dv, and dk and dq (row_norm) */
     void                   *scratch; /* backward_scratch_bytes, this thread's: keeps the part's dS for backward_dq */
     const fa_block_options *options; /* NULL: none */
 } fa_backward_block;
@@ -199,6 +200,9 @@ typedef struct fa_kernels {
     void (*backward_dq)(const fa_backward_block *block);    /* dQ, of the dS that backward_block left */
     /* Sums times a factor to the caller's memory. turned: each tile is transposed. */
     void (*store_tiled)(const fa_stored_rows *to, const float *tiled, bool turned);
+    /* The largest Euclidean norm of the rows that are finite. Not NULL: the fused backward keeps P and dS as float16,
+     * and from these norms of dO and V its caller finds powers of two that keep both in range. */
+    float (*row_norm)(const fa_rows *rows);
     size_t (*forward_scratch_bytes)(int rows, int keys, int head_dim, int head_dim_v); /* NULL: 0 */
     size_t (*backward_scratch_bytes)(int rows, int keys, int head_dim, int head_dim_v);
 
@@ -306,12 +310,13 @@ struct fa_cpu {
     const fa_kernels *vector;     /* the tier's float32 table, which takes every input type */
     const fa_kernels *kernels[4]; /* by flash_attn_dtype: AMX where there, else `vector` */
     const fa_kernels *fixed;      /* fa_kernels_amx_fixed; NULL: not there */
-    const fa_kernels *wide_f16;   /* for float16 with float32 outputs, where kernels[] is fa_kernels_amx_fp16; else NULL */
-    bool              by_shape;   /* `vector` also where AMX is there but slower */
-    fa_threads       *threads;
-    int               num_threads;
-    fa_kept          *kept;
-    fa_tuning         tuning;
+    const fa_kernels
+               *wide_f16; /* for float16 with float32 outputs, where kernels[] is fa_kernels_amx_fp16; else NULL */
+    bool        by_shape; /* `vector` also where AMX is there but slower */
+    fa_threads *threads;
+    int         num_threads;
+    fa_kept    *kept;
+    fa_tuning   tuning;
     flash_attn_tuning tuned; /* where `tuning` comes from */
 };
 
