@@ -539,7 +539,7 @@ static void fill_tables(void)
     tables[1].accumulate_few = fa_amx_accumulate_few;
     tables[2].few_rows       = 8;
     tables[2].few_keys       = 64;
-    tables[2].few_least      = 2;
+    tables[2].few_least      = 5;
     tables[2].few_cols       = 32;
     tables[2].scores_few     = fa_amx_scores_few_f16;
     tables[2].accumulate_few = fa_amx_accumulate_few;
