@@ -194,8 +194,11 @@ bool   fa_amx_forward_block(const fa_forward_block *block, int pieces);
 bool   fa_amx_forward_block_fixed(const fa_forward_block *block); /* P in fixed point: no options, head dims to 128 */
 size_t fa_amx_forward_scratch(int rows, int keys, int head_dim, int head_dim_v);
 
-/* amx_fp16_forward.c, amx_fp16_backward.c */
+/* amx_fp16_forward.c, amx_fp16_few.c, amx_fp16_backward.c: of float16 in one piece */
 bool fa_amx_fp16_forward_block(const fa_forward_block *block);
+void fa_amx_fp16_scores_few(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_soon *soon);
+void fa_amx_fp16_accumulate_few(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v,
+                                int rows, const fa_soon *soon);
 void fa_amx_fp16_backward_block(const fa_backward_block *block);
 void fa_amx_fp16_backward_dq(const fa_backward_block *block);
 

@@ -11,7 +11,8 @@
  * sums are not either, and the AVX-512 kernel does the tile again.
  *
  * float16 is cut into its two bfloat16 pieces, a block of keys at a time: both of K meet both of Q, side by side in one
- * right operand, and both of V meet P. There columns c and c + 16 of 32 make a pair.
+ * right operand, and both of V meet P. There columns c and c + 16 of 32 make a pair. Where AMX has float16
+ * (amx_fp16_few.c) it is as bfloat16.
  */
 #include "cpu/amx.h"
 
@@ -86,6 +87,13 @@ FA_AMX_INLINE void ask_for(const few_ahead *ahead, int row)
 static const fa_rows no_rows      = {0};
 static const fa_soon nothing_soon = {0};
 
+#ifdef FA_AMX_FP16
+#define SCORES_FEW fa_amx_fp16_scores_few
+#define ACCUMULATE_FEW fa_amx_fp16_accumulate_few
+#else
+#define SCORES_FEW fa_amx_scores_few
+#define ACCUMULATE_FEW fa_amx_accumulate_few
+
 /* ---- float16: blocks of two pieces ---- */
 
 enum { TWO_ROWS = 8 }; /* of Q: their pieces fill a tile */
@@ -136,6 +144,8 @@ FA_AMX_INLINE few_cut cut_of(char *out, const fa_rows *rows, const fa_soon *soon
         return (few_cut){out, &no_rows, 0, col, none};
     return (few_cut){out, rows, block_key(n, part), col, col == 0 ? ahead_of(rows, soon, n) : none};
 }
+
+#endif
 
 /* ---- S = Q K^T ---- */
 
@@ -226,7 +236,7 @@ static void turn_q(char *out, const char *q, int tiles)
     }
 }
 
-void fa_amx_scores_few(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_soon *soon)
+void SCORES_FEW(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_soon *soon)
 {
     _Alignas(64) char  turned[FEW_MOST_DEPTH_TILES * FA_AMX_TILE], copy[2][BLOCK * FEW_MOST_DEPTH_TILES * 64];
     _Alignas(64) float out[2][FA_AMX_TILE_FLOATS];
@@ -253,6 +263,7 @@ void fa_amx_scores_few(float *s, int lds, const void *q, const fa_rows *k, int r
     }
 }
 
+#ifndef FA_AMX_FP16
 /* q: role Q's packed form of two pieces. Columns 0 to 7 of the right operand are the first pieces of its rows, 8 to 15
  * the second ones. */
 static void turn_two(char *out, const char *q, int tiles)
@@ -347,21 +358,41 @@ void fa_amx_scores_few_f16(float *s, int lds, const void *q, const fa_rows *k, i
     if (_mm512_cmp_ps_mask(check, check, _CMP_UNORD_Q))
         scores_two_again(s, lds, q, k, rows, soon);
 }
+#endif
 
 /* ---- O += P V ---- */
+
+/* P is at most 1, but for dropout's factor: as float16 it is taken times this, so that small ones keep their bits. What
+ * dropout's factor makes too large leaves sums that are not finite, and they are done again. */
+#ifdef FA_AMX_FP16
+#define P_FACTOR 0x1p14f
+#else
+#define P_FACTOR 1.0f
+#endif
 
 /* Rows (hi, even), (hi, odd), (lo, even), (lo, odd) of the left operand, for 16 keys of up to four rows of P. */
 FA_AMX_INLINE void cut_p(char *out, const float *p, int ldp, int rows, int keys)
 {
     __mmask16 there = keys >= 16 ? 0xFFFF : (__mmask16)((1u << keys) - 1);
     for (int r = 0; r < FEW_GROUP; r++) {
-        __m512  x    = r < rows ? _mm512_maskz_loadu_ps(there, p + (int64_t)r * ldp) : _mm512_setzero_ps();
+        __m512 x = r < rows ? _mm512_maskz_loadu_ps(there, p + (int64_t)r * ldp) : _mm512_setzero_ps();
+#ifdef FA_AMX_FP16
+        x            = _mm512_mul_ps(x, _mm512_set1_ps(P_FACTOR));
+        __m256i most = fa_amx_half(x);
+        __m512i h    = _mm512_cvtepu16_epi32(most);
+        __m512i l    = _mm512_cvtepu16_epi32(fa_amx_half(_mm512_sub_ps(x, _mm512_cvtph_ps(most))));
+        _mm512_store_si512(out + 256 * r, h);
+        _mm512_store_si512(out + 256 * r + 64, _mm512_slli_epi32(h, 16));
+        _mm512_store_si512(out + 256 * r + 128, l);
+        _mm512_store_si512(out + 256 * r + 192, _mm512_slli_epi32(l, 16));
+#else
         __m512  high = fa_amx_cut(x), low = fa_amx_cut(_mm512_sub_ps(x, high));
         __m512i h = _mm512_castps_si512(high), l = _mm512_castps_si512(low);
         _mm512_store_si512(out + 256 * r, _mm512_srli_epi32(h, 16));
         _mm512_store_si512(out + 256 * r + 64, h);
         _mm512_store_si512(out + 256 * r + 128, _mm512_srli_epi32(l, 16));
         _mm512_store_si512(out + 256 * r + 192, l);
+#endif
     }
 }
 
@@ -407,6 +438,7 @@ FA_AMX_INLINE void value_tiles(float out[4][FA_AMX_TILE_FLOATS], const float *p,
     TILE_STORE(3, out[3], 64);
 }
 
+#ifndef FA_AMX_FP16
 /* The same of float16; the first 16 columns of 32 take the place of the even ones. */
 FA_AMX_INLINE void value_tiles_two(float out[4][FA_AMX_TILE_FLOATS], const float *p, int ldp, int rows,
                                    const fa_rows *v, int col, const int tiles, const fa_soon *soon)
@@ -447,6 +479,8 @@ FA_AMX_INLINE void value_tiles_two(float out[4][FA_AMX_TILE_FLOATS], const float
     TILE_STORE(3, out[3], 64);
 }
 
+#endif
+
 /* Row r's 32 columns of a tile of sums, in order: [0] the first 16. */
 FA_AMX_INLINE void sums_of(__m512 two[2], const float *tile, int r, bool in_order)
 {
@@ -465,13 +499,20 @@ static bool accumulate_group(float *o, int ldo, const float *rescale, const floa
     _Alignas(64) float sum[FEW_MOST_DEPTH_TILES + 3][FA_AMX_TILE_FLOATS];
     int                tiles = v->cols / 32;
     __m512             check = _mm512_setzero_ps();
-    bool               two   = v->dtype == FLASH_ATTN_F16;
+#ifdef FA_AMX_FP16
+    const bool two = false;
+#define TILES(n)                                                                                                       \
+    value_tiles(sum + c, p, ldp, rows, v, 32 * c, n, copy, soon);                                                      \
+    break
+#else
+    bool two = v->dtype == FLASH_ATTN_F16;
 #define TILES(n)                                                                                                       \
     if (two)                                                                                                           \
         value_tiles_two(sum + c, p, ldp, rows, v, 32 * c, n, soon);                                                    \
     else                                                                                                               \
         value_tiles(sum + c, p, ldp, rows, v, 32 * c, n, copy, soon);                                                  \
     break
+#endif
     for (int c = 0; c < tiles; c += 4) {
         switch (fa_min_int(4, tiles - c)) {
         case 1: TILES(1);
@@ -494,6 +535,8 @@ static bool accumulate_group(float *o, int ldo, const float *rescale, const floa
             __m512 pair[2];
             float *at = o + (int64_t)r * ldo + 32 * c;
             sums_of(pair, sum[c], r, two);
+            pair[0] = _mm512_mul_ps(pair[0], _mm512_set1_ps(1.0f / P_FACTOR));
+            pair[1] = _mm512_mul_ps(pair[1], _mm512_set1_ps(1.0f / P_FACTOR));
             _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_loadu_ps(at), factor, pair[0]));
             _mm512_storeu_ps(at + 16, _mm512_fmadd_ps(_mm512_loadu_ps(at + 16), factor, pair[1]));
         }
@@ -501,8 +544,8 @@ static bool accumulate_group(float *o, int ldo, const float *rescale, const floa
     return true;
 }
 
-void fa_amx_accumulate_few(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
-                           const fa_soon *soon)
+void ACCUMULATE_FEW(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
+                    const fa_soon *soon)
 {
     for (int r = 0; r < rows; r += FEW_GROUP) {
         int          count = fa_min_int(FEW_GROUP, rows - r);

@@ -110,9 +110,8 @@ static void fill_table(void)
     table.scores         = scores;
     table.accumulate     = accumulate;
     table.forward_block  = fa_amx_fp16_forward_block;
-    table.few_rows       = 0;
-    table.scores_few     = NULL;
-    table.accumulate_few = NULL;
+    table.scores_few     = fa_amx_fp16_scores_few; /* rows and columns as bfloat16 */
+    table.accumulate_few = fa_amx_fp16_accumulate_few;
     table.accumulate_t   = NULL; /* the backward is always fused */
     table.row_norm       = row_norm;
     table.backward_block = fa_amx_fp16_backward_block;
