@@ -6,7 +6,8 @@
 Training: batch 1, 512 / d heads, no mask and causal, forward and backward; GFLOP/s count 4 s^2 d h, half of it when
 causal, 2.5 times for the backward. Inference, only where asked for: the forward without gradients, ours without LSE.
 Decode: one query of 32 heads on 8 key heads. PyTorch runs whichever of its CPU backends is fastest in the cell. Tensors
-are PyTorch's own [b, h, s, d], random normal, never zeros. Where the tier is amx, float32 is also timed with AMX off.
+are PyTorch's own [b, h, s, d], random normal, never zeros. Where the tier is amx, float32 is also timed with AMX off, and
+float16 on the tier amx-fp16 where the processor has AMX-FP16 but a hypervisor hides it; PyTorch then does not see it.
 
 Before anything is timed each result is compared with float64: output and LSE of one whole head, and the gradients of
 some queries and keys. Ours start as NaN and must be within the tests' tolerances (a relative L2 error of 5e-6, 1e-3
@@ -123,11 +124,30 @@ class Cell:
 # ---- who runs it: step() runs once and returns (seconds of the forward, seconds of the backward) ----
 
 
+def context_of(threads, tier):
+    context = ctypes.c_void_p()
+    options = _native.Options(num_threads=threads, max_isa=TIERS[tier], use_openmp=True)
+    before = os.environ.get("FLASH_ATTN_ASSUME")
+    if tier == "amx-fp16":
+        os.environ["FLASH_ATTN_ASSUME"] = tier
+    _native.check(_native.lib.flash_attn_create(ctypes.byref(context), ctypes.byref(options)))
+    if before is None:
+        os.environ.pop("FLASH_ATTN_ASSUME", None)
+    return context
+
+
+def hides_amx_fp16():
+    """True if the processor has AMX-FP16 and does not say so."""
+    info, context = _native.DeviceInfo(), context_of(1, "amx-fp16")
+    _native.check(_native.lib.flash_attn_get_device_info(context, _native.Device(), ctypes.byref(info)))
+    _native.lib.flash_attn_destroy(context)
+    return b"amx-fp16:assumed" in info.features
+
+
 class Ours:
     def __init__(self, cell, threads, tier):
-        self.cell, self.context = cell, ctypes.c_void_p()
-        options = _native.Options(num_threads=threads, max_isa=TIERS[tier], use_openmp=True)
-        _native.check(_native.lib.flash_attn_create(ctypes.byref(self.context), ctypes.byref(options)))
+        self.cell = cell
+        self.context = context_of(threads, tier)
         q, k, v, self.dout = (t.transpose(1, 2) for t in (cell.q, cell.k, cell.v, cell.dout))
         self.call = Call(q, k, v, causal=cell.causal)
         self.call.context = self.context
@@ -497,6 +517,9 @@ def arguments():
 def main():
     options = arguments()
     cpu = _native.device_info()
+    more = {"float32": ["avx512"]} if cpu["isa"].startswith("amx") else {}
+    if cpu["isa"] == "amx" and hides_amx_fp16():
+        more["float16"] = ["amx-fp16"]
     torch.manual_seed(0)
     about = {
         "cpu": {name: cpu[name] for name in ("name", "isa", "features", "num_cores")},
@@ -511,7 +534,7 @@ def main():
     if options.json:
         report.keep(options.json, options.append, about)
     for dtype in options.dtypes:
-        tiers = options.tiers or (["auto", "avx512"] if dtype == "float32" and cpu["isa"] == "amx" else ["auto"])
+        tiers = options.tiers or ["auto", *more.get(dtype, [])]
         for d in options.head_dims if options.only != "decode" else []:
             heads = options.heads or max(1, 512 // d)
             for mask in options.masks:
@@ -525,7 +548,7 @@ def main():
                     )
         if options.only not in ("training", "inference"):
             shape = (DECODE["head_dim"], 1, options.decode_seqlen, DECODE["heads"], DECODE["heads_k"], False, False)
-            run_cell(report, options, lambda: Cell(dtype, *shape), ["auto"], options.threads)
+            run_cell(report, options, lambda: Cell(dtype, *shape), tiers if dtype == "float16" else ["auto"], options.threads)
     print()
     geometric(report.rows)
     report.write()

@@ -249,7 +249,7 @@ int main(int argc, char **argv)
         else if (strcmp(argv[n], "--decode") == 0)
             opt.decode = true;
         else if (strcmp(argv[n], "--tier") == 0)
-            opt.isa = (flash_attn_isa)choice(value, tiers, 6), n++;
+            opt.isa = (flash_attn_isa)choice(value, tiers, 7), n++;
         else if (strcmp(argv[n], "--dtype") == 0)
             opt.dtype = (flash_attn_dtype)choice(value, dtypes, 3), n++;
         else if (strcmp(argv[n], "--seqlen") == 0)
@@ -268,7 +268,7 @@ int main(int argc, char **argv)
     flash_attn_device_info info;
     must(flash_attn_create(&context, &how));
     must(flash_attn_get_device_info(context, (flash_attn_device){FLASH_ATTN_CPU, 0}, &info));
-    opt.isa = (flash_attn_isa)choice(info.isa, tiers, 6);
+    opt.isa = (flash_attn_isa)choice(info.isa, tiers, 7);
     if (opt.decode)
         run_decode(context, &opt);
     else

@@ -26,6 +26,7 @@ SERIES = {
     "torch": ("PyTorch SDPA", "#7da7d9"),
     "read": ("plain read of memory", "#c9c9c9"),
     "ours, AMX off": ("flashattn, AMX off", "#e8a09a"),
+    "ours, AMX-FP16": ("flashattn, AMX-FP16", "#7b241c"),
     "ours": ("flashattn", "#c0392b"),
 }
 SPARE_COLOURS = ("#8c8c8c", "#5f9ea0", "#d2691e")
@@ -85,7 +86,7 @@ def cpu_series(row):
     return (
         "ours, AMX off"
         if row["dtype"] == "float32" and row["tier"] == "avx512"
-        else "ours" if row["tier"] == "auto" else f"ours, {row['tier']}"
+        else "ours" if row["tier"] == "auto" else f"ours, {row['tier'].upper()}"
     )
 
 
@@ -104,7 +105,7 @@ def cpu_panel(rows, dtype, d, causal):
 def decode_figure(rows, cpu):
     panels = []
     for threads in sorted({r["threads"] for r in rows}):
-        chosen = [r for r in rows if r["threads"] == threads]
+        chosen = [r for r in rows if r["threads"] == threads and r["tier"] != "amx-fp16"]
         bars = {
             "torch": [r["torch"] and r["kv_bytes"] / r["torch"]["min_ms"] / 1e6 for r in chosen],
             "read": [r["peaks"]["read_gbps"] or None for r in chosen],
@@ -162,8 +163,7 @@ def share(row, report):
 
 
 def title_of(row):
-    off = ", AMX off" if cpu_series(row).endswith("off") else ""
-    return f"{row['dtype']} {row['pass']}{off}"
+    return f"{row['dtype']} {row['pass']}{cpu_series(row).removeprefix('ours')}"
 
 
 def summary_table(report):

@@ -170,6 +170,8 @@ def cpu_report():
             row("forward", "float32", 1024, "avx512", 3.0, 4.0),
             row("forward", "float32", 2048, "auto", 4.0, None),
             row("forward", "bfloat16", 1024, "auto", 1.0, 4.0),
+            row("forward", "float16", 1024, "auto", 2.0, 4.0),
+            row("forward", "float16", 1024, "amx-fp16", 1.0, 4.0),
             row("decode", "bfloat16", 32768, "auto", 0.2, 0.4),
         ],
     }
@@ -189,13 +191,14 @@ def test_gpu_bars_are_what_the_report_says():
 def test_cpu_bars_are_what_the_report_says():
     figures = plot.figures_of(cpu_report())
     assert list(figures) == ["cpu-forward-1", "decode"]
-    floats, halves = figures["cpu-forward-1"]["panels"]
+    floats, halves, two_halves = figures["cpu-forward-1"]["panels"]
     assert floats["bars"] == {
         "torch": [250.0, None],
         "ours, AMX off": [pytest.approx(1000 / 3), None],
         "ours": [500.0, 250.0],
     }
     assert list(halves["bars"]) == ["torch", "ours"]
+    assert two_halves["bars"] == {"torch": [250.0], "ours, AMX-FP16": [1000.0], "ours": [500.0]}
     assert figures["decode"]["panels"][0]["bars"] == {"torch": [2.5], "read": [10.0], "ours": [5.0]}
 
 
@@ -205,14 +208,15 @@ def test_tables_say_what_the_report_says(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["plot.py", str(file), "--table", "summary"])
     assert plot.main() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "| | 1 thread |" and len(lines) == 2 + 4
+    assert lines[0] == "| | 1 thread |" and len(lines) == 2 + 6
     assert lines[2] == "| float32 forward | **2.00x** (2.00-2.00), 500 GFLOP/s, 50% of FMA |"
     assert lines[3] == "| float32 forward, AMX off | **1.33x** (1.33-1.33), 333 GFLOP/s, 33% of FMA |"
-    assert lines[5] == "| bfloat16 decode | **2.00x** (2.00-2.00), 5.0 GB/s, 50% of reading |"
+    assert lines[6] == "| float16 forward, AMX-FP16 | **4.00x** (4.00-4.00), 1000 GFLOP/s, 100% of FMA |"
+    assert lines[7] == "| bfloat16 decode | **2.00x** (2.00-2.00), 5.0 GB/s, 50% of reading |"
     monkeypatch.setattr(sys, "argv", ["plot.py", str(file), "--table", "cells"])
     assert plot.main() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + 5
+    assert len(lines) == 2 + 7
     assert lines[5] == "| bfloat16 forward | 64 | none | 1024 | 1 | 250 | 1000 | 4.00 | 4.00 | 50% of AMX |"
 
 
