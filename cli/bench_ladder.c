@@ -12,7 +12,7 @@ enum { TOKENS = 16384, HIDDEN = 2048, MOST_NAMES = 32, NAME_BYTES = 32 };
 
 /* The rungs in order (docs/ladder.md), then the library's own kernel. */
 static const char *const rungs[]  = {"k1", "fa1", "k2", "k3.1", "k3.2", "k3.3", "k4.1", "k4.2", "k5", "k6"};
-static const char *const others[] = {"forward_sm80"};
+static const char *const others[] = {"forward_sm80", "forward_sm90"};
 enum { NUM_RUNGS = sizeof rungs / sizeof *rungs, NUM_OTHERS = sizeof others / sizeof *others };
 
 typedef struct ladder_run {
@@ -44,7 +44,7 @@ static int unknown_name(const char *name)
     const char *nearest = cli_nearest(name, known, NUM_RUNGS + NUM_OTHERS + 1);
     if (nearest)
         return cli_fail("bench: --kernel %s: there is no such kernel; did you mean %s?", name, nearest);
-    return cli_fail("bench: --kernel %s: expected all, or some of k1,fa1,k2,k3.1,k3.2,k3.3,k4.1,k4.2,k5,k6,forward_sm80",
+    return cli_fail("bench: --kernel %s: expected all, or some of k1,fa1,k2,k3.1,k3.2,k3.3,k4.1,k4.2,k5,k6,forward_sm80,forward_sm90",
                     name);
 }
 

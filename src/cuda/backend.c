@@ -14,12 +14,18 @@ static flash_attn_status upload_lists(const fa_place *place, const fa_call *call
     return fa_upload(place, upload, (void *)plan->args.slice_offsets, call->slices.offsets, plan->offsets_bytes);
 }
 
+static int64_t blocks_of(const fa_place *place, const fa_launch *launch)
+{
+    int64_t multiprocessors = place->device->num_multiprocessors;
+    return launch->stays && launch->blocks > multiprocessors ? multiprocessors : launch->blocks;
+}
+
 static flash_attn_status launch_all(const fa_place *place, const fa_call *call, fa_plan *plan)
 {
     /* All kernels first: if one cannot be built, nothing has been written. */
     fa_kernel *kernels[FA_MAX_LAUNCHES];
     fa_maps    maps;
-    if (plan->rung && plan->rung->has_maps)
+    if (plan->has_maps)
         FA_TRY(fa_maps_make(place->driver, call, plan->row, &maps));
     for (int i = 0; i < plan->num_launches; i++)
         FA_TRY(fa_kernel_get(place, &plan->launch[i].key, &kernels[i]));
@@ -32,7 +38,8 @@ static flash_attn_status launch_all(const fa_place *place, const fa_call *call, 
         if (plan->launch[i].key.kernel == FA_KERNEL_UPLOAD)
             FA_TRY(upload_lists(place, call, plan, kernels[i]));
         else
-            FA_TRY(fa_kernel_launch(place, kernels[i], plan->launch[i].blocks, plan->launch[i].cluster, &plan->args, &maps));
+            FA_TRY(fa_kernel_launch(place, kernels[i], blocks_of(place, &plan->launch[i]), plan->launch[i].cluster, &plan->args,
+                                    &maps));
     return FLASH_ATTN_OK;
 }
 
@@ -55,9 +62,13 @@ static flash_attn_status run_in_own_memory(const fa_place *place, const fa_call 
     return status;
 }
 
-static flash_attn_status make_plan(const fa_place *place, const fa_call *call, fa_plan *plan)
+/* A GPU that takes no tensor maps (the emulated one of the tests) runs the portable forward. */
+static flash_attn_status make_plan(const fa_cuda *cuda, const fa_device *device, const fa_call *call, fa_plan *plan)
 {
-    return fa_plan_make(call, place->device->built_for, place->cuda->forced_kernel, plan);
+    const char *name = cuda->forced_kernel;
+    if (!name && !device->has_tensor_maps && call->pass == FLASH_ATTN_FORWARD)
+        name = fa_kernels[FA_KERNEL_FORWARD_SM80].name;
+    return fa_plan_make(call, device->built_for, name, plan);
 }
 
 static size_t workspace_for(const fa_plan *plan)
@@ -68,7 +79,7 @@ static size_t workspace_for(const fa_plan *plan)
 static flash_attn_status run_at(const fa_place *place, const fa_call *call, const fa_exec *exec)
 {
     fa_plan plan;
-    FA_TRY(make_plan(place, call, &plan));
+    FA_TRY(make_plan(place->cuda, place->device, call, &plan));
     if (plan.workspace_bytes == 0)
         return launch_all(place, call, &plan);
     if (!exec->workspace)
@@ -97,7 +108,7 @@ flash_attn_status fa_cuda_workspace(flash_attn_context *context, int32_t device,
     fa_plan    plan;
     FA_TRY(fa_cuda_of(context, &cuda));
     FA_TRY(fa_device_get(cuda, device, &at));
-    FA_TRY(fa_plan_make(call, at->built_for, cuda->forced_kernel, &plan));
+    FA_TRY(make_plan(cuda, at, call, &plan));
     *bytes = workspace_for(&plan);
     return FLASH_ATTN_OK;
 }
@@ -117,7 +128,7 @@ static flash_attn_status prepare_at(const fa_place *place, const fa_call *call)
     fa_call    variants[2];
     int        count = variants_of(call, variants);
     for (int v = 0; v < count; v++) {
-        FA_TRY(make_plan(place, &variants[v], &plan));
+        FA_TRY(make_plan(place->cuda, place->device, &variants[v], &plan));
         for (int i = 0; i < plan.num_launches; i++)
             FA_TRY(fa_kernel_get(place, &plan.launch[i].key, &kernel));
     }
@@ -137,7 +148,7 @@ static flash_attn_status explain_at(const fa_place *place, const fa_call *call, 
 {
     fa_plan    plan;
     fa_kernel *kernel;
-    FA_TRY(make_plan(place, call, &plan));
+    FA_TRY(make_plan(place->cuda, place->device, call, &plan));
     const fa_launch *main = &plan.launch[plan.main];
     FA_TRY(fa_kernel_get(place, &main->key, &kernel));
     snprintf(explanation->kernel, sizeof explanation->kernel, "%s",

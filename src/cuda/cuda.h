@@ -17,6 +17,7 @@ typedef struct fa_launch {
     fa_key  key;
     int64_t blocks;  /* 0: nothing to do. For upload: 1 */
     int     cluster; /* so many neighbouring blocks run at the same time; divides blocks */
+    bool    stays;   /* a block takes one piece of work after the other: one a multiprocessor is enough */
 } fa_launch;
 
 struct fa_rung; /* ladder.h */
@@ -26,6 +27,7 @@ typedef struct fa_plan {
     const struct fa_rung *rung; /* NULL: not of the ladder */
     fa_launch          launch[FA_MAX_LAUNCHES]; /* in order */
     int                num_launches, main; /* main: the one that explain names */
+    bool               has_maps;           /* kernels load by the tensor memory accelerator */
     fa_args            args;
     void              *zero; /* part of the workspace to be zeroed before the first launch */
     size_t             zero_bytes;
@@ -56,7 +58,7 @@ typedef struct fa_device {
     CUcontext  primary; /* retained when first needed */
     int        arch, built_for; /* compute capability; what kernels are built for, 0: none */
     int        num_multiprocessors, max_shared_bytes;
-    bool       has_pools;
+    bool       has_pools, has_tensor_maps;
 } fa_device;
 
 typedef struct fa_kernel {

@@ -91,7 +91,8 @@ static flash_attn_status set_up_device(fa_cuda *cuda, int index)
     device->num_multiprocessors = attribute(driver, device->device, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
     device->max_shared_bytes =
         attribute(driver, device->device, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
-    device->has_pools = attribute(driver, device->device, CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED) != 0;
+    device->has_pools       = attribute(driver, device->device, CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED) != 0;
+    device->has_tensor_maps = attribute(driver, device->device, CU_DEVICE_ATTRIBUTE_TENSOR_MAP_ACCESS_SUPPORTED) != 0;
     atomic_store_explicit(&device->ready, 1, memory_order_release);
     return FLASH_ATTN_OK;
 }

@@ -78,6 +78,10 @@ static void use_row(fa_key *key, const fa_tune_row *row)
     key->stages     = row->stages;
     key->min_blocks = row->min_blocks;
     key->variant    = row->variant;
+    if (row->kernel == FA_KERNEL_FORWARD_SM90) { /* TMA bounds columns: what is smaller takes the same kernel */
+        key->head_dim = key->head_dim_v = row->head_dim;
+        key->even_d   = 0;
+    }
 }
 
 fa_key fa_plan_small_key(enum fa_kernel_id kernel, int arch)
@@ -219,7 +223,7 @@ static flash_attn_status add_clusters(fa_plan *plan, const fa_key *key, int64_t 
     if (blocks > INT_MAX)
         return fa_fail(FLASH_ATTN_UNSUPPORTED, "%s would need %lld blocks; CUDA allows %d in a launch",
                        fa_kernels[key->kernel].name, (long long)blocks, INT_MAX);
-    plan->launch[plan->num_launches++] = (fa_launch){*key, blocks, cluster};
+    plan->launch[plan->num_launches++] = (fa_launch){.key = *key, .blocks = blocks, .cluster = cluster};
     return FLASH_ATTN_OK;
 }
 
@@ -228,9 +232,31 @@ static flash_attn_status add_launch(fa_plan *plan, const fa_key *key, int64_t bl
     return add_clusters(plan, key, blocks, 1);
 }
 
+/* Heads whose K and V stay in L2 beside each other, of a GPU that has 50 MB. */
+static int64_t heads_in_l2(const fa_call *call, const fa_key *key)
+{
+    enum { KV_BYTES = 32 << 20 };
+    int64_t bytes = call->max_seqlen_k * (key->head_dim + key->head_dim_v) * 2, all = call->heads_q * call->batch;
+    int64_t heads = bytes > 0 && bytes < KV_BYTES ? KV_BYTES / bytes * call->group : call->group;
+    return heads < all ? heads : all;
+}
+
+/* Blocks stay where all sequences are alike; where they are not, the hardware deals them out better. */
+static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
+{
+    plan->has_maps         = true;
+    plan->args.order_heads = (int)heads_in_l2(call, key);
+    plan->main             = plan->num_launches;
+    FA_TRY(add_launch(plan, key, (int64_t)plan->args.tiles_q * call->heads_q * call->batch));
+    plan->launch[plan->main].stays = !call->cu_seqlens_q && !call->cu_seqlens_k && !call->seqused_q && !call->seqused_k;
+    return FLASH_ATTN_OK;
+}
+
 static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key *key)
 {
     fa_args *args = &plan->args;
+    if (key->kernel == FA_KERNEL_FORWARD_SM90)
+        return plan_forward_sm90(call, plan, key);
     choose_splits(call, plan->row, args);
     key->has_split = args->num_splits > 1;
     plan->main     = plan->num_launches;
@@ -370,6 +396,7 @@ flash_attn_status fa_plan_make(const fa_call *call, int arch, const char *name, 
     memset(plan, 0, sizeof *plan);
     fa_key key = wanted_key(call, arch);
     plan->rung = name ? fa_ladder_find(name) : NULL;
+    plan->has_maps = plan->rung && plan->rung->has_maps;
     FA_TRY(plan->rung ? fa_ladder_choose(call, &key, plan->rung, &plan->row) : fa_tune_choose(call, &key, name, &plan->row));
     use_row(&key, plan->row);
     fill_tensors(call, &plan->args);

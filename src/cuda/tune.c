@@ -1,4 +1,4 @@
-#include "cuda/tune.h"
+#include "cuda/cuda.h"
 
 const fa_kernel_names fa_kernels[FA_NUM_KERNELS] = {
 #define X(enumerator, name, file) [FA_KERNEL_##enumerator] = {name, file},
@@ -13,6 +13,12 @@ const fa_kernel_names fa_kernels[FA_NUM_KERNELS] = {
 const fa_tune_row fa_tune_rows[] = {
     /* arch   kernel                dtypes       head  masks     only      few tile_q tile_k warps stages blocks variant
        spill why */
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_TMA, 0, 192, 128, 16, 2, 1, 0, 0,
+     "three consumers of 64 rows share each tile of K and V (decision 0047)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 1, 0,
+     "two consumers; two stages of Q, so that the walk does not stop between tiles of queries (decision 0047)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_TMA, 0, 128, 80, 12, 2, 1, 0, 0,
+     "two consumers; 80 keys are what registers and 227 KB of shared memory leave (decision 0047)"},
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_PLAIN, 64, 64, 64, 4, 2, 4, 1, 16,
      "few queries: one tile of 64 with Q in registers, four blocks a multiprocessor"},
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 64, FA_ON_CAUSAL | FA_ON_WINDOW, FA_FOR_PLAIN, 1024, 64, 64, 4, 2, 4, 1, 16,
@@ -84,10 +90,18 @@ static bool is_backward(enum fa_kernel_id kernel) { return kernel == FA_KERNEL_B
 /* How far a row fits: the sentence of UNSUPPORTED comes from the row that came furthest. */
 enum fit { FIT_NO_KERNEL, FIT_NO_ARCH, FIT_NO_DTYPE, FIT_NO_HEAD_DIM, FIT_NO_MASK, FIT_WHOLLY };
 
-static bool is_for(const fa_tune_row *row, const fa_key *key)
+bool fa_tune_takes_tma(const fa_call *call)
+{
+    return call->max_seqlen_q > 128 && call->num_splits <= 1 && call->head_dim > 32 && call->head_dim_v > 32 &&
+           call->scale > 0 && fa_maps_fit(call);
+}
+
+static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
     bool plain = !(key->has_softcap || key->has_bias || key->has_alibi || key->has_dropout || key->has_slices ||
                    key->has_paged);
+    if (row->only == FA_FOR_TMA && !fa_tune_takes_tma(call))
+        return false;
     return row->only == FA_FOR_ANY || (key->aligned && (plain || row->only == FA_FOR_ALIGNED));
 }
 
@@ -103,7 +117,7 @@ static enum fit fit_of(const fa_tune_row *row, const fa_call *call, const fa_key
     if (call->head_dim > row->head_dim || call->head_dim_v > row->head_dim)
         return FIT_NO_HEAD_DIM;
     if (!(row->masks >> key->mask & 1) || (row->max_queries && call->max_seqlen_q > row->max_queries) ||
-        !is_for(row, key))
+        !is_for(row, call, key))
         return FIT_NO_MASK;
     return FIT_WHOLLY;
 }

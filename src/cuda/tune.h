@@ -7,6 +7,7 @@
 /* X(enumerator, entry name, file) */
 #define FA_KERNELS(X)                                               \
     X(FORWARD_SM80, "forward_sm80", "forward_sm80.cu")              \
+    X(FORWARD_SM90, "forward_sm90", "forward_sm90.cu")              \
     X(BACKWARD_SM80, "backward_sm80", "backward_sm80.cu")           \
     X(COMBINE, "combine", "combine.cu")                             \
     X(BACKWARD_ROWSUM, "backward_rowsum", "backward_rowsum.cu")     \
@@ -57,7 +58,8 @@ enum {
 enum fa_row_for {
     FA_FOR_ANY,
     FA_FOR_ALIGNED, /* with FA_ALIGNED */
-    FA_FOR_PLAIN    /* and without softcap, bias, ALiBi, dropout, slices and pages */
+    FA_FOR_PLAIN,   /* and without softcap, bias, ALiBi, dropout, slices and pages */
+    FA_FOR_TMA      /* and with what forward_sm90 asks for besides: fa_tune_takes_tma */
 };
 
 typedef struct fa_tune_row {
@@ -79,6 +81,10 @@ extern const int         fa_num_tune_rows;
 /* The architecture that kernels are built for on a GPU of compute capability `device_arch`: the latest one that the
  * table knows, of the same major number and not above. 0: none. */
 int fa_tune_arch(int device_arch);
+
+/* More than 128 queries (fewer are split over the keys by the portable kernel, and so is what asks for parts), more than 32 columns, a
+ * scale above 0, strides that a tensor map describes. */
+bool fa_tune_takes_tma(const fa_call *call);
 
 /* The first row that fits. key holds what the call needs, not yet the tiles. name: only rows of that kernel; NULL: any.
  * UNSUPPORTED says what is lacking. */

@@ -83,7 +83,7 @@ int cuDeviceTotalMem_v2(size_t *bytes, int device)
 
 int cuDeviceGetAttribute(int *value, int attribute, int device)
 {
-    enum { MULTIPROCESSORS = 16, L2_BYTES = 38, MAJOR = 75, MINOR = 76, MAX_SHARED = 97 };
+    enum { MULTIPROCESSORS = 16, L2_BYTES = 38, MAJOR = 75, MINOR = 76, MAX_SHARED = 97, TENSOR_MAPS = 127 };
     int arch = number("EMULATOR_ARCH", 90);
     (void)device;
     switch (attribute) {
@@ -92,6 +92,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device)
     case MAJOR: *value = arch / 10; break;
     case MINOR: *value = arch % 10; break;
     case MAX_SHARED: *value = arch == 80 ? 163 << 10 : arch == 90 || arch == 100 ? 227 << 10 : 99 << 10; break;
+    case TENSOR_MAPS: *value = 0; break; /* Hopper's own kernels are not emulated */
     default: *value = 1;
     }
     return OK;

@@ -72,6 +72,7 @@ typedef struct fa_args {
     int num_splits, split_keys;            /* part p works on keys [p * split_keys, (p + 1) * split_keys) */
     int group_blocks;                      /* backward: blocks that share a key head; each does group / group_blocks
                                               query heads. 1 without FA_HAS_KV_ACCUM */
+    int order_heads;                       /* forward_sm90, masked: heads whose tiles of q are dealt together, longest first */
     float scale, scale_log2, softcap;      /* scale_log2 = scale * log2(e) */
 
     fa_window  window;
@@ -137,7 +138,7 @@ typedef struct fa_map {
 } fa_map;
 
 typedef struct fa_maps {
-    fa_map q, k, v, o, dout, dq, dk, dv;
+    fa_map q, k, v;
 } fa_maps;
 
 #endif

@@ -61,18 +61,6 @@ FA_DEVICE kv_source kv_source_of(const fa_args &args, const fa_view &view, const
     return {data + w.seq.kv_entry * view.stride[0] + w.seq.kv_row * view.stride[1], nullptr};
 }
 
-/* The key tiles of which every query sees every key (slices apart): they need no mask, and they are neighbours. */
-FA_DEVICE fa_range clean_tiles(const fa_args &args, const work &w)
-{
-    fa_window window = window_of(args);
-    int       begin = w.keys.begin, end = w.keys.end;
-    if (FA_MASK == FA_MASK_WINDOW)
-        begin = fa_max_int(begin, w.queries.end - 1 + w.seq.diagonal - window.left);
-    if (FA_MASK != FA_MASK_NONE)
-        end = fa_min_int(end, w.queries.begin + w.seq.diagonal + window.right + 1);
-    return {(begin + FA_TILE_K - 1) / FA_TILE_K, end < 0 ? 0 : end / FA_TILE_K};
-}
-
 FA_DEVICE work work_of(const fa_args &args)
 {
     work       w;
@@ -98,7 +86,7 @@ FA_DEVICE work work_of(const fa_args &args)
     w.keys = fa_keys_seen(window_of(args), w.seq.diagonal, w.queries, all);
     if (w.queries.begin >= w.queries.end)
         w.keys.end = w.keys.begin;
-    w.clean      = clean_tiles(args, w);
+    w.clean      = clean_tiles<FA_TILE_K>(args, w.seq, w.queries, w.keys);
     w.first_tile = w.keys.begin / FA_TILE_K;
     w.unit       = MODIFIED || args.scale_log2 == 0 ? 1.0f : fabsf(args.scale_log2);
     w.k          = kv_source_of(args, args.k, w);
@@ -274,19 +262,10 @@ FA_DEVICE bool store_result(float (&o)[ROWS16][COLS8][4], float (&maximum)[2 * R
     bool   far = false;
 #pragma unroll
     for (int r = 0; r < 2 * ROWS16; r++) {
-        int   i     = w.first_q + row_of(r / 2, r % 2);
-        float top   = maximum[r] * unit;
-        float total = quad_sum(sum[r]);
-        float peak  = fmaxf(top, sink_log2), shrink = 1.0f;
-        if (peak != top) { /* the sink is the largest logit */
-            shrink = exp2_fast(top - peak);
-            total *= shrink;
-        }
-        if (sink_log2 != -infinity())
-            total += exp2_fast(sink_log2 - peak);
-        bool  empty = i >= w.seq.seqlen_q || total == 0.0f;
-        float lse   = empty ? -infinity() : (peak + log2_fast(total)) * FA_LN2;
-        scale[r]    = empty ? 0.0f : shrink * reciprocal(total);
+        int     i   = w.first_q + row_of(r / 2, r % 2);
+        row_end end = end_of_row(maximum[r] * unit, quad_sum(sum[r]), sink_log2, i >= w.seq.seqlen_q);
+        float   lse = end.lse;
+        scale[r]    = end.scale;
         if (FA_HAS_DROPOUT)
             scale[r] *= args.dropout.keep_scale;
         if (threadIdx.x % 4 == 0 && i < w.seq.rows_q)

@@ -56,6 +56,19 @@ FA_DEVICE fa_window window_of(const fa_args &args)
     return window;
 }
 
+/* The key tiles of which every query sees every key (slices apart): they need no mask, and they are neighbours. */
+template <int TILE_K>
+FA_DEVICE fa_range clean_tiles(const fa_args &args, const sequence &s, fa_range queries, fa_range keys)
+{
+    fa_window window = window_of(args);
+    int       begin = keys.begin, end = keys.end;
+    if (FA_MASK == FA_MASK_WINDOW)
+        begin = fa_max_int(begin, queries.end - 1 + s.diagonal - window.left);
+    if (FA_MASK != FA_MASK_NONE)
+        end = fa_min_int(end, queries.begin + s.diagonal + window.right + 1);
+    return {(begin + TILE_K - 1) / TILE_K, end < 0 ? 0 : end / TILE_K};
+}
+
 /* Which tile of which of the grid's heads, sequences and splits block `n` takes. Causal tiles (0: the longest) come in up to
  * eight rounds over all heads, so that the last blocks of the grid are short ones; within a round a head's tiles are
  * neighbours, 256 rows of them or more, which read the same rows through L2 (decision 0044). */

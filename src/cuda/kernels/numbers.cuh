@@ -74,6 +74,13 @@ FA_DEVICE void store_element(void *data, fa_i64 index, int dtype, float value)
 
 FA_DEVICE bool finite(float x) { return (__float_as_int(x) & 0x7F800000) != 0x7F800000; }
 
+/* Inf and NaN among two neighbours become zeros. */
+FA_DEVICE unsigned without_nonfinite(unsigned pair)
+{
+    float2 e = unpack<OPERAND>(pair);
+    return pair & ((finite(e.x) ? 0xFFFFu : 0u) | (finite(e.y) ? 0xFFFF0000u : 0u));
+}
+
 /* Over the four lanes that share a row of an accumulator. */
 FA_DEVICE float quad_max(float x)
 {

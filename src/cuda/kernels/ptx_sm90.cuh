@@ -18,11 +18,14 @@ FA_DEVICE void barrier_init(unsigned barrier, unsigned arrivals)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
+/* What this thread wrote to shared memory is seen by TMA and WGMMA once a barrier has told of it. */
+FA_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 /* Barriers set up by this thread are seen by TMA and, after a __syncthreads, by all. */
 FA_DEVICE void barrier_init_done()
 {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    fence_async();
 }
 
 /* One arrival that also announces so many bytes of TMA. */
@@ -82,6 +85,16 @@ FA_DEVICE void tma_load(unsigned to, const fa_map &map, unsigned barrier, int co
                  : "memory");
 }
 
+/* A tile of ROWS rows and COLS columns by TMA, asked for by one thread; its box has ROWS rows. `barrier` must expect
+ * ROWS * COLS * 2 bytes. */
+template <int ROWS, int COLS>
+FA_DEVICE void fetch_tile(unsigned tile, const fa_map &map, unsigned barrier, int entry, int head, int first)
+{
+#pragma unroll
+    for (int panel = 0; panel < COLS / 64; panel++)
+        tma_load(tile + panel * (ROWS * 128), map, barrier, 64 * panel, first, head, entry);
+}
+
 /* ---- WGMMA (sm_90a) ---- */
 #if FA_ARCH == 90
 
@@ -129,51 +142,72 @@ template <int A, int B> FA_DEVICE void hold(unsigned (&r)[A][B])
 #define FA_WGMMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 "
 #endif
 
-/* Operand lists: 32, 64, 88 accumulators. */
+/* Operand lists: 32, 40, 64, 88, 96, 128 accumulators. */
 #define FA_O8(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
 #define FA_O32(c, i) FA_O8(c, i), FA_O8(c, i + 8), FA_O8(c, i + 16), FA_O8(c, i + 24)
 #define FA_N32                                                                                                      \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
     "%24, %25, %26, %27, %28, %29, %30, %31"
+#define FA_N40 FA_N32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define FA_N64                                                                                                      \
     FA_N32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, "  \
            "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define FA_N88                                                                                                      \
     FA_N64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, "  \
            "%84, %85, %86, %87"
+#define FA_N96 FA_N88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define FA_N128                                                                                                      \
+    FA_N96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, "      \
+           "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 /* c (64 x 2 COUNT) = or += a b^T; a and b by rows in shared memory, K along the columns. Thread 32 w + 4 g + t of the
  * warpgroup holds rows 16 w + g (c[4 j], c[4 j + 1]) and 16 w + g + 8 (c[4 j + 2], c[4 j + 3]), columns 8 j + 2 t, + 1. */
 template <int COUNT> FA_DEVICE void wgmma_shared(float (&c)[COUNT], unsigned long long a, unsigned long long b, int add)
 {
-    static_assert(COUNT == 32 || COUNT == 64 || COUNT == 88, "no such WGMMA here");
+    static_assert(COUNT == 32 || COUNT == 40 || COUNT == 64 || COUNT == 88 || COUNT == 96, "no such WGMMA here");
     if constexpr (COUNT == 32)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; " FA_WGMMA(64) "{" FA_N32 "}, %32, %33, p, 1, 1, 0, 0; }"
                      : FA_O32(c, 0)
+                     : "l"(a), "l"(b), "r"(add));
+    else if constexpr (COUNT == 40)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %42, 0; " FA_WGMMA(80) "{" FA_N40 "}, %40, %41, p, 1, 1, 0, 0; }"
+                     : FA_O32(c, 0), FA_O8(c, 32)
                      : "l"(a), "l"(b), "r"(add));
     else if constexpr (COUNT == 64)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; " FA_WGMMA(128) "{" FA_N64 "}, %64, %65, p, 1, 1, 0, 0; }"
                      : FA_O32(c, 0), FA_O32(c, 32)
                      : "l"(a), "l"(b), "r"(add));
-    else
+    else if constexpr (COUNT == 88)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %90, 0; " FA_WGMMA(176) "{" FA_N88 "}, %88, %89, p, 1, 1, 0, 0; }"
                      : FA_O32(c, 0), FA_O32(c, 32), FA_O8(c, 64), FA_O8(c, 72), FA_O8(c, 80)
                      : "l"(a), "l"(b), "r"(add));
+    else
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %98, 0; " FA_WGMMA(192) "{" FA_N96 "}, %96, %97, p, 1, 1, 0, 0; }"
+                     : FA_O32(c, 0), FA_O32(c, 32), FA_O32(c, 64)
+                     : "l"(a), "l"(b), "r"(add));
 }
 
-/* c (64 x 2 COUNT) += a b; a 64 x 16 in registers: rows and columns as those of an accumulator, two neighbours a register;
- * b by rows in shared memory, K along the rows. */
-template <int COUNT> FA_DEVICE void wgmma_registers(float (&c)[COUNT], const unsigned (&a)[4], unsigned long long b)
+/* c (64 x 2 COUNT) = or += a b; a 64 x 16 in registers: rows and columns as those of an accumulator, two neighbours a
+ * register; b by rows in shared memory, K along the rows. */
+template <int COUNT>
+FA_DEVICE void wgmma_registers(float (&c)[COUNT], const unsigned (&a)[4], unsigned long long b, int add)
 {
-    static_assert(COUNT == 32 || COUNT == 64, "no such WGMMA here");
+    static_assert(COUNT == 32 || COUNT == 64 || COUNT == 128, "no such WGMMA here");
     if constexpr (COUNT == 32)
-        asm volatile(FA_WGMMA(64) "{" FA_N32 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; " FA_WGMMA(64) "{" FA_N32
+                     "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1; }"
                      : FA_O32(c, 0)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-    else
-        asm volatile(FA_WGMMA(128) "{" FA_N64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+    else if constexpr (COUNT == 64)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0; " FA_WGMMA(128) "{" FA_N64
+                     "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1; }"
                      : FA_O32(c, 0), FA_O32(c, 32)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+    else
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %133, 0; " FA_WGMMA(256) "{" FA_N128
+                     "}, {%128, %129, %130, %131}, %132, p, 1, 1, 1; }"
+                     : FA_O32(c, 0), FA_O32(c, 32), FA_O32(c, 64), FA_O32(c, 96)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
 /* Give registers back, or take them: a whole warpgroup, COUNT a thread from now on. */

@@ -57,6 +57,25 @@ FA_DEVICE float modified_score(const fa_args &args, const score_terms &terms, co
     return score;
 }
 
+/* What a row leaves with (lines 12-13): LSE and the factor of O; -inf and 0 if it saw nothing. top: its maximum in log2. */
+struct row_end {
+    float lse, scale;
+};
+
+FA_DEVICE row_end end_of_row(float top, float total, float sink_log2, bool empty)
+{
+    float peak = fmaxf(top, sink_log2), shrink = 1.0f;
+    if (peak != top) { /* the sink is the largest logit */
+        shrink = exp2_fast(top - peak);
+        total *= shrink;
+    }
+    if (sink_log2 != -infinity())
+        total += exp2_fast(sink_log2 - peak);
+    if (empty || total == 0.0f)
+        return {-infinity(), 0.0f};
+    return {(peak + log2_fast(total)) * FA_LN2, shrink * reciprocal(total)};
+}
+
 /* How far the running maximum may lag behind, in units of log2. While it lags less, P grows up to 2^8, which every
  * format holds with the same relative error, and O need not be scaled again. */
 constexpr float MAX_LAG = 8.0f;

@@ -200,13 +200,8 @@ template <int ROWS, int COLS> FA_DEVICE bool clear_nonfinite_plane(unsigned tile
             if (first_row + r < ROWS) {
                 unsigned at     = tile_at + layout::offset(first_row + r, chunk);
                 uint4    v      = shared_load_16(at);
-                unsigned word[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-                for (int w = 0; w < 4; w++) {
-                    float2 e = unpack<OPERAND>(word[w]);
-                    word[w] &= (finite(e.x) ? 0xFFFFu : 0u) | (finite(e.y) ? 0xFFFF0000u : 0u);
-                }
-                shared_store(at, make_uint4(word[0], word[1], word[2], word[3]));
+                shared_store(at, make_uint4(without_nonfinite(v.x), without_nonfinite(v.y), without_nonfinite(v.z),
+                                            without_nonfinite(v.w)));
             }
     return true;
 }

@@ -68,15 +68,6 @@ template <int ROWS> FA_DEVICE void copy_tile(char *tile, const fa_view &view, in
     }
 }
 
-/* The same by TMA, asked for by one thread. Its box has ROWS rows; `barrier` must expect ROWS * D * 2 bytes. */
-template <int ROWS>
-FA_DEVICE void fetch_tile(unsigned tile, const fa_map &map, unsigned barrier, int entry, int head, int first)
-{
-#pragma unroll
-    for (int panel = 0; panel < D / 64; panel++)
-        tma_load(tile + panel * (ROWS * 128), map, barrier, 64 * panel, first, head, entry);
-}
-
 /* LSE of query i from the maximum of its dot products and the sum of their exponentials; -inf if it saw nothing. */
 FA_DEVICE void store_lse(const fa_args &args, const block_work &w, int i, float max, float sum)
 {

@@ -15,8 +15,8 @@ FA_DEVICE void fetch_step(const fa_maps &maps, const block_work &w, unsigned at,
     int      stage = n % FA_STAGES, first_key = (w.tiles - 1 - n) * FA_TILE_K;
     unsigned k = at + Q_BYTES + stage * 2 * KV_BYTES, full = at + BARRIERS_AT + 8 * (1 + stage);
     barrier_expect(full, 2 * KV_BYTES);
-    fetch_tile<FA_TILE_K>(k, maps.k, full, w.entry, w.kv_head, first_key);
-    fetch_tile<FA_TILE_K>(k + KV_BYTES, maps.v, full, w.entry, w.kv_head, first_key);
+    fetch_tile<FA_TILE_K, D>(k, maps.k, full, w.entry, w.kv_head, first_key);
+    fetch_tile<FA_TILE_K, D>(k + KV_BYTES, maps.v, full, w.entry, w.kv_head, first_key);
 }
 
 /* Barriers, Q and the first tiles. Returns when Q is there. */
@@ -28,7 +28,7 @@ FA_DEVICE void start_ring(const fa_maps &maps, const block_work &w, unsigned at)
             barrier_init(q_full + 8 * n, 1);
         barrier_init_done();
         barrier_expect(q_full, Q_BYTES);
-        fetch_tile<FA_TILE_Q>(at, maps.q, q_full, w.entry, w.head, w.first_q);
+        fetch_tile<FA_TILE_Q, D>(at, maps.q, q_full, w.entry, w.head, w.first_q);
         for (int n = 0; n < FA_STAGES && n < w.tiles; n++)
             fetch_step(maps, w, at, n);
     }

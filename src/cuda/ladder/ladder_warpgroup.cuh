@@ -1,17 +1,11 @@
-/*
- * Both products by WGMMA, for K4.2, K5 and K6: a warpgroup owns 64 rows of the tile of queries, and everything of a row lies in
- * the four neighbouring lanes of one warp. Thread 32 w + 4 g + t holds of S, P and O the rows 16 w + g + 8 h (h = 0, 1) and the
- * columns 8 j + 2 t + e (e = 0, 1), in element 4 j + 2 h + e. As this is also the layout in which WGMMA takes its left operand
- * from registers, P never leaves them: two neighbours of S become one register of P.
- *
- * Shared memory: Q, FA_STAGES tiles of K, as many of V, barriers.
- */
+/* What K4.2, K5 and K6 share beside the products of kernels/warpgroup.cuh. Shared memory: Q, FA_STAGES tiles of K, as many of V,
+ * barriers. */
 #ifndef FA_LADDER_WARPGROUP_CUH
 #define FA_LADDER_WARPGROUP_CUH
 
 #include "ladder.cuh"
+#include "warpgroup.cuh"
 
-constexpr int S_COUNT = FA_TILE_K / 2, O_COUNT = D / 2, P_STEPS = FA_TILE_K / 16; /* of a thread; 16 keys a step */
 constexpr int Q_BYTES = FA_TILE_Q * D * 2, KV_BYTES = FA_TILE_K * D * 2;
 constexpr int K_AT = Q_BYTES, V_AT = K_AT + FA_STAGES * KV_BYTES, BARRIERS_AT = V_AT + FA_STAGES * KV_BYTES;
 
@@ -34,7 +28,7 @@ FA_DEVICE void start_barriers(unsigned at, int readers)
 FA_DEVICE void fetch_q(const fa_maps &maps, const block_work &w, unsigned at)
 {
     barrier_expect(q_full(at), Q_BYTES);
-    fetch_tile<FA_TILE_Q>(at, maps.q, q_full(at), w.entry, w.head, w.first_q);
+    fetch_tile<FA_TILE_Q, D>(at, maps.q, q_full(at), w.entry, w.head, w.first_q);
 }
 
 /* Tile number n of the walk, from the right. */
@@ -42,7 +36,7 @@ FA_DEVICE void fetch_k(const fa_maps &maps, const block_work &w, unsigned at, in
 {
     int stage = n % FA_STAGES;
     barrier_expect(k_full(at, stage), KV_BYTES);
-    fetch_tile<FA_TILE_K>(at + K_AT + stage * KV_BYTES, maps.k, k_full(at, stage), w.entry, w.kv_head,
+    fetch_tile<FA_TILE_K, D>(at + K_AT + stage * KV_BYTES, maps.k, k_full(at, stage), w.entry, w.kv_head,
                           (w.tiles - 1 - n) * FA_TILE_K);
 }
 
@@ -50,7 +44,7 @@ FA_DEVICE void fetch_v(const fa_maps &maps, const block_work &w, unsigned at, in
 {
     int stage = n % FA_STAGES;
     barrier_expect(v_full(at, stage), KV_BYTES);
-    fetch_tile<FA_TILE_K>(at + V_AT + stage * KV_BYTES, maps.v, v_full(at, stage), w.entry, w.kv_head,
+    fetch_tile<FA_TILE_K, D>(at + V_AT + stage * KV_BYTES, maps.v, v_full(at, stage), w.entry, w.kv_head,
                           (w.tiles - 1 - n) * FA_TILE_K);
 }
 
@@ -67,42 +61,19 @@ FA_DEVICE void produce(const fa_maps &maps, const block_work &w, unsigned at)
     }
 }
 
-/* This warp has done with a stage. */
-FA_DEVICE void release(unsigned empty)
-{
-    if (threadIdx.x % 32 == 0)
-        barrier_arrive(empty);
-}
-
 FA_DEVICE void wait_for_k(unsigned at, int n) { barrier_wait(k_full(at, n % FA_STAGES), n / FA_STAGES & 1); }
 FA_DEVICE void wait_for_v(unsigned at, int n) { barrier_wait(v_full(at, n % FA_STAGES), n / FA_STAGES & 1); }
-
-/* ---- the two products: started here, finished by wgmma_wait ---- */
 
 /* s = Q K^T of step n. q: this warpgroup's rows. */
 FA_DEVICE void start_scores(float (&s)[S_COUNT], unsigned q, unsigned at, int n)
 {
-    unsigned k = at + K_AT + n % FA_STAGES * KV_BYTES;
-    hold(s);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < D / 16; step++)
-        wgmma_shared(s, matrix_of(q + step / 4 * (FA_TILE_Q * 128) + step % 4 * 32, 0),
-                     matrix_of(k + step / 4 * (FA_TILE_K * 128) + step % 4 * 32, 0), step > 0);
-    wgmma_commit();
+    start_scores(s, q, at + K_AT + n % FA_STAGES * KV_BYTES);
 }
 
 /* o += P V of step n. */
 FA_DEVICE void start_output(float (&o)[O_COUNT], unsigned (&p)[P_STEPS][4], unsigned at, int n)
 {
-    unsigned v = at + V_AT + n % FA_STAGES * KV_BYTES;
-    hold(o);
-    hold(p);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < P_STEPS; step++)
-        wgmma_registers(o, p[step], matrix_of(v + step * 2048, FA_TILE_K * 128));
-    wgmma_commit();
+    start_output(o, p, at + V_AT + n % FA_STAGES * KV_BYTES, true);
 }
 
 /* ---- softmax ---- */
@@ -110,8 +81,6 @@ FA_DEVICE void start_output(float (&o)[O_COUNT], unsigned (&p)[P_STEPS][4], unsi
 struct row_state {
     float max[2], sum[2]; /* of dot products; this thread's part of the sum of exponentials. Of rows h = 0, 1 */
 };
-
-FA_DEVICE int fragment_row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 
 /* S of keys that a row does not see becomes -inf. first_q: this warpgroup's. */
 FA_DEVICE void mask_scores(const fa_args &args, float (&s)[S_COUNT], int first_q, int first_key)
@@ -154,20 +123,6 @@ FA_DEVICE void softmax_step(float (&s)[S_COUNT], row_state &state, float (&alpha
         state.max[h] = max;
         state.sum[h] = state.sum[h] * alpha[h] + sum;
     }
-}
-
-FA_DEVICE void pack_p(unsigned (&p)[P_STEPS][4], const float (&s)[S_COUNT])
-{
-#pragma unroll
-    for (int n = 0; n < S_COUNT / 2; n++)
-        p[n / 4][n % 4] = pack<FA_DTYPE>(s[2 * n], s[2 * n + 1]);
-}
-
-FA_DEVICE void scale_output(float (&o)[O_COUNT], const float (&alpha)[2])
-{
-#pragma unroll
-    for (int n = 0; n < O_COUNT; n++)
-        o[n] *= alpha[n / 2 % 2];
 }
 
 FA_DEVICE void clear(row_state &state, float (&o)[O_COUNT])

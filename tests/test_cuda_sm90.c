@@ -1,0 +1,195 @@
+/* Hopper's own forward against the reference, by its name, so that nothing else can answer; skipped, with the reason, where there is
+ * no GPU of compute capability 9.0. */
+#include "case_gpu.h"
+#include "harness.h"
+
+#include <math.h>
+#include <string.h>
+
+static const case_memory   *memory;
+static const case_gpu      *gpu;
+static flash_attn_context  *context;
+static char                 why_not[300];
+
+#define C FLASH_ATTN_CAUSAL
+#define W FLASH_ATTN_WINDOW
+/* Whole tiles and tails, several tiles of queries a block, lengths that differ, keys and queries that are nobody's (NaN in the
+ * case's memory), a key head for several query heads. Each in three head dims, where it names none. */
+static const test_case shapes[] = {
+    {.name = "whole tiles", .seqlen_q = 384, .seqlen_k = 768, .heads_q = 2},
+    {.name = "whole tiles, causal", .seqlen_q = 768, .seqlen_k = 768, .heads_q = 2, .mask = C},
+    {.name = "tails", .batch = 2, .seqlen_q = 333, .seqlen_k = 395, .heads_q = 4, .heads_k = 2},
+    {.name = "tails, causal", .batch = 2, .seqlen_q = 333, .seqlen_k = 395, .heads_q = 4, .heads_k = 2, .mask = C},
+    {.name = "more queries than keys", .seqlen_q = 700, .seqlen_k = 211, .mask = C},
+    {.name = "one key", .seqlen_q = 300, .seqlen_k = 1},
+    {.name = "no key", .seqlen_q = 300, .seqlen_k = 0},
+    {.name = "many tiles a block", .batch = 40, .seqlen_q = 450, .seqlen_k = 140, .heads_q = 3, .heads_k = 1},
+    {.name = "many tiles a block, causal", .batch = 40, .seqlen_q = 450, .seqlen_k = 450, .heads_q = 2, .mask = C},
+    {.name = "window", .batch = 2, .seqlen_q = 500, .seqlen_k = 600, .mask = W, .window_left = 130, .window_right = 20},
+    {.name = "window of one", .seqlen_q = 400, .seqlen_k = 400, .mask = W},
+    {.name = "wide window", .seqlen_q = 900, .seqlen_k = 900, .mask = W, .window_left = 500, .window_right = 300},
+    {.name = "window past the keys", .seqlen_q = 700, .seqlen_k = 100, .mask = W, .window_left = 40, .window_right = 3},
+    {.name = "sinks", .batch = 2, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 4, .mask = C, .sinks = true},
+    {.name = "varlen", .batch = 6, .seqlen_q = 500, .seqlen_k = 500, .heads_q = 4, .heads_k = 2, .varlen_q = LENGTHS_MIXED,
+     .varlen_k = LENGTHS_MIXED},
+    {.name = "varlen, causal", .batch = 6, .seqlen_q = 500, .seqlen_k = 500, .heads_q = 2, .mask = C, .varlen_q = LENGTHS_MIXED,
+     .varlen_k = LENGTHS_MIXED},
+    {.name = "varlen, window, holes", .batch = 7, .seqlen_q = 400, .seqlen_k = 500, .heads_q = 2, .mask = W, .window_left = 100,
+     .window_right = 40, .varlen_q = LENGTHS_HOLES, .varlen_k = LENGTHS_HOLES},
+    {.name = "used lengths", .batch = 5, .seqlen_q = 400, .seqlen_k = 500, .heads_q = 2, .seqused_q = LENGTHS_MIXED,
+     .seqused_k = LENGTHS_MIXED},
+    {.name = "used lengths, causal", .batch = 5, .seqlen_q = 400, .seqlen_k = 500, .heads_q = 2, .mask = C,
+     .seqused_q = LENGTHS_HOLES, .seqused_k = LENGTHS_MIXED},
+    {.name = "left padding", .batch = 4, .seqlen_q = 300, .seqlen_k = 500, .mask = C, .leftpad = true, .forward_only = true},
+    {.name = "left padding, full", .batch = 4, .seqlen_q = 300, .seqlen_k = 500, .leftpad = true, .forward_only = true},
+    {.name = "cache", .batch = 4, .seqlen_q = 200, .seqlen_k = 400, .mask = C, .cache_batch_idx = true, .seqused_k = LENGTHS_MIXED},
+    {.name = "heads first", .batch = 2, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .layout = LAYOUT_HEADS_FIRST},
+    {.name = "packed", .batch = 2, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .layout = LAYOUT_PACKED, .mask = C},
+    {.name = "o in float32", .batch = 2, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .o_f32 = true, .mask = C},
+    {.name = "large logits", .seqlen_q = 300, .seqlen_k = 700, .logit_size = 30.0f},
+    {.name = "40 columns", .batch = 2, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .head_dim = 40, .mask = C},
+    {.name = "96 columns", .batch = 2, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .head_dim = 96},
+    {.name = "192 and 128 columns", .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .head_dim = 192, .head_dim_v = 128, .mask = C},
+    {.name = "64 and 200 columns", .seqlen_q = 300, .seqlen_k = 300, .head_dim = 64, .head_dim_v = 200},
+};
+enum { NUM_SHAPES = sizeof shapes / sizeof *shapes };
+
+static void need_hopper(void)
+{
+    if (context)
+        return;
+    print_message("skipped: %s\n", why_not);
+    skip();
+}
+
+/* Skipped counts as failed: the kernel is for all of these. */
+static int run_shape(test_case shape, flash_attn_dtype dtype)
+{
+    char why[300];
+    shape.group             = "sm90";
+    case_instance *instance = case_build(&shape, dtype, 0, 1, why, sizeof why);
+    if (!instance)
+        fail_msg("%s: %s", shape.name, why);
+    case_device device = {.context = context, .device = {.type = FLASH_ATTN_CUDA}, .memory = memory};
+    case_result result = case_run(instance, &device);
+    case_free(instance);
+    if (result.verdict == CASE_PASSED)
+        return 0;
+    printf("  FAILED %s, head_dim %d, %s: %s\n", shape.name, shape.head_dim, dtype_name(dtype), result.reason);
+    fflush(stdout);
+    return 1;
+}
+
+static void every_shape_is_right(void **state)
+{
+    (void)state;
+    need_hopper();
+    int failed = 0;
+    for (int n = 0; n < NUM_SHAPES; n++)
+        for (int d = 64; d <= 256; d *= 2) {
+            test_case shape = shapes[n];
+            if (shape.head_dim && d > 64)
+                continue;
+            if (!shape.head_dim)
+                shape.head_dim = d;
+            failed += run_shape(shape, FLASH_ATTN_BF16);
+            if (n % 4 == 1)
+                failed += run_shape(shape, FLASH_ATTN_F16);
+        }
+    assert_int_equal(failed, 0);
+}
+
+/* ---- Inf and NaN in V reach the rows that see them and no other ---- */
+
+enum { LENGTH = 300, HEAD_DIM = 64, COUNT = LENGTH * HEAD_DIM };
+
+static void expect_ok(flash_attn_status status)
+{
+    if (status != FLASH_ATTN_OK)
+        fail_msg("%s", flash_attn_last_error());
+}
+
+static float value_of(uint16_t bf16)
+{
+    uint32_t bits = (uint32_t)bf16 << 16;
+    float    value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static flash_attn_problem problem_at(char *at, flash_attn_mask mask)
+{
+    flash_attn_problem p = {.mask = mask};
+    if (mask == FLASH_ATTN_WINDOW)
+        p.window_left = 70, p.window_right = 20;
+    flash_attn_tensor *all[] = {&p.q, &p.k, &p.v, &p.o};
+    for (int n = 0; n < 4; n++)
+        *all[n] = (flash_attn_tensor){at + n * COUNT * 2, FLASH_ATTN_BF16, 0, {1, LENGTH, 1, HEAD_DIM}, {0}};
+    return p;
+}
+
+static void nonfinite_values_reach_only_who_sees_them(void **state)
+{
+    (void)state;
+    need_hopper();
+    static uint16_t host[4 * COUNT], got[COUNT];
+    uint32_t        random = 5;
+    for (int i = 0; i < 3 * COUNT; i++) {
+        random  = random * 1664525u + 1013904223u;
+        host[i] = (uint16_t)((random >> 9 & 1) << 15 | (124 + (random >> 10) % 4) << 7 | (random >> 16 & 127));
+    }
+    uint16_t *v = host + 2 * COUNT;
+    v[10 * HEAD_DIM + 3] = 0x7FC0, v[130 * HEAD_DIM + 5] = 0x7F80, v[131 * HEAD_DIM + 5] = 0xFF80; /* NaN, Inf, -Inf */
+    v[200 * HEAD_DIM + 60] = 0x7F80, v[299 * HEAD_DIM] = 0x7FC0;
+    char *device = gpu->alloc(sizeof host);
+    assert_non_null(device);
+    for (flash_attn_mask mask = FLASH_ATTN_NONE; mask <= FLASH_ATTN_WINDOW; mask++) {
+        flash_attn_problem want = problem_at((char *)host, mask), p = problem_at(device, mask);
+        want.device.type        = FLASH_ATTN_REFERENCE;
+        p.device.type           = FLASH_ATTN_CUDA;
+        memset(host + 3 * COUNT, 0x55, COUNT * 2);
+        assert_true(gpu->to_device(device, host, sizeof host));
+        expect_ok(flash_attn_forward(NULL, &want, NULL));
+        expect_ok(flash_attn_forward(context, &p, NULL));
+        assert_true(gpu->to_host(got, device + 3 * COUNT * 2, sizeof got));
+        for (int i = 0; i < COUNT; i++) {
+            float expected = value_of(host[3 * COUNT + i]), x = value_of(got[i]);
+            bool  same = isnan(expected) ? isnan(x) : isinf(expected) ? x == expected : fabsf(x - expected) <= 0.02f;
+            if (!same)
+                fail_msg("mask %d, row %d, column %d: %g, expected %g", (int)mask, i / HEAD_DIM, i % HEAD_DIM, (double)x,
+                         (double)expected);
+        }
+    }
+    gpu->free(device);
+}
+
+static void find_hopper(void)
+{
+    flash_attn_options options = {.kernel = "forward_sm90"};
+    flash_attn_device  device = {.type = FLASH_ATTN_CUDA};
+    memory = case_gpu_memory(0, why_not, sizeof why_not);
+    if (!memory)
+        return;
+    gpu = case_gpu_get();
+    flash_attn_device_info info;
+    if (flash_attn_create(&context, &options) != FLASH_ATTN_OK || flash_attn_get_device_info(context, device, &info) != FLASH_ATTN_OK)
+        snprintf(why_not, sizeof why_not, "%s", flash_attn_last_error());
+    else if (strcmp(info.isa, "sm_90") == 0)
+        return;
+    else
+        snprintf(why_not, sizeof why_not, "this GPU is %s", info.isa);
+    flash_attn_destroy(context);
+    context = NULL;
+}
+
+int main(void)
+{
+    find_hopper();
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_shape_is_right),
+        cmocka_unit_test(nonfinite_values_reach_only_who_sees_them),
+    };
+    int failed = cmocka_run_group_tests_name("cuda_sm90", tests, NULL, NULL);
+    flash_attn_destroy(context);
+    return failed;
+}
