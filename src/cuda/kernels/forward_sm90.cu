@@ -506,13 +506,13 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 1)
         start_barriers();
     __syncthreads(); /* the barriers are set up */
     if (threadIdx.x < 128) {
-        registers_down<32>();
+        registers_down<CONSUMERS == 3 ? 32 : 40>(); /* of the 512 (3 consumers) or 504 that four or three threads have */
         if (threadIdx.x == 0)
             produce(args, maps);
         else if (threadIdx.x >= 32)
             inspect(args);
     } else {
-        registers_up<CONSUMERS == 3 ? 160 : 240>();
+        registers_up<CONSUMERS == 3 ? 160 : 232>();
         consume(args, threadIdx.x / 128 - 1);
     }
 }
