@@ -244,11 +244,15 @@ static int64_t heads_in_l2(const fa_call *call, const fa_key *key)
 /* Blocks stay where all sequences are alike; where they are not, the hardware deals them out better. */
 static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
 {
+    bool    alike = !call->cu_seqlens_q && !call->cu_seqlens_k && !call->seqused_q && !call->seqused_k;
+    int64_t tiles = plan->args.tiles_q;
+    if (alike && key->mask == FA_MASK_CAUSAL)
+        tiles = (tiles + 1) / 2; /* in pairs */
     plan->has_maps         = true;
-    plan->args.order_heads = (int)heads_in_l2(call, key);
+    plan->args.order_heads = alike ? 0 : (int)heads_in_l2(call, key);
     plan->main             = plan->num_launches;
-    FA_TRY(add_launch(plan, key, (int64_t)plan->args.tiles_q * call->heads_q * call->batch));
-    plan->launch[plan->main].stays = !call->cu_seqlens_q && !call->cu_seqlens_k && !call->seqused_q && !call->seqused_k;
+    FA_TRY(add_launch(plan, key, tiles * call->heads_q * call->batch));
+    plan->launch[plan->main].stays = alike;
     return FLASH_ATTN_OK;
 }
 

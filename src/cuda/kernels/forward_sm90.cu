@@ -1,10 +1,10 @@
 /*
  * FlashAttention-3's forward for Hopper: TMA brings tiles, WGMMA multiplies them, warps have roles. float16 and bfloat16.
  *
- *     warpgroup 0, warp 0   producer: one thread takes one tile of queries after the other, says what it is (struct work), and
- *                           keeps Q's stages and the rings of K and V tiles full
- *     warpgroup 0, the rest inspectors: in tiles on the mask's edge they clear from V what only some rows, or none, may see
- *     warpgroup 1..         consumers: 64 queries each. They take turns at the tensor cores (ping-pong):
+ *     warpgroup 0, warp 0    planner: one thread finds this block's tiles of queries (struct work) and fetches Q ahead
+ *                  warp 1    producer: one thread keeps the rings of K and V tiles full
+ *                  warps 2-3 inspectors: in tiles on the mask's edge they clear from V what only some rows, or none, may see
+ *     warpgroup 1..          consumers: 64 queries each. They take turns at the tensor cores (ping-pong):
  *
  *         a step:  on this consumer's turn start S' = Q K^T of the next tile, then O += P V of this one, and pass the turn on
  *                  when S' is there: softmax of S', while P V runs
@@ -12,8 +12,8 @@
  *
  * Key tiles are walked from right to left: those on the mask's right edge, then the clean ones in a loop without mask code, then
  * the window's left edge. With two stages of Q the walk does not stop between tiles of queries: S' of the next one's first
- * key tile goes with P V of the last (FA_VARIANT bit 0). A block stays on its multiprocessor and takes every
- * gridDim.x-th tile of queries.
+ * key tile goes with P V of the last (FA_VARIANT bit 0). A block stays on its multiprocessor and takes one tile of queries after
+ * the other.
  *
  * Shared memory: FA_Q stages of Q, FA_STAGES tiles of K, as many of V (panels as in ptx_sm90.cuh), barriers, works.
  */
@@ -22,13 +22,13 @@
 #include "warpgroup.cuh"
 
 constexpr int CONSUMERS = FA_WARPS / 4 - 1; /* warpgroups */
-constexpr int Q_STAGES = FA_VARIANT & 1 ? 2 : 1, WORKS = 4, INSPECTORS = 3; /* warps */
+constexpr int Q_STAGES = FA_VARIANT & 1 ? 2 : 1, WORKS = 8, INSPECTORS = 2; /* warps */
 static_assert(FA_TILE_Q == 64 * CONSUMERS && CONSUMERS > 1, "a consumer owns 64 rows, and takes turns with another");
 static_assert(FA_DTYPE != FA_F32 && FA_HEAD_DIM % 64 == 0 && FA_HEAD_DIM_V % 64 == 0, "tiles are made of panels");
 
 constexpr int Q_BYTES = FA_TILE_Q * FA_HEAD_DIM * 2, K_BYTES = FA_TILE_K * FA_HEAD_DIM * 2, V_BYTES = FA_TILE_K * FA_HEAD_DIM_V * 2;
 constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + FA_STAGES * K_BYTES, BARRIERS_AT = V_AT + FA_STAGES * V_BYTES;
-constexpr int BARRIERS = 2 * Q_STAGES + 5 * FA_STAGES, WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
+constexpr int BARRIERS = 2 * Q_STAGES + WORKS + 5 * FA_STAGES, WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
 
 /* A tile of queries of one head, and the key tiles that it meets. In shared memory: registers are for S and O. */
 struct work {
@@ -51,11 +51,13 @@ FA_DEVICE work &work_at(unsigned item) { return ((work *)(shared + WORKS_AT))[it
 FA_DEVICE unsigned barrier_at(int number) { return shared_address(shared) + BARRIERS_AT + 8 * number; }
 FA_DEVICE unsigned q_full(unsigned n) { return barrier_at(n % Q_STAGES); }
 FA_DEVICE unsigned q_empty(unsigned n) { return barrier_at(Q_STAGES + n % Q_STAGES); }
-FA_DEVICE unsigned k_full(unsigned n) { return barrier_at(2 * Q_STAGES + n % FA_STAGES); }
-FA_DEVICE unsigned k_empty(unsigned n) { return barrier_at(2 * Q_STAGES + FA_STAGES + n % FA_STAGES); }
-FA_DEVICE unsigned v_full(unsigned n) { return barrier_at(2 * Q_STAGES + 2 * FA_STAGES + n % FA_STAGES); }
-FA_DEVICE unsigned v_ready(unsigned n) { return barrier_at(2 * Q_STAGES + 3 * FA_STAGES + n % FA_STAGES); } /* inspected */
-FA_DEVICE unsigned v_empty(unsigned n) { return barrier_at(2 * Q_STAGES + 4 * FA_STAGES + n % FA_STAGES); }
+FA_DEVICE unsigned found(unsigned n) { return barrier_at(2 * Q_STAGES + n % WORKS); } /* the work is known */
+FA_DEVICE unsigned kv_barrier(int which, unsigned n) { return barrier_at(2 * Q_STAGES + WORKS + which * FA_STAGES + n % FA_STAGES); }
+FA_DEVICE unsigned k_full(unsigned n) { return kv_barrier(0, n); }
+FA_DEVICE unsigned k_empty(unsigned n) { return kv_barrier(1, n); }
+FA_DEVICE unsigned v_full(unsigned n) { return kv_barrier(2, n); }
+FA_DEVICE unsigned v_ready(unsigned n) { return kv_barrier(3, n); } /* inspected */
+FA_DEVICE unsigned v_empty(unsigned n) { return kv_barrier(4, n); }
 
 /* Waiting for a stage to be filled for the n-th time and, with the other parity, for it to be free, which it is at first. */
 template <int STAGES> FA_DEVICE unsigned filled(unsigned n) { return n / STAGES & 1; }
@@ -67,6 +69,8 @@ FA_DEVICE void start_barriers()
         barrier_init(q_full(n), 1);
         barrier_init(q_empty(n), 4 * CONSUMERS + INSPECTORS);
     }
+    for (int n = 0; n < WORKS; n++)
+        barrier_init(found(n), 1);
     for (int n = 0; n < FA_STAGES; n++) {
         barrier_init(k_full(n), 1);
         barrier_init(k_empty(n), 4 * CONSUMERS);
@@ -83,29 +87,39 @@ FA_DEVICE unsigned v_tile(unsigned n) { return shared_address(shared) + V_AT + n
 
 /* ---- which work ---- */
 
-/* The number of this block's n-th tile of queries. Every other round goes backwards, so that where the longest come first a block
- * that had a long one next has a short one. */
-FA_DEVICE unsigned number_of(unsigned n) { return n * gridDim.x + (n % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
-FA_DEVICE bool     has_item(const fa_args &args, unsigned n)
+/* Where every sequence is as long as the others (args.order_heads 0), causal tiles come in pairs, the n-th from the right and the
+ * n-th from the left: pairs are all alike, so blocks that take every gridDim.x-th need no more than that to end together. Otherwise
+ * a block has one tile; the longest come first, over args.order_heads heads whose K and V stay in L2, then the next heads. */
+FA_DEVICE bool in_pairs(const fa_args &args) { return FA_MASK == FA_MASK_CAUSAL && args.order_heads == 0; }
+
+/* The block's n-th tile, or pair with its first and second tile. */
+FA_DEVICE bool has_item(const fa_args &args, unsigned n)
 {
-    return number_of(n) < (unsigned)args.tiles_q * args.heads_q * args.batch;
+    unsigned heads = args.heads_q * args.batch;
+    if (in_pairs(args))
+        return n / 2 * gridDim.x + blockIdx.x < (args.tiles_q + 1) / 2 * heads;
+    return n * gridDim.x + blockIdx.x < args.tiles_q * heads;
 }
 
-/* Full: head by head. Masked: the longest first over args.order_heads heads whose K and V stay in L2, then the next heads. */
 FA_DEVICE grid_place place_of(const fa_args &args, unsigned n)
 {
     unsigned tiles = args.tiles_q;
-    if (FA_MASK == FA_MASK_NONE)
-        return {n % tiles, n / tiles};
-    unsigned others = args.heads_q * args.batch, heads = args.order_heads, first = n / (heads * tiles) * heads;
-    n -= first * tiles;
-    heads = min(heads, others - first);
-    return {tiles - 1 - n / heads, first + n % heads};
+    if (in_pairs(args)) {
+        unsigned pairs = (tiles + 1) / 2, number = n / 2 * gridDim.x + blockIdx.x, left = number % pairs;
+        return {n % 2 == 0 ? tiles - 1 - left : left, number / pairs};
+    }
+    unsigned number = n * gridDim.x + blockIdx.x;
+    if (FA_MASK == FA_MASK_NONE || args.order_heads == 0)
+        return {number % tiles, number / tiles};
+    unsigned heads = args.order_heads, first = number / (heads * tiles) * heads;
+    number -= first * tiles;
+    heads = min(heads, args.heads_q * args.batch - first);
+    return {tiles - 1 - number / heads, first + number % heads};
 }
 
-FA_DEVICE void find_work(const fa_args &args, unsigned number, work &w)
+FA_DEVICE void find_work(const fa_args &args, unsigned n, work &w)
 {
-    grid_place at = place_of(args, number);
+    grid_place at = place_of(args, n);
     w.head        = at.other % args.heads_q;
     w.b           = at.other / args.heads_q;
     w.kv_head     = w.head / args.group;
@@ -113,6 +127,8 @@ FA_DEVICE void find_work(const fa_args &args, unsigned number, work &w)
     w.cleared     = 0;
     w.tiles       = 0;
     w.seq         = sequence_at(args, w.b);
+    if (in_pairs(args) && n % 2 == 1 && 2 * at.tile + 1 == args.tiles_q)
+        w.seq.rows_q = w.seq.seqlen_q = 0; /* the tile in the middle is its own pair, and done */
     fa_range queries = {w.first_q, fa_min_int(w.first_q + FA_TILE_Q, w.seq.seqlen_q)};
     w.keys           = fa_keys_seen(window_of(args), w.seq.diagonal, queries, {w.seq.key_begin, w.seq.seqlen_k});
     if (queries.begin >= queries.end || w.keys.begin >= w.keys.end)
@@ -127,23 +143,32 @@ FA_DEVICE void find_work(const fa_args &args, unsigned number, work &w)
 
 FA_DEVICE bool is_masked(const work &w, int step) { return step < w.first_clean || step >= w.end_clean; }
 
-/* ---- producer: one thread ---- */
+/* ---- planner and producer: one thread each ---- */
 
-FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
+FA_DEVICE void plan(const fa_args &args, const fa_maps &maps)
 {
-    unsigned k = 0, v = 0; /* tiles asked for */
     for (unsigned item = 0; has_item(args, item); item++) {
+        work &w = work_at(item); /* its last readers are done: nobody is WORKS - Q_STAGES items behind */
+        find_work(args, item, w);
+        barrier_arrive(found(item));
         barrier_wait(q_empty(item), freed<Q_STAGES>(item));
-        work &w = work_at(item); /* its last readers were done before this stage of Q was freed */
-        find_work(args, number_of(item), w);
         if (w.tiles == 0) {
             barrier_arrive(q_full(item));
             continue;
         }
         barrier_expect(q_full(item), Q_BYTES);
         fetch_tile<FA_TILE_Q, FA_HEAD_DIM>(q_tile(item), maps.q, q_full(item), w.seq.q_entry, w.head, w.seq.q_row + w.first_q);
-        int row = w.seq.kv_row + w.right * FA_TILE_K, entry = w.seq.kv_entry, head = w.kv_head;
-        for (int n = 0, tiles = w.tiles; n <= tiles; n++) { /* K of a step is needed before V of the one before */
+    }
+}
+
+FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
+{
+    unsigned k = 0, v = 0; /* tiles asked for */
+    for (unsigned item = 0; has_item(args, item); item++) {
+        barrier_wait(found(item), filled<WORKS>(item));
+        const work &w   = work_at(item);
+        int         row = w.seq.kv_row + w.right * FA_TILE_K, entry = w.seq.kv_entry, head = w.kv_head, tiles = w.tiles;
+        for (int n = 0; n <= tiles && tiles > 0; n++) { /* K of a step is needed before V of the one before */
             if (n < tiles) {
                 barrier_wait(k_empty(k), freed<FA_STAGES>(k));
                 barrier_expect(k_full(k), K_BYTES);
@@ -168,7 +193,7 @@ FA_DEVICE bool inspect_tile(unsigned tile, fa_range rows)
 {
     bool found = false;
 #pragma unroll 1
-    for (int offset = 16 * (threadIdx.x - 32); offset < V_BYTES; offset += 16 * 32 * INSPECTORS) {
+    for (int offset = 16 * (threadIdx.x - 64); offset < V_BYTES; offset += 16 * 32 * INSPECTORS) {
         int row = offset / 128 % FA_TILE_K;
         if (row < rows.begin || row >= rows.end)
             shared_store(tile + offset, make_uint4(0, 0, 0, 0));
@@ -226,8 +251,8 @@ struct consumer {
 };
 
 /* Named barrier 1 + c: consumer c waits there, and the one before it arrives. The last one's first arrival starts the round. */
-FA_DEVICE void await_turn(int group) { named_sync(1 + group, 256); }
-FA_DEVICE void pass_turn(int group) { named_arrive(1 + (group + 1) % CONSUMERS, 256); }
+FA_DEVICE void await_turn(int group) { if (!(FA_VARIANT & 2)) named_sync(1 + group, 256); }
+FA_DEVICE void pass_turn(int group) { if (!(FA_VARIANT & 2)) named_arrive(1 + (group + 1) % CONSUMERS, 256); }
 
 /* S of keys that a row does not see becomes -inf. */
 FA_DEVICE void mask_scores(const fa_args &args, const work &w, float (&s)[S_COUNT], int group, int step)
@@ -354,7 +379,8 @@ FA_DEVICE void transpose_quad(unsigned (&a)[4])
     }
 }
 
-/* O's elements of row h of this thread, 16 bytes a lane. to: row of O, null if it is none. */
+/* O's elements of row h of this thread, 16 bytes a lane. to: row of O, null if it is none. scale 0: zeros, whatever O holds (rows of
+ * Q that do not count may be NaN). */
 FA_DEVICE void store_row(const fa_args &args, char *to, const float (&o)[O_COUNT], int h, float scale)
 {
     int lane = threadIdx.x % 4;
@@ -362,12 +388,13 @@ FA_DEVICE void store_row(const fa_args &args, char *to, const float (&o)[O_COUNT
     for (int j = 0; j < FA_HEAD_DIM_V / 8; j += FA_DTYPE_O == FA_F32 ? 1 : 4) {
         if constexpr (FA_DTYPE_O == FA_F32) {
             if (to && 8 * j < args.head_dim_v)
-                *(float2 *)(to + (8 * j + 2 * lane) * 4) = make_float2(o[4 * j + 2 * h] * scale, o[4 * j + 2 * h + 1] * scale);
+                *(float2 *)(to + (8 * j + 2 * lane) * 4) =
+                    scale == 0.0f ? make_float2(0.0f, 0.0f) : make_float2(o[4 * j + 2 * h] * scale, o[4 * j + 2 * h + 1] * scale);
         } else {
             unsigned a[4];
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                a[i] = pack<FA_DTYPE_O>(o[4 * (j + i) + 2 * h] * scale, o[4 * (j + i) + 2 * h + 1] * scale);
+                a[i] = scale == 0.0f ? 0 : pack<FA_DTYPE_O>(o[4 * (j + i) + 2 * h] * scale, o[4 * (j + i) + 2 * h + 1] * scale);
             transpose_quad(a);
             if (to && 8 * (j + lane) < args.head_dim_v)
                 *(uint4 *)(to + (8 * (j + lane)) * 2) = make_uint4(a[0], a[1], a[2], a[3]);
@@ -508,11 +535,13 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 1)
     if (threadIdx.x < 128) {
         registers_down<CONSUMERS == 3 ? 32 : 40>(); /* of the 512 (3 consumers) or 504 that four or three threads have */
         if (threadIdx.x == 0)
+            plan(args, maps);
+        else if (threadIdx.x == 32)
             produce(args, maps);
-        else if (threadIdx.x >= 32)
+        else if (threadIdx.x >= 64)
             inspect(args);
     } else {
         registers_up<CONSUMERS == 3 ? 160 : 232>();
-        consume(args, threadIdx.x / 128 - 1);
+        consume(args, __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128 - 1, 0)); /* told to be the same for all lanes */
     }
 }

@@ -104,10 +104,16 @@ FA_DEVICE void fetch_tile(unsigned tile, const fa_map &map, unsigned barrier, in
  *   leading one is not used, for 16 columns lie in one panel. 16 columns on: + 32 bytes; after four of them the next panel.
  *   Rows are the product's K, columns its N (V of P V, "transposed"): the stride offset likewise, 8 keys to the next; the
  *   leading one is from a panel to the next. 16 keys on: + 2048 bytes. */
-FA_DEVICE unsigned long long matrix_of(unsigned address, unsigned panel_bytes)
+struct matrix {
+    unsigned low, high;
+
+    __device__ __forceinline__ matrix from(int bytes) const { return {low + (bytes >> 4), high}; } /* addresses are below 2^18: no carry */
+    __device__ __forceinline__ unsigned long long word() const { return (unsigned long long)high << 32 | low; }
+};
+
+FA_DEVICE matrix matrix_of(unsigned address, unsigned panel_bytes)
 {
-    return (unsigned long long)((address & 0x3FFFF) >> 4) | (unsigned long long)(panel_bytes >> 4) << 16 |
-           (unsigned long long)(1024 >> 4) << 32 | 1ull << 62;
+    return {(address & 0x3FFFF) >> 4 | (panel_bytes >> 4) << 16, 1024 >> 4 | 1u << 30};
 }
 
 FA_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -162,52 +168,52 @@ template <int A, int B> FA_DEVICE void hold(unsigned (&r)[A][B])
 
 /* c (64 x 2 COUNT) = or += a b^T; a and b by rows in shared memory, K along the columns. Thread 32 w + 4 g + t of the
  * warpgroup holds rows 16 w + g (c[4 j], c[4 j + 1]) and 16 w + g + 8 (c[4 j + 2], c[4 j + 3]), columns 8 j + 2 t, + 1. */
-template <int COUNT> FA_DEVICE void wgmma_shared(float (&c)[COUNT], unsigned long long a, unsigned long long b, int add)
+template <int COUNT> FA_DEVICE void wgmma_shared(float (&c)[COUNT], matrix a, matrix b, int add)
 {
     static_assert(COUNT == 32 || COUNT == 40 || COUNT == 64 || COUNT == 88 || COUNT == 96, "no such WGMMA here");
     if constexpr (COUNT == 32)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; " FA_WGMMA(64) "{" FA_N32 "}, %32, %33, p, 1, 1, 0, 0; }"
                      : FA_O32(c, 0)
-                     : "l"(a), "l"(b), "r"(add));
+                     : "l"(a.word()), "l"(b.word()), "r"(add));
     else if constexpr (COUNT == 40)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %42, 0; " FA_WGMMA(80) "{" FA_N40 "}, %40, %41, p, 1, 1, 0, 0; }"
                      : FA_O32(c, 0), FA_O8(c, 32)
-                     : "l"(a), "l"(b), "r"(add));
+                     : "l"(a.word()), "l"(b.word()), "r"(add));
     else if constexpr (COUNT == 64)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; " FA_WGMMA(128) "{" FA_N64 "}, %64, %65, p, 1, 1, 0, 0; }"
                      : FA_O32(c, 0), FA_O32(c, 32)
-                     : "l"(a), "l"(b), "r"(add));
+                     : "l"(a.word()), "l"(b.word()), "r"(add));
     else if constexpr (COUNT == 88)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %90, 0; " FA_WGMMA(176) "{" FA_N88 "}, %88, %89, p, 1, 1, 0, 0; }"
                      : FA_O32(c, 0), FA_O32(c, 32), FA_O8(c, 64), FA_O8(c, 72), FA_O8(c, 80)
-                     : "l"(a), "l"(b), "r"(add));
+                     : "l"(a.word()), "l"(b.word()), "r"(add));
     else
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %98, 0; " FA_WGMMA(192) "{" FA_N96 "}, %96, %97, p, 1, 1, 0, 0; }"
                      : FA_O32(c, 0), FA_O32(c, 32), FA_O32(c, 64)
-                     : "l"(a), "l"(b), "r"(add));
+                     : "l"(a.word()), "l"(b.word()), "r"(add));
 }
 
 /* c (64 x 2 COUNT) = or += a b; a 64 x 16 in registers: rows and columns as those of an accumulator, two neighbours a
  * register; b by rows in shared memory, K along the rows. */
 template <int COUNT>
-FA_DEVICE void wgmma_registers(float (&c)[COUNT], const unsigned (&a)[4], unsigned long long b, int add)
+FA_DEVICE void wgmma_registers(float (&c)[COUNT], const unsigned (&a)[4], matrix b, int add)
 {
     static_assert(COUNT == 32 || COUNT == 64 || COUNT == 128, "no such WGMMA here");
     if constexpr (COUNT == 32)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; " FA_WGMMA(64) "{" FA_N32
                      "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1; }"
                      : FA_O32(c, 0)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word()), "r"(add));
     else if constexpr (COUNT == 64)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0; " FA_WGMMA(128) "{" FA_N64
                      "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1; }"
                      : FA_O32(c, 0), FA_O32(c, 32)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word()), "r"(add));
     else
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %133, 0; " FA_WGMMA(256) "{" FA_N128
                      "}, {%128, %129, %130, %131}, %132, p, 1, 1, 1; }"
                      : FA_O32(c, 0), FA_O32(c, 32), FA_O32(c, 64), FA_O32(c, 96)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word()), "r"(add));
 }
 
 /* Give registers back, or take them: a whole warpgroup, COUNT a thread from now on. */

@@ -26,24 +26,26 @@ FA_DEVICE int fragment_row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x 
 /* s = Q K^T. q: this warpgroup's rows of the tile of FA_TILE_Q; k: the tile. */
 FA_DEVICE void start_scores(float (&s)[S_COUNT], unsigned q, unsigned k)
 {
+    matrix a = matrix_of(q, 0), b = matrix_of(k, 0);
     hold(s);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < FA_HEAD_DIM / 16; step++)
-        wgmma_shared(s, matrix_of(q + step / 4 * (FA_TILE_Q * 128) + step % 4 * 32, 0),
-                     matrix_of(k + step / 4 * (FA_TILE_K * 128) + step % 4 * 32, 0), step > 0);
+        wgmma_shared(s, a.from(step / 4 * (FA_TILE_Q * 128) + step % 4 * 32), b.from(step / 4 * (FA_TILE_K * 128) + step % 4 * 32),
+                     step > 0);
     wgmma_commit();
 }
 
 /* o += P V, or without `add` o = P V. */
 FA_DEVICE void start_output(float (&o)[O_COUNT], unsigned (&p)[P_STEPS][4], unsigned v, bool add)
 {
+    matrix b = matrix_of(v, FA_TILE_K * 128);
     hold(o);
     hold(p);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < P_STEPS; step++)
-        wgmma_registers(o, p[step], matrix_of(v + step * 2048, FA_TILE_K * 128), step > 0 || add);
+        wgmma_registers(o, p[step], b.from(step * 2048), step > 0 || add);
     wgmma_commit();
 }
 
