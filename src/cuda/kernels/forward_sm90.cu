@@ -251,8 +251,8 @@ struct consumer {
 };
 
 /* Named barrier 1 + c: consumer c waits there, and the one before it arrives. The last one's first arrival starts the round. */
-FA_DEVICE void await_turn(int group) { if (!(FA_VARIANT & 2)) named_sync(1 + group, 256); }
-FA_DEVICE void pass_turn(int group) { if (!(FA_VARIANT & 2)) named_arrive(1 + (group + 1) % CONSUMERS, 256); }
+FA_DEVICE void await_turn(int group) { named_sync(1 + group, 256); }
+FA_DEVICE void pass_turn(int group) { named_arrive(1 + (group + 1) % CONSUMERS, 256); }
 
 /* S of keys that a row does not see becomes -inf. */
 FA_DEVICE void mask_scores(const fa_args &args, const work &w, float (&s)[S_COUNT], int group, int step)
