@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time flashattn and its peers on one GPU over the FlashAttention papers' grid, in one run, and check every answer.
 
-    make && python3 bench/gpu.py [--json FILE] [--head-dims 64,128,256] [--seqlens 512,...,16384] [--quick] [--math] [--flex]
+    make && python3 bench/gpu.py [--json FILE] [--head-dims 64,128,256] [--seqlens 512,...,16384] [--quick] [--passes forward] [--math] [--flex]
 
 bfloat16, hidden dimension 2048, 16384 tokens, no mask and causal, forward and backward. Peers: PyTorch's SDPA backends (math:
 standard attention; efficient; flash, which is FlashAttention-2; cuDNN) and with --flex FlexAttention, which torch.compile makes
@@ -203,6 +203,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dims", default="64,128,256")
     parser.add_argument("--seqlens", default="512,1024,2048,4096,8192,16384")
+    parser.add_argument("--passes", choices=["forward", "backward", "both"], default="both")
     parser.add_argument("--groups", type=int, default=7, help="timed groups of launches")
     parser.add_argument("--math", action="store_true", help="standard attention too, up to 2048 keys")
     parser.add_argument("--flex", action="store_true", help="FlexAttention too; needs Triton, and seconds a shape to compile")
@@ -226,7 +227,7 @@ def main():
             for seqlen in seqlens:
                 cell = Cell(d, seqlen, causal)
                 runs = runs_of(cell, [n for n in names if n != "math" or seqlen <= 2048])
-                for backward in (False, True):
+                for backward in {"forward": [False], "backward": [True], "both": [False, True]}[options.passes]:
                     row = bench_pass(cell, backward, runs, groups)
                     speeds = {n: x for n, x in row.items() if isinstance(x, float)}
                     best = max((x for n, x in speeds.items() if n != "ours"), default=None)

@@ -47,6 +47,7 @@ static const test_case shapes[] = {
     {.name = "packed", .batch = 2, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .layout = LAYOUT_PACKED, .mask = C},
     {.name = "o in float32", .batch = 2, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .o_f32 = true, .mask = C},
     {.name = "large logits", .seqlen_q = 300, .seqlen_k = 700, .logit_size = 30.0f},
+    {.name = "far logits", .seqlen_q = 150, .seqlen_k = 200, .logit_size = 3e9f, .mask = C, .head_dim = 64},
     {.name = "40 columns", .batch = 2, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .head_dim = 40, .mask = C},
     {.name = "96 columns", .batch = 2, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .head_dim = 96},
     {.name = "192 and 128 columns", .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .head_dim = 192, .head_dim_v = 128, .mask = C},

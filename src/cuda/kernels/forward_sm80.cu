@@ -263,13 +263,13 @@ FA_DEVICE bool store_result(float (&o)[ROWS16][COLS8][4], float (&maximum)[2 * R
 #pragma unroll
     for (int r = 0; r < 2 * ROWS16; r++) {
         int     i   = w.first_q + row_of(r / 2, r % 2);
-        row_end end = end_of_row(maximum[r] * unit, quad_sum(sum[r]), sink_log2, i >= w.seq.seqlen_q);
-        float   lse = end.lse;
+        float   top = maximum[r] * unit;
+        row_end end = end_of_row(top, quad_sum(sum[r]), sink_log2, i >= w.seq.seqlen_q);
         scale[r]    = end.scale;
         if (FA_HAS_DROPOUT)
             scale[r] *= args.dropout.keep_scale;
         if (threadIdx.x % 4 == 0 && i < w.seq.rows_q)
-            store_lse(args, w, i, lse);
+            store_lse(args, w, i, end.lse);
         if (!MODIFIED) {
             w.far[i - w.first_q] = is_far(top);
             far |= is_far(top);

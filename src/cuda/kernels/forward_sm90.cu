@@ -12,13 +12,12 @@
  *
  * Key tiles are walked from right to left: those on the mask's right edge, then the clean ones in a loop without mask code, then
  * the window's left edge. With two stages of Q the walk does not stop between tiles of queries: S' of the next one's first
- * key tile goes with P V of the last (FA_VARIANT bit 0). A block stays on its multiprocessor and takes one tile of queries after
+ * key tile goes with P V of the last (FA_VARIANT bit 0); with one, a consumer passes by key tiles that only rows below its own see. A block stays on its multiprocessor and takes one tile of queries after
  * the other.
  *
  * Shared memory: FA_Q stages of Q, FA_STAGES tiles of K, as many of V (panels as in ptx_sm90.cuh), barriers, works.
  */
-#include "mask.cuh"
-#include "softmax.cuh"
+#include "rare_sm90.cuh"
 #include "warpgroup.cuh"
 
 constexpr int CONSUMERS = FA_WARPS / 4 - 1; /* warpgroups */
@@ -29,17 +28,6 @@ static_assert(FA_DTYPE != FA_F32 && FA_HEAD_DIM % 64 == 0 && FA_HEAD_DIM_V % 64 
 constexpr int Q_BYTES = FA_TILE_Q * FA_HEAD_DIM * 2, K_BYTES = FA_TILE_K * FA_HEAD_DIM * 2, V_BYTES = FA_TILE_K * FA_HEAD_DIM_V * 2;
 constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + FA_STAGES * K_BYTES, BARRIERS_AT = V_AT + FA_STAGES * V_BYTES;
 constexpr int BARRIERS = 2 * Q_STAGES + WORKS + 5 * FA_STAGES, WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
-
-/* A tile of queries of one head, and the key tiles that it meets. In shared memory: registers are for S and O. */
-struct work {
-    int       b, head, kv_head;
-    int       first_q;                /* first row of the tile */
-    fa_range  keys;                   /* keys that some of its rows may see */
-    int       right, tiles;           /* key tiles right, right - 1, ...: step n has tile right - n */
-    int       first_clean, end_clean; /* steps [first_clean, end_clean) need no mask */
-    int       cleared;                /* an inspector found Inf or NaN in V and took it away */
-    sequence  seq;
-};
 
 extern "C" __constant__ int fa_shared_bytes = WORKS_AT + WORKS * (int)sizeof(work);
 extern __shared__ __align__(1024) char shared[];
@@ -85,64 +73,6 @@ FA_DEVICE unsigned q_tile(unsigned n) { return shared_address(shared) + n % Q_ST
 FA_DEVICE unsigned k_tile(unsigned n) { return shared_address(shared) + K_AT + n % FA_STAGES * K_BYTES; }
 FA_DEVICE unsigned v_tile(unsigned n) { return shared_address(shared) + V_AT + n % FA_STAGES * V_BYTES; }
 
-/* ---- which work ---- */
-
-/* Where every sequence is as long as the others (args.order_heads 0), causal tiles come in pairs, the n-th from the right and the
- * n-th from the left: pairs are all alike, so blocks that take every gridDim.x-th need no more than that to end together. Otherwise
- * a block has one tile; the longest come first, over args.order_heads heads whose K and V stay in L2, then the next heads. */
-FA_DEVICE bool in_pairs(const fa_args &args) { return FA_MASK == FA_MASK_CAUSAL && args.order_heads == 0; }
-
-/* The block's n-th tile, or pair with its first and second tile. */
-FA_DEVICE bool has_item(const fa_args &args, unsigned n)
-{
-    unsigned heads = args.heads_q * args.batch;
-    if (in_pairs(args))
-        return n / 2 * gridDim.x + blockIdx.x < (args.tiles_q + 1) / 2 * heads;
-    return n * gridDim.x + blockIdx.x < args.tiles_q * heads;
-}
-
-FA_DEVICE grid_place place_of(const fa_args &args, unsigned n)
-{
-    unsigned tiles = args.tiles_q;
-    if (in_pairs(args)) {
-        unsigned pairs = (tiles + 1) / 2, number = n / 2 * gridDim.x + blockIdx.x, left = number % pairs;
-        return {n % 2 == 0 ? tiles - 1 - left : left, number / pairs};
-    }
-    unsigned number = n * gridDim.x + blockIdx.x;
-    if (FA_MASK == FA_MASK_NONE || args.order_heads == 0)
-        return {number % tiles, number / tiles};
-    unsigned heads = args.order_heads, first = number / (heads * tiles) * heads;
-    number -= first * tiles;
-    heads = min(heads, args.heads_q * args.batch - first);
-    return {tiles - 1 - number / heads, first + number % heads};
-}
-
-FA_DEVICE void find_work(const fa_args &args, unsigned n, work &w)
-{
-    grid_place at = place_of(args, n);
-    w.head        = at.other % args.heads_q;
-    w.b           = at.other / args.heads_q;
-    w.kv_head     = w.head / args.group;
-    w.first_q     = at.tile * FA_TILE_Q;
-    w.cleared     = 0;
-    w.tiles       = 0;
-    w.seq         = sequence_at(args, w.b);
-    if (in_pairs(args) && n % 2 == 1 && 2 * at.tile + 1 == args.tiles_q)
-        w.seq.rows_q = w.seq.seqlen_q = 0; /* the tile in the middle is its own pair, and done */
-    fa_range queries = {w.first_q, fa_min_int(w.first_q + FA_TILE_Q, w.seq.seqlen_q)};
-    w.keys           = fa_keys_seen(window_of(args), w.seq.diagonal, queries, {w.seq.key_begin, w.seq.seqlen_k});
-    if (queries.begin >= queries.end || w.keys.begin >= w.keys.end)
-        return;
-    fa_range clean = clean_tiles<FA_TILE_K>(args, w.seq, queries, w.keys);
-    int      right = (w.keys.end - 1) / FA_TILE_K, tiles = right + 1 - w.keys.begin / FA_TILE_K;
-    w.right        = right;
-    w.tiles        = tiles;
-    w.first_clean  = fa_min_int(fa_max_int(right + 1 - clean.end, 0), tiles);
-    w.end_clean    = fa_max_int(right + 1 - clean.begin, w.first_clean);
-}
-
-FA_DEVICE bool is_masked(const work &w, int step) { return step < w.first_clean || step >= w.end_clean; }
-
 /* ---- planner and producer: one thread each ---- */
 
 FA_DEVICE void plan(const fa_args &args, const fa_maps &maps)
@@ -187,31 +117,56 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
 
 /* ---- inspectors ---- */
 
-/* In an edge tile P is 0 for rows that do not see a key, but 0 * NaN is NaN: rows of V that are not the sequence's become zeros,
- * and so do Inf and NaN, which add_nonfinite gives to the rows that see them. True if there were any of these. */
-FA_DEVICE bool inspect_tile(unsigned tile, fa_range rows)
+constexpr int INSPECTED = 16 * 32 * INSPECTORS; /* bytes at once: 16 a lane */
+FA_DEVICE int inspected_first() { return 16 * (threadIdx.x - (128 - 32 * INSPECTORS)); }
+
+/* Rows of V that are not the sequence's become zeros. */
+FA_DEVICE void clear_other_rows(unsigned tile, fa_range rows)
 {
-    bool found = false;
 #pragma unroll 1
-    for (int offset = 16 * (threadIdx.x - 64); offset < V_BYTES; offset += 16 * 32 * INSPECTORS) {
+    for (int offset = inspected_first(); offset < V_BYTES; offset += INSPECTED) {
         int row = offset / 128 % FA_TILE_K;
         if (row < rows.begin || row >= rows.end)
             shared_store(tile + offset, make_uint4(0, 0, 0, 0));
-        else if (FA_MASK != FA_MASK_NONE) {
-            uint4    v    = shared_load_16(tile + offset);
-            unsigned note = 0;
-            note_nonfinite(note, v.x);
-            note_nonfinite(note, v.y);
-            note_nonfinite(note, v.z);
-            note_nonfinite(note, v.w);
-            if (note & 0x7FFF7FFFu) { /* not +-0 in both halves */
-                found = true;
-                shared_store(tile + offset, make_uint4(without_nonfinite(v.x), without_nonfinite(v.y), without_nonfinite(v.z),
-                                                       without_nonfinite(v.w)));
-            }
-        }
     }
-    return found;
+}
+
+/* True if this lane's part of a tile holds Inf or NaN. Loads in flight together: consumers wait for this. */
+FA_DEVICE bool holds_nonfinite(unsigned tile)
+{
+    unsigned note = 0;
+#pragma unroll 4
+    for (int offset = inspected_first(); offset < V_BYTES; offset += INSPECTED) {
+        uint4 v = shared_load_16(tile + offset);
+        note_nonfinite(note, v.x);
+        note_nonfinite(note, v.y);
+        note_nonfinite(note, v.z);
+        note_nonfinite(note, v.w);
+    }
+    return (note & 0x7FFF7FFFu) != 0; /* not +-0 in both halves */
+}
+
+/* They become zeros. Rare. */
+FA_DEVICE void clear_nonfinite(unsigned tile)
+{
+#pragma unroll 1
+    for (int offset = inspected_first(); offset < V_BYTES; offset += INSPECTED) {
+        uint4 v = shared_load_16(tile + offset);
+        shared_store(tile + offset, make_uint4(without_nonfinite(v.x), without_nonfinite(v.y), without_nonfinite(v.z),
+                                               without_nonfinite(v.w)));
+    }
+}
+
+/* In an edge tile P is 0 for rows that do not see a key, but 0 * NaN is NaN: V must hold nothing there that is not finite. What is taken
+ * away add_nonfinite gives to the rows that see it. True if there was any. */
+FA_DEVICE bool inspect_tile(unsigned tile, fa_range rows)
+{
+    if (rows.begin > 0 || rows.end < FA_TILE_K)
+        clear_other_rows(tile, rows);
+    if (FA_MASK == FA_MASK_NONE || !holds_nonfinite(tile))
+        return false;
+    clear_nonfinite(tile);
+    return true;
 }
 
 FA_DEVICE void inspect(const fa_args &args)
@@ -247,6 +202,7 @@ struct consumer {
     unsigned  p[P_STEPS][4]; /* of key tile `tile`, counted since the kernel began */
     row_state rows;
     int       group;
+    bool      fresh; /* O holds nothing yet */
     unsigned  tile;
 };
 
@@ -312,8 +268,32 @@ FA_DEVICE row_state no_rows() { return {{-infinity(), -infinity()}, {0.0f, 0.0f}
 FA_DEVICE void wait_for_k(unsigned n) { barrier_wait(k_full(n), filled<FA_STAGES>(n)); }
 FA_DEVICE void wait_for_v(unsigned n) { barrier_wait(v_ready(n), filled<FA_STAGES>(n)); }
 
-/* The first key tile of an item, with nothing to overlap. */
-FA_DEVICE void first_tile(const fa_args &args, const work &w, consumer &c, unsigned item)
+/* Steps in which this consumer's rows see nothing yet, being above the others, or at all, for there are none. */
+FA_DEVICE int blind_steps(const fa_args &args, const work &w, int group)
+{
+    int begin = w.first_q + 64 * group, end = fa_min_int(begin + 64, w.seq.seqlen_q);
+    if (begin >= end)
+        return w.tiles;
+    int last = row_limits_of(window_of(args), w.seq, w.keys, end - 1).last;
+    return last < w.keys.begin ? w.tiles : w.right - last / FA_TILE_K;
+}
+
+/* A step without work: only its stages and its turn are passed on. */
+FA_DEVICE void blind_step(const work &w, consumer &c, unsigned item, int n)
+{
+    wait_for_k(c.tile);
+    release(k_empty(c.tile));
+    if (n + 1 == w.tiles)
+        release(q_empty(item));
+    await_turn(c.group);
+    pass_turn(c.group);
+    wait_for_v(c.tile);
+    release(v_empty(c.tile));
+    c.tile++;
+}
+
+/* Step n, the first of an item, with nothing to overlap. */
+FA_DEVICE void first_tile(const fa_args &args, const work &w, consumer &c, unsigned item, int n)
 {
     float s[S_COUNT], alpha[2];
     wait_for_k(c.tile);
@@ -321,26 +301,28 @@ FA_DEVICE void first_tile(const fa_args &args, const work &w, consumer &c, unsig
     wgmma_wait<0>();
     hold(s);
     release(k_empty(c.tile));
-    if (w.tiles == 1)
+    if (n + 1 == w.tiles)
         release(q_empty(item));
-    if (is_masked(w, 0))
-        mask_scores(args, w, s, c.group, 0);
-    c.rows = no_rows();
+    if (is_masked(w, n))
+        mask_scores(args, w, s, c.group, n);
+    c.rows  = no_rows();
+    c.fresh = true;
     softmax_step<true>(s, c.rows, alpha, args.scale_log2);
     pack_p(c.p, s);
-    if (w.tiles > 1)
+    if (n + 1 < w.tiles)
         wait_for_k(c.tile + 1);
 }
 
-/* Step n > 0 of an item: scores of its tile while P V of the one before is under way. */
+/* A later step of an item: scores of its tile while P V of the one before is under way. */
 template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned item, int n)
 {
     float s[S_COUNT], alpha[2];
     await_turn(c.group);
     start_scores(s, q_tile(item) + c.group * (64 * 128), k_tile(c.tile + 1));
     wait_for_v(c.tile);
-    start_output(c.o, c.p, v_tile(c.tile), n > 1);
+    start_output(c.o, c.p, v_tile(c.tile), !c.fresh);
     pass_turn(c.group);
+    c.fresh = false;
     wgmma_wait<1>();
     hold(s);
     release(k_empty(c.tile + 1));
@@ -402,49 +384,34 @@ FA_DEVICE void store_row(const fa_args &args, char *to, const float (&o)[O_COUNT
     }
 }
 
-FA_DEVICE fa_i64 offset_of_o(const fa_args &args, const work &w, int i)
+/* O = O / l, LSE = m + log l (lines 12-13); rows that saw nothing: 0 and -inf. Which rows are far. */
+FA_DEVICE far_rows store_result(const fa_args &args, const work &w, const float (&o)[O_COUNT], const row_state &rows, int group)
 {
-    return w.seq.q_entry * args.o.stride[0] + (fa_i64)(w.seq.q_row + i) * args.o.stride[1] + w.head * args.o.stride[2];
-}
-
-/* Inf and NaN of V that the inspectors took away, for the rows of this warp that see them, in what was just stored. Rare and slow. */
-static __device__ __noinline__ void add_nonfinite(const fa_args &args, const work &w, int first)
-{
-    __syncwarp();
-    const fa_u16 *v = (const fa_u16 *)args.v.data + w.seq.kv_entry * args.v.stride[0] + w.kv_head * args.v.stride[2];
-    for (int i = first; i < fa_min_int(w.seq.seqlen_q, first + 16); i++)
-        for (int col = threadIdx.x % 32; col < args.head_dim_v; col += 32) {
-            float total = 0.0f;
-            for (int j = w.keys.begin; j < w.keys.end; j++) {
-                float value = load_element(v + (fa_i64)(w.seq.kv_row + j) * args.v.stride[1], col, FA_DTYPE);
-                if (!finite(value) && sees(args, w.seq, {0, 0}, i, j))
-                    total += value;
-            }
-            fa_i64 at = offset_of_o(args, w, i) + col;
-            if (!finite(total))
-                store_element(args.o.data, at, FA_DTYPE_O, load_element(args.o.data, at, FA_DTYPE_O) + total);
-        }
-}
-
-/* O = O / l, LSE = m + log l (lines 12-13); rows that saw nothing: 0 and -inf. */
-FA_DEVICE void store_result(const fa_args &args, const work &w, const float (&o)[O_COUNT], const row_state &rows, int group)
-{
-    int   first = w.first_q + 64 * group + fragment_row();
-    float sink_log2 = -infinity();
-    if (args.sinks.data)
-        sink_log2 = load_element(args.sinks.data, w.head * args.sinks.stride[1], args.sinks.dtype) * FA_LOG2E;
+    int      first = w.first_q + 64 * group + fragment_row();
+    float    sink_log2 = sink_log2_of(args, w);
+    unsigned far[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         int     i   = first + 8 * h;
-        row_end end = end_of_row(rows.max[h] * args.scale_log2, quad_sum(rows.sum[h]), sink_log2, i >= w.seq.seqlen_q);
+        float   top = rows.max[h] * args.scale_log2;
+        row_end end = end_of_row(top, quad_sum(rows.sum[h]), sink_log2, i >= w.seq.seqlen_q);
         char   *to  = (char *)args.o.data + offset_of_o(args, w, i) * (FA_DTYPE_O == FA_F32 ? 4 : 2);
         store_row(args, i < w.seq.rows_q ? to : nullptr, o, h, end.scale);
-        if (args.lse.data && threadIdx.x % 4 == 0 && i < w.seq.rows_q)
-            ((float *)args.lse.data)[w.seq.q_entry * args.lse.stride[0] + w.head * args.lse.stride[1] +
-                                     (w.seq.q_row + i) * args.lse.stride[2]] = end.lse;
+        if (threadIdx.x % 4 == 0 && i < w.seq.rows_q)
+            store_lse(args, w, i, end.lse);
+        far[h] = __ballot_sync(0xFFFFFFFFu, is_far(top));
     }
+    return {far[0], far[1]};
+}
+
+/* What store_result could not know, when few registers are in use. */
+FA_DEVICE void store_rare(const fa_args &args, const work &w, far_rows far, int group)
+{
+    int first = w.first_q + 64 * group + threadIdx.x % 128 / 32 * 16;
+    if (far.upper | far.lower)
+        redo_far_rows(args, w, first, far);
     if (w.cleared)
-        add_nonfinite(args, w, w.first_q + 64 * group + fragment_row() - threadIdx.x % 32 / 4);
+        add_nonfinite(args, w, first);
 }
 
 /* P V of an item's last tile, then its result. NEXT: together with the scores of the next item's first tile. */
@@ -459,7 +426,7 @@ template <bool NEXT> FA_DEVICE void last_tile(const fa_args &args, const work &w
     if constexpr (NEXT)
         start_scores(s, q_tile(item + 1) + c.group * (64 * 128), k_tile(c.tile + 1));
     wait_for_v(c.tile);
-    start_output(c.o, c.p, v_tile(c.tile), w.tiles > 1);
+    start_output(c.o, c.p, v_tile(c.tile), !c.fresh);
     pass_turn(c.group);
     if constexpr (NEXT) {
         wgmma_wait<1>();
@@ -477,10 +444,12 @@ template <bool NEXT> FA_DEVICE void last_tile(const fa_args &args, const work &w
     hold(c.o);
     hold(c.p);
     release(v_empty(c.tile));
-    store_result(args, w, c.o, c.rows, c.group);
+    far_rows far = store_result(args, w, c.o, c.rows, c.group);
     if constexpr (NEXT)
         pack_p(c.p, s);
-    c.rows = rows;
+    store_rare(args, w, far, c.group);
+    c.rows  = rows;
+    c.fresh = true;
     c.tile++;
 }
 
@@ -494,11 +463,15 @@ FA_DEVICE void consume(const fa_args &args, int group)
         pass_turn(group);
     for (unsigned item = 0; has_item(args, item); item++) {
         const work &w = work_at(item);
-        int         n = 1;
+        int         n = 0;
         if (!begun)
             barrier_wait(q_full(item), filled<Q_STAGES>(item));
-        if (w.tiles == 0) {
+        if (w.tiles == 0)
             release(q_empty(item));
+        if constexpr (Q_STAGES == 1)
+            for (int end = w.tiles > 0 ? blind_steps(args, w, group) : 0; n < end; n++)
+                blind_step(w, c, item, n);
+        if (n == w.tiles) {
 #pragma unroll
             for (int i = 0; i < O_COUNT; i++)
                 c.o[i] = 0.0f;
@@ -506,7 +479,8 @@ FA_DEVICE void consume(const fa_args &args, int group)
             continue;
         }
         if (!begun)
-            first_tile(args, w, c, item);
+            first_tile(args, w, c, item, n);
+        n++;
         for (int end = w.first_clean; n < end; n++)
             step<true>(args, w, c, item, n);
         for (int end = w.end_clean; n < end; n++)

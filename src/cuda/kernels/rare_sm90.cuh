@@ -1,0 +1,98 @@
+/* forward_sm90.cu: what is rare and slow, by a warp for its 16 rows, in what it has just stored. */
+#ifndef FA_RARE_SM90_CUH
+#define FA_RARE_SM90_CUH
+
+#include "far_rows.cuh"
+#include "work_sm90.cuh"
+
+FA_DEVICE fa_i64 offset_of_o(const fa_args &args, const work &w, int i)
+{
+    return w.seq.q_entry * args.o.stride[0] + (fa_i64)(w.seq.q_row + i) * args.o.stride[1] + w.head * args.o.stride[2];
+}
+
+FA_DEVICE void store_lse(const fa_args &args, const work &w, int i, float lse)
+{
+    if (args.lse.data)
+        ((float *)args.lse.data)[w.seq.q_entry * args.lse.stride[0] + w.head * args.lse.stride[1] +
+                                 (w.seq.q_row + i) * args.lse.stride[2]] = lse;
+}
+
+FA_DEVICE float sink_log2_of(const fa_args &args, const work &w)
+{
+    if (!args.sinks.data)
+        return -infinity();
+    return load_element(args.sinks.data, w.head * args.sinks.stride[1], args.sinks.dtype) * FA_LOG2E;
+}
+
+/* A row of K or V, and the work as far_rows.cuh wants to see it. */
+struct kv_row {
+    const fa_element *data;
+
+    __device__ __forceinline__ const fa_element *row(int) const { return data; }
+};
+
+struct plain_work {
+    int      b, head, kv_head;
+    sequence seq;
+    fa_range keys, slices;
+    int      k, v; /* not used: a row is found from the view */
+};
+
+FA_DEVICE plain_work plain_work_of(const work &w) { return {w.b, w.head, w.kv_head, w.seq, w.keys, {0, 0}, 0, 0}; }
+
+FA_DEVICE kv_row rows_from(const fa_args &, const plain_work &w, int, const fa_view &view, int j)
+{
+    return {(const fa_element *)view.data + w.seq.kv_entry * view.stride[0] + (fa_i64)(w.seq.kv_row + j) * view.stride[1] +
+            w.kv_head * view.stride[2]};
+}
+
+/* Inf and NaN of V that the inspectors took away, for the rows that see them. */
+static __device__ __noinline__ void add_nonfinite(const fa_args &args, const work &shared_work, int first)
+{
+    __syncwarp();
+    plain_work w = plain_work_of(shared_work);
+    for (int i = first; i < fa_min_int(w.seq.seqlen_q, first + 16); i++)
+        for (int col = threadIdx.x % 32; col < args.head_dim_v; col += 32) {
+            float total = 0.0f;
+            for (int j = w.keys.begin; j < w.keys.end; j++) {
+                float value = load_element(rows_from(args, w, w.v, args.v, j).row(0), col, FA_DTYPE);
+                if (!finite(value) && sees(args, w.seq, w.slices, i, j))
+                    total += value;
+            }
+            fa_i64 at = offset_of_o(args, shared_work, i) + col;
+            if (!finite(total))
+                store_element(args.o.data, at, FA_DTYPE_O, load_element(args.o.data, at, FA_DTYPE_O) + total);
+        }
+}
+
+/* Of a warp's rows n and 8 + n, bit 4 n. */
+struct far_rows {
+    unsigned upper, lower;
+};
+
+/* Far rows once more. */
+static __device__ __noinline__ void redo_far_rows(const fa_args &args, const work &shared_work, int first, far_rows far)
+{
+    __syncwarp();
+    plain_work w = plain_work_of(shared_work);
+    for (int row = 0; row < 16; row++) {
+        constexpr int COLS = FA_HEAD_DIM_V / 32;
+        int           i    = first + row;
+        if (!((row < 8 ? far.upper : far.lower) >> row % 8 * 4 & 1) || i >= w.seq.seqlen_q)
+            continue;
+        double o[COLS], peak, total;
+        far_row<COLS>(args, w, i, o, peak, total);
+        float  sink   = sink_log2_of(args, shared_work);
+        double top    = fmax(peak, (double)sink);
+        float  shrink = exp2_fast((float)(peak - top)), all = (float)total * shrink;
+        if (sink != -infinity())
+            all += exp2_fast((float)(sink - top));
+        if (threadIdx.x % 32 == 0)
+            store_lse(args, shared_work, i, (float)((top + log2_fast(all)) * FA_LN2));
+        for (int c = 0, col = threadIdx.x % 32; c < COLS; c++, col += 32)
+            if (col < args.head_dim_v)
+                store_element(args.o.data, offset_of_o(args, shared_work, i) + col, FA_DTYPE_O, (float)o[c] * (shrink / all));
+    }
+}
+
+#endif

@@ -1,0 +1,82 @@
+/* forward_sm90.cu: what a block works on. */
+#ifndef FA_WORK_SM90_CUH
+#define FA_WORK_SM90_CUH
+
+#include "mask.cuh"
+
+/* A tile of queries of one head, and the key tiles that it meets. In shared memory: registers are for S and O. */
+struct work {
+    int       b, head, kv_head;
+    int       first_q;                /* first row of the tile */
+    fa_range  keys;                   /* keys that some of its rows may see */
+    int       right, tiles;           /* key tiles right, right - 1, ...: step n has tile right - n */
+    int       first_clean, end_clean; /* steps [first_clean, end_clean) need no mask */
+    int       cleared;                /* an inspector found Inf or NaN in V and took it away */
+    sequence  seq;
+};
+
+/* Where every sequence is as long as the others (args.order_heads 0), causal tiles come in pairs that are all alike, so that blocks
+ * which take every gridDim.x-th end together. Of two heads' tiles in the order of length, a pair has the n-th longest and the n-th
+ * shortest; the last head of an odd number is paired with itself. Otherwise a block has one tile, and the longest come
+ * first over args.order_heads heads whose K and V stay in L2, then over the next heads. */
+FA_DEVICE bool in_pairs(const fa_args &args) { return FA_MASK == FA_MASK_CAUSAL && args.order_heads == 0; }
+
+/* The block's n-th tile, or pair with its first and second tile. */
+FA_DEVICE bool has_item(const fa_args &args, unsigned n)
+{
+    unsigned heads = args.heads_q * args.batch, tiles = args.tiles_q;
+    if (in_pairs(args))
+        return n / 2 * gridDim.x + blockIdx.x < heads / 2 * tiles + heads % 2 * ((tiles + 1) / 2);
+    return n * gridDim.x + blockIdx.x < tiles * heads;
+}
+
+FA_DEVICE grid_place place_of_pair(const fa_args &args, unsigned pair, unsigned second)
+{
+    unsigned heads = args.heads_q * args.batch, tiles = args.tiles_q, two = pair / tiles, n = pair % tiles;
+    if (two == heads / 2) /* no second head */
+        return {second ? n : tiles - 1 - n, heads - 1};
+    return {second ? n / 2 : tiles - 1 - n / 2, 2 * two + (n + second) % 2};
+}
+
+FA_DEVICE grid_place place_of(const fa_args &args, unsigned n)
+{
+    unsigned tiles = args.tiles_q;
+    if (in_pairs(args))
+        return place_of_pair(args, n / 2 * gridDim.x + blockIdx.x, n % 2);
+    unsigned number = n * gridDim.x + blockIdx.x;
+    if (FA_MASK == FA_MASK_NONE || args.order_heads == 0)
+        return {number % tiles, number / tiles};
+    unsigned heads = args.order_heads, first = number / (heads * tiles) * heads;
+    number -= first * tiles;
+    heads = min(heads, args.heads_q * args.batch - first);
+    return {tiles - 1 - number / heads, first + number % heads};
+}
+
+FA_DEVICE void find_work(const fa_args &args, unsigned n, work &w)
+{
+    grid_place at = place_of(args, n);
+    w.head        = at.other % args.heads_q;
+    w.b           = at.other / args.heads_q;
+    w.kv_head     = w.head / args.group;
+    w.first_q     = at.tile * FA_TILE_Q;
+    w.cleared     = 0;
+    w.tiles       = 0;
+    w.seq         = sequence_at(args, w.b);
+    if (in_pairs(args) && n % 2 == 1 && 2 * at.tile + 1 == args.tiles_q && at.other == args.heads_q * args.batch - 1 &&
+        at.other % 2 == 0)
+        w.seq.rows_q = w.seq.seqlen_q = 0; /* the tile in the middle of the last head is its own pair, and done */
+    fa_range queries = {w.first_q, fa_min_int(w.first_q + FA_TILE_Q, w.seq.seqlen_q)};
+    w.keys           = fa_keys_seen(window_of(args), w.seq.diagonal, queries, {w.seq.key_begin, w.seq.seqlen_k});
+    if (queries.begin >= queries.end || w.keys.begin >= w.keys.end)
+        return;
+    fa_range clean = clean_tiles<FA_TILE_K>(args, w.seq, queries, w.keys);
+    int      right = (w.keys.end - 1) / FA_TILE_K, tiles = right + 1 - w.keys.begin / FA_TILE_K;
+    w.right        = right;
+    w.tiles        = tiles;
+    w.first_clean  = fa_min_int(fa_max_int(right + 1 - clean.end, 0), tiles);
+    w.end_clean    = fa_max_int(right + 1 - clean.begin, w.first_clean);
+}
+
+FA_DEVICE bool is_masked(const work &w, int step) { return step < w.first_clean || step >= w.end_clean; }
+
+#endif
