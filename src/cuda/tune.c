@@ -13,7 +13,11 @@ const fa_kernel_names fa_kernels[FA_NUM_KERNELS] = {
 const fa_tune_row fa_tune_rows[] = {
     /* arch   kernel                dtypes       head  masks     only      few tile_q tile_k warps stages blocks variant
        spill why */
-    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_TMA, 0, 192, 128, 16, 2, 1, 0, 0,
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_CAUSAL, FA_FOR_TMA, 1024, 128, 128, 12, 2, 1, 1, 0,
+     "short and causal: two consumers waste less of the diagonal than three (decision 0047)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_NONE, FA_FOR_TMA, 0, 192, 128, 16, 3, 1, 0, 0,
+     "three consumers of 64 rows share each tile of K and V; a third stage helps short ones (decision 0047)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_CAUSAL | FA_ON_WINDOW, FA_FOR_TMA, 0, 192, 128, 16, 2, 1, 0, 0,
      "three consumers of 64 rows share each tile of K and V (decision 0047)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 1, 0,
      "two consumers; two stages of Q, so that the walk does not stop between tiles of queries (decision 0047)"},

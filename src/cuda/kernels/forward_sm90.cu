@@ -463,15 +463,15 @@ FA_DEVICE void consume(const fa_args &args, int group)
         pass_turn(group);
     for (unsigned item = 0; has_item(args, item); item++) {
         const work &w = work_at(item);
-        int         n = 0;
         if (!begun)
             barrier_wait(q_full(item), filled<Q_STAGES>(item));
-        if (w.tiles == 0)
+        int tiles = same_for_all(w.tiles), n = 0;
+        if (tiles == 0)
             release(q_empty(item));
         if constexpr (Q_STAGES == 1)
-            for (int end = w.tiles > 0 ? blind_steps(args, w, group) : 0; n < end; n++)
+            for (int end = same_for_all(tiles > 0 ? blind_steps(args, w, group) : 0); n < end; n++)
                 blind_step(w, c, item, n);
-        if (n == w.tiles) {
+        if (n == tiles) {
 #pragma unroll
             for (int i = 0; i < O_COUNT; i++)
                 c.o[i] = 0.0f;
@@ -481,17 +481,17 @@ FA_DEVICE void consume(const fa_args &args, int group)
         if (!begun)
             first_tile(args, w, c, item, n);
         n++;
-        for (int end = w.first_clean; n < end; n++)
+        for (int end = same_for_all(w.first_clean); n < end; n++)
             step<true>(args, w, c, item, n);
-        for (int end = w.end_clean; n < end; n++)
+        for (int end = same_for_all(w.end_clean); n < end; n++)
             step<false>(args, w, c, item, n);
-        for (int end = w.tiles; n < end; n++)
+        for (; n < tiles; n++)
             step<true>(args, w, c, item, n);
         begun = false;
         if constexpr (Q_STAGES > 1)
             if (has_item(args, item + 1)) {
                 barrier_wait(q_full(item + 1), filled<Q_STAGES>(item + 1));
-                begun = work_at(item + 1).tiles > 0;
+                begun = same_for_all(work_at(item + 1).tiles) > 0;
             }
         if (Q_STAGES > 1 && begun)
             last_tile<Q_STAGES != 1>(args, w, c, item);
@@ -516,6 +516,6 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 1)
             inspect(args);
     } else {
         registers_up<CONSUMERS == 3 ? 160 : 232>();
-        consume(args, __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128 - 1, 0)); /* told to be the same for all lanes */
+        consume(args, same_for_all(threadIdx.x / 128 - 1));
     }
 }

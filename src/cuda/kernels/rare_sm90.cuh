@@ -75,6 +75,10 @@ static __device__ __noinline__ void redo_far_rows(const fa_args &args, const wor
 {
     __syncwarp();
     plain_work w = plain_work_of(shared_work);
+    w.seq.seqlen_q = same_for_all(w.seq.seqlen_q); /* or the compiler sees shuffles in loops of which it knows nothing, and the */
+    w.keys         = {same_for_all(w.keys.begin), same_for_all(w.keys.end)}; /* main loop takes 48 instructions more */
+    first          = same_for_all(first);
+    far            = {(unsigned)same_for_all(far.upper), (unsigned)same_for_all(far.lower)};
     for (int row = 0; row < 16; row++) {
         constexpr int COLS = FA_HEAD_DIM_V / 32;
         int           i    = first + row;

@@ -4,6 +4,10 @@
 
 #include "mask.cuh"
 
+/* A number that is the same for all lanes, so that the compiler knows it: what branches by it stays together, and addresses that come
+ * of it are found once a warp. */
+FA_DEVICE int same_for_all(int x) { return __shfl_sync(0xFFFFFFFFu, x, 0); }
+
 /* A tile of queries of one head, and the key tiles that it meets. In shared memory: registers are for S and O. */
 struct work {
     int       b, head, kv_head;
