@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Time flashattn and its peers on one GPU over the FlashAttention papers' grid, in one run, and check every answer.
 
-    make && python3 bench/gpu.py [--json FILE] [--head-dims 64,128,256] [--seqlens 512,...,16384] [--quick] [--passes forward] [--math] [--flex]
+    make && python3 bench/gpu.py [--json FILE] [--head-dims 64,128,256] [--seqlens 512,...,16384] [--passes forward] [--quick]
+                                 [--math] [--flex]
 
 bfloat16, hidden dimension 2048, 16384 tokens, no mask and causal, forward and backward. Peers: PyTorch's SDPA backends (math:
 standard attention; efficient; flash, which is FlashAttention-2; cuDNN) and with --flex FlexAttention, which torch.compile makes
