@@ -344,36 +344,6 @@ FA_AMX_INLINE void pack_p(char *out, const float *p, int ldp, int rows, int keys
     }
 }
 
-/* P^T as a left operand: rows = keys, pairs (r, r + 16) along the queries. */
-FA_AMX_INLINE void pack_p_transposed(char *out, const float *p, int ldp, int rows, int keys, int pieces)
-{
-    for (int key = 0; key < keys; key += 16) {
-        for (int first = 0; first < rows; first += 32, out += pieces * FA_AMX_TILE) {
-            __m512i x[16], y[16];
-            for (int r = 0; r < 16; r++) {
-                int one = first + r, two = one + 16;
-                x[r] = one < rows ? _mm512_loadu_si512(p + (int64_t)one * ldp + key) : _mm512_setzero_si512();
-                y[r] = two < rows ? _mm512_loadu_si512(p + (int64_t)two * ldp + key) : _mm512_setzero_si512();
-            }
-            fa_amx_transpose(x);
-            fa_amx_transpose(y);
-            for (int r = 0; r < 16; r++) {
-                __m512 one = _mm512_castsi512_ps(x[r]), two = _mm512_castsi512_ps(y[r]);
-                if (pieces == 1) {
-                    one = fa_amx_half_up(one);
-                    two = fa_amx_half_up(two);
-                }
-                for (int n = 0; n < pieces; n++) {
-                    __m512 a = fa_amx_cut(one), b = fa_amx_cut(two);
-                    _mm512_store_si512(out + n * FA_AMX_TILE + 64 * r, fa_amx_pair(a, b));
-                    one = _mm512_sub_ps(one, a);
-                    two = _mm512_sub_ps(two, b);
-                }
-            }
-        }
-    }
-}
-
 static void scale_rows(float *c, int ldc, const float *rescale, int rows, int cols)
 {
     for (int r = 0; r < rows; r++) {
@@ -396,20 +366,6 @@ FA_AMX_INLINE void accumulate_pieces(float *c, int ldc, const float *rescale, co
         scale_rows(c, ldc, rescale, rows, cols);
     pack_p(scratch, p, ldp, rows, keys, pieces);
     multiply(&out, &a, &b, (int)steps, pieces, true);
-}
-
-FA_AMX_INLINE void accumulate_t_pieces(float *c, int ldc, const float *p, int ldp, const void *right, int rows,
-                                       int keys, int cols, void *scratch, int pieces)
-{
-    int64_t steps = tiles_of(rows, 32), step = (int64_t)pieces * FA_AMX_TILE;
-    layout  at = layout_by_columns(rows, pieces);
-    operand a  = {scratch, steps * step, step};
-    pack_p_transposed(scratch, p, ldp, rows, keys, pieces);
-    for (int col = 0; col < cols; col += 32) {
-        matrix  out = {c + col, ldc, keys, cols - col <= 16 ? 16 : 32};
-        operand b   = {(const char *)right + col / 32 * at.columns, step, at.rows};
-        multiply(&out, &a, &b, (int)steps, pieces, true);
-    }
 }
 
 FA_AMX_INLINE size_t p_bytes(int rows, int keys, int pieces)
@@ -475,11 +431,6 @@ static void leave(void) { __asm__ volatile("tilerelease" ::); }
     {                                                                                                                  \
         accumulate_pieces(c, ldc, rescale, p, ldp, right, rows, keys, cols, scratch, N);                               \
     }                                                                                                                  \
-    static void accumulate_t_##N(float *c, int ldc, const float *p, int ldp, const void *right, int rows, int keys,    \
-                                 int cols, void *scratch)                                                              \
-    {                                                                                                                  \
-        accumulate_t_pieces(c, ldc, p, ldp, right, rows, keys, cols, scratch, N);                                      \
-    }                                                                                                                  \
     static bool   forward_block_##N(const fa_forward_block *block) { return fa_amx_forward_block(block, N); }          \
     static size_t forward_scratch_##N(int rows, int keys, int head_dim, int head_dim_v)                                \
     {                                                                                                                  \
@@ -506,7 +457,6 @@ static pthread_once_t tables_once = PTHREAD_ONCE_INIT;
     tables[N].pack                   = pack_##N;                                                                       \
     tables[N].scores                 = scores_##N;                                                                     \
     tables[N].accumulate             = accumulate_##N;                                                                 \
-    tables[N].accumulate_t           = accumulate_t_##N;                                                               \
     tables[N].forward_block          = forward_block_##N;                                                              \
     tables[N].forward_scratch_bytes  = forward_scratch_##N;                                                            \
     tables[N].backward_block         = fa_amx_backward_block_##N;                                                      \
@@ -522,7 +472,8 @@ static void fill_tables(void)
         t->isa            = FLASH_ATTN_ISA_AMX;
         t->key_step       = 32;
         t->part_keys      = fa_amx_part_keys(n);
-        t->few_rows       = 0; /* one and two pieces: below */
+        t->accumulate_t   = NULL; /* the fused backward takes every step */
+        t->few_rows       = 0;    /* one and two pieces: below */
         t->scores_few     = NULL;
         t->accumulate_few = NULL;
         t->store_tiled    = fa_amx_store_tiled;

@@ -112,7 +112,6 @@ static void fill_table(void)
     table.forward_block  = fa_amx_fp16_forward_block;
     table.scores_few     = fa_amx_fp16_scores_few; /* rows and columns as bfloat16 */
     table.accumulate_few = fa_amx_fp16_accumulate_few;
-    table.accumulate_t   = NULL; /* the backward is always fused */
     table.row_norm       = row_norm;
     table.backward_block = fa_amx_fp16_backward_block;
     table.backward_dq    = fa_amx_fp16_backward_dq;

@@ -153,7 +153,7 @@ typedef struct fa_kernels {
     /* C[r][:] = C[r][:] * rescale[r] + sum_k P[r][k] right[k][:]: roles V, K_RIGHT. rescale NULL: 1. */
     void (*accumulate)(float *c, int ldc, const float *rescale, const float *p, int ldp, const void *right, int rows,
                        int keys, int cols, void *scratch);
-    /* C[k][:] += sum_r P[r][k] right[r][:]: roles DO_RIGHT, Q_RIGHT. */
+    /* C[k][:] += sum_r P[r][k] right[r][:]: roles DO_RIGHT, Q_RIGHT. NULL where backward_block is there. */
     void (*accumulate_t)(float *c, int ldc, const float *p, int ldp, const void *right, int rows, int keys, int cols,
                          void *scratch);
 
