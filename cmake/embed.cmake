@@ -1,14 +1,18 @@
 # Write the GPU kernels' text as C arrays:
 #     cmake -DOUTPUT=kernel_texts.c "-DFILES=a.cu|b.cuh" -P embed.cmake
 # A text is known by its file name without folders, as kernels include each other. Byte arrays, for ISO C limits the
-# length of string literals.
+# length of string literals. Comments, indentation and empty lines are left out, nearly half of the bytes: whoever works
+# on a kernel has FLASH_ATTN_KERNEL_DIR.
 string(REPLACE "|" ";" files "${FILES}")
 set(arrays "")
 set(table "")
 set(index 0)
 foreach(file IN LISTS files)
   get_filename_component(name "${file}" NAME)
-  file(READ "${file}" bytes HEX)
+  file(READ "${file}" text)
+  string(REGEX REPLACE "/\\*([^*]|\\*+[^*/])*\\*+/" "" text "${text}")
+  string(REGEX REPLACE "[ \t]*\n[ \t\n]*" "\n" text "${text}")
+  string(HEX "${text}" bytes)
   string(REGEX REPLACE "([0-9a-f][0-9a-f])" "0x\\1," bytes "${bytes}")
   string(APPEND arrays "static const unsigned char text_${index}[] = {${bytes}0x00};\n")
   string(APPEND table "    {\"${name}\", (const char *)text_${index}},\n")
