@@ -68,7 +68,7 @@ const fa_tune_row fa_tune_rows[] = {
     {86, 89, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 2, 1, 1, 0, 256, "96 KB of shared memory"},
     {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 64, 16, 4, 1, 1, 0, 256, "144 KB of shared memory"},
     {120, 129, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 2, 1, 1, 0, 256, "96 KB of shared memory"},
-    {80, 129, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 2, 1, 1, 0, 128, "64 KB of shared memory"},
+    {80, 129, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 2, 1, 1, 0, 160, "64 KB of shared memory"},
     {80, 80, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 4, 1, 1, 1, 384, "114 KB of shared memory; two warps share 16 keys"},
     {86, 89, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 2, 1, 1, 1, 768, "81 KB of shared memory"},
     {90, 119, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 4, 1, 1, 1, 384, "114 KB of shared memory; two warps share 16 keys"},

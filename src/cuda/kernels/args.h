@@ -72,12 +72,13 @@ typedef struct fa_args {
     int num_splits, split_keys;            /* part p works on keys [p * split_keys, (p + 1) * split_keys) */
     int group_blocks;                      /* backward: blocks that share a key head; each does group / group_blocks
                                               query heads. 1 without FA_HAS_KV_ACCUM */
-    int order_heads;                       /* forward_sm90: heads whose tiles of q are dealt together, longest first; 0: lengths are
-                                              all alike */
     float scale, scale_log2, softcap;      /* scale_log2 = scale * log2(e) */
 
     fa_window  window;
     fa_dropout dropout;                    /* of element (i, j): batch_head = batch index * heads_q + head */
+
+    int order_heads;                       /* forward_sm90: heads whose tiles of q are dealt together, longest first; 0: lengths are
+                                              all alike */
 } fa_args;
 
 /*
