@@ -46,7 +46,7 @@ FA_AMX_INLINE void load_pairs_in_place(__m512i tile[16], const fa_rows *src, int
     }
 }
 
-FA_AMX_INLINE void pack_along_columns(char *out, const fa_rows *src, int pieces, bool keys)
+FA_AMX_COPIES void pack_along_columns(char *out, const fa_rows *src, int pieces, bool keys)
 {
     __m512i tile[MAX_PIECES][16];
     for (int first = 0; first < src->count; first += 16) {
@@ -122,7 +122,7 @@ FA_AMX_INLINE bool pair_whole_rows(char *out, const fa_rows *src, int first, lay
     return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(infinity)) == 0;
 }
 
-FA_AMX_INLINE int pack_along_rows(char *packed, const fa_rows *src, int pieces, int *bad, layout at, short infinity)
+FA_AMX_COPIES int pack_along_rows(char *packed, const fa_rows *src, int pieces, int *bad, layout at, short infinity)
 {
     int num_bad = 0;
     for (int first = 0; first < src->count; first += 32, packed += at.rows) {
@@ -176,7 +176,7 @@ static void turn_strip(char *out, const char *values, int strip, int strips, int
     }
 }
 
-FA_AMX_INLINE int pack_keys_backward(char *packed, const fa_rows *src, int *bad, int pieces, short infinity)
+FA_AMX_COPIES int pack_keys_backward(char *packed, const fa_rows *src, int *bad, int pieces, short infinity)
 {
     int     strips = tiles_of(src->count, 32), num_bad = 0;
     int64_t form   = (int64_t)strips * 2 * tiles_of(src->cols, 32) * pieces * FA_AMX_TILE;

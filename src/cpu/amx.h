@@ -23,6 +23,14 @@
 
 #define FA_AMX_INLINE static inline __attribute__((always_inline))
 
+/* Inlined for each kind of operand. AddressSanitizer gives each copy's arrays stack of their own, together more than
+ * the 64 KiB that a caller may have, so there it is one function. */
+#if defined(__SANITIZE_ADDRESS__)
+#define FA_AMX_COPIES static __attribute__((noinline))
+#else
+#define FA_AMX_COPIES FA_AMX_INLINE
+#endif
+
 /* Statements of our own, not the compiler's intrinsics: those do not say that they read memory. */
 #define TILE_LOAD(t, p, stride)                                                                                        \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(p), "r"((int64_t)(stride)) : "memory")

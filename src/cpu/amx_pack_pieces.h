@@ -97,7 +97,7 @@ FA_AMX_INLINE bool pack_both_forms(char *keys, char *values, const fa_rows *src,
 }
 
 /* False: not such rows. */
-FA_AMX_INLINE bool pack_whole_both(char *keys, char *values, const fa_rows *src, layout at, int pieces)
+FA_AMX_COPIES bool pack_whole_both(char *keys, char *values, const fa_rows *src, layout at, int pieces)
 {
     int64_t key_rows = 2 * (int64_t)tiles_of(src->cols, 32) * pieces * FA_AMX_TILE;
     bool    whole    = pieces > 1 && src->stride == 1 && src->dtype != FLASH_ATTN_F8E4M3 && src->cols % 32 == 0 &&
