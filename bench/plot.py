@@ -180,7 +180,7 @@ def summary_table(report):
         for t in threads:
             ratios = [row["ratio_min"] for row in found.get(t, []) if row["ratio_min"]]
             best = max(found.get(t, []), key=lambda row: speed_of(row, "ours"), default=None)
-            unit = "GB/s" if title.split()[1] == "decode" else "GFLOP/s"
+            unit = "GB/s" if title.split()[1].rstrip(",") == "decode" else "GFLOP/s"
             times = (
                 f"**{statistics.geometric_mean(ratios):.2f}x** ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else "-"
             )
