@@ -70,4 +70,15 @@ FA_DEVICE void far_row(const fa_args &args, const WORK &w, int i, double (&o)[CO
     }
 }
 
+/* The row with its sink, if there is one: LSE, and what O is to be multiplied by. */
+FA_DEVICE float end_far_row(double peak, double total, float sink_log2, float &lse)
+{
+    double top    = fmax(peak, (double)sink_log2);
+    float  shrink = exp2_fast((float)(peak - top)), all = (float)total * shrink;
+    if (sink_log2 != -infinity())
+        all += exp2_fast((float)(sink_log2 - top));
+    lse = (float)((top + log2_fast(all)) * FA_LN2);
+    return shrink / all;
+}
+
 #endif

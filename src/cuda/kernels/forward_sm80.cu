@@ -308,15 +308,11 @@ static __device__ __noinline__ void redo_far_rows(const fa_args &args, const wor
         constexpr int COLS = FA_HEAD_DIM_V / 32;
         int           i    = w.first_q + row;
         double        o[COLS], peak, total;
+        float         lse;
         far_row<COLS>(args, w, i, o, peak, total);
-        float  sink = sink_log2_of(args, w);
-        double top  = fmax(peak, (double)sink);
-        float  shrink = exp2_fast((float)(peak - top)), all = (float)total * shrink;
-        if (sink != -infinity())
-            all += exp2_fast((float)(sink - top));
-        float scale = shrink / all * (FA_HAS_DROPOUT ? args.dropout.keep_scale : 1.0f);
+        float scale = end_far_row(peak, total, sink_log2_of(args, w), lse) * (FA_HAS_DROPOUT ? args.dropout.keep_scale : 1.0f);
         if (threadIdx.x % 32 == 0)
-            store_lse(args, w, i, (float)((top + log2_fast(all)) * FA_LN2));
+            store_lse(args, w, i, lse);
         for (int c = 0, col = threadIdx.x % 32; c < COLS; c++, col += 32)
             if (col < args.head_dim_v)
                 store_element(FA_HAS_SPLIT ? args.o_partial : args.o.data, o_place(args, w, i, col),

@@ -85,17 +85,14 @@ static __device__ __noinline__ void redo_far_rows(const fa_args &args, const wor
         if (!((row < 8 ? far.upper : far.lower) >> row % 8 * 4 & 1) || i >= w.seq.seqlen_q)
             continue;
         double o[COLS], peak, total;
+        float  lse;
         far_row<COLS>(args, w, i, o, peak, total);
-        float  sink   = sink_log2_of(args, shared_work);
-        double top    = fmax(peak, (double)sink);
-        float  shrink = exp2_fast((float)(peak - top)), all = (float)total * shrink;
-        if (sink != -infinity())
-            all += exp2_fast((float)(sink - top));
+        float scale = end_far_row(peak, total, sink_log2_of(args, shared_work), lse);
         if (threadIdx.x % 32 == 0)
-            store_lse(args, shared_work, i, (float)((top + log2_fast(all)) * FA_LN2));
+            store_lse(args, shared_work, i, lse);
         for (int c = 0, col = threadIdx.x % 32; c < COLS; c++, col += 32)
             if (col < args.head_dim_v)
-                store_element(args.o.data, offset_of_o(args, shared_work, i) + col, FA_DTYPE_O, (float)o[c] * (shrink / all));
+                store_element(args.o.data, offset_of_o(args, shared_work, i) + col, FA_DTYPE_O, (float)o[c] * scale);
     }
 }
 
