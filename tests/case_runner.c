@@ -155,8 +155,9 @@ static void set_allowances(case_instance *x, int n, const difference *reference,
     double error = plain->finite ? plain->largest : 16 * dtype_epsilon(x->dtype) * M;
     x->allowed[n] += (gradient ? 3 : 2) * error + rounding;
     x->allowed_l2[n] = fmax(table, plain->finite ? 2 * plain->l2 / scale : 0) + lost;
-    /* One number a head is too few to measure plain attention's error by, and dropout drops other pairs there. */
-    double share = n == OUT_DSINKS ? 1 : !x->any_shape ? 0 : x->shape.dropout > 0 ? 1 : gradient ? 0.5 : 0;
+    /* One number a head is too few to measure plain attention's error by, and dropout drops other pairs there: of a P that is
+     * rounded half an epsilon is lost, and a number may be four times the root mean square that its size is taken from. */
+    double share = n == OUT_DSINKS ? 1 : !x->any_shape ? 0 : x->shape.dropout > 0 ? 2 : gradient ? 0.5 : 0;
     x->allowed[n] += share * dtype_epsilon(x->dtype) * terms->largest[n];
     x->allowed_l2[n] += share * dtype_epsilon(x->dtype) * terms->l2[n] / scale;
 }
