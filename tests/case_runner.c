@@ -461,7 +461,7 @@ static void judge_output(case_instance *x, int n, case_result *result)
     /* Errors of one row hang together, so rows count, not elements: the mean of n errors has a spread of 1 / sqrt(n).
      * Below a part of a rounding there is nothing to find, nor where all scores are equal and so all rows alike. */
     double scale = (double)x->problem.scale;
-    if (fabs(scale) < 1e-3 && (scale != 0 || signbit(scale)))
+    if (fabs(scale) < 2e-3 && (scale != 0 || signbit(scale)))
         return;
     double rows = (double)d.count / (double)got->shape[3], share = 0.1 + 5 / sqrt(rows);
     /* One key and dropout: every P is the same number, and so is its rounding. */
