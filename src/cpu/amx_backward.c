@@ -134,7 +134,8 @@ FA_AMX_INLINE block cell_block(const char *keys, const char *queries, int depth,
                    row,
                    step,
                    {to, 2 * FA_AMX_TILE_FLOATS, FA_AMX_TILE_FLOATS},
-                   false};
+                   false,
+                   NULL};
 }
 
 FA_AMX_INLINE piece_sum sum_of_s(int pieces) { return (piece_sum){pieces, true, true, false}; }
@@ -145,15 +146,37 @@ FA_AMX_INLINE block cell_s(const walk *w, cell at, int parity, int pieces)
     return cell_block(w->k_left, w->q_keys, w->depth, at, w->own->s[parity], pieces);
 }
 
-enum { SOON_STEPS = 2 }; /* the first of S^T, done among the rows of the cell before the one before */
+FA_AMX_INLINE block cell_dp(const walk *w, cell at, int parity, int pieces)
+{
+    return cell_block(w->v_left, w->dout_keys, w->depth_v, at, w->own->dp[parity], pieces);
+}
+
+enum { SOON_STEPS = 2 }; /* the first of S^T, done among the rows of the cell before the one before: two pieces */
+
+FA_AMX_INLINE int steps_begun(const walk *w, int pieces) { return pieces == 2 ? fa_min_int(SOON_STEPS, w->depth) : 0; }
 
 /* v NULL: nothing beside. begun: the first steps of S^T, so many. */
 FA_AMX_INLINE void cell_products(const walk *w, cell at, int parity, pending *last, int pieces, beside *v, int begun)
 {
     block s  = cell_s(w, at, parity, pieces);
-    block dp = cell_block(w->v_left, w->dout_keys, w->depth_v, at, w->own->dp[parity], pieces);
+    block dp = cell_dp(w, at, parity, pieces);
+    if (pieces == 1) {
+        run_block_of_one(&s, w->depth, last, sum_of_s(1), NULL);
+        run_block_of_one(&dp, w->depth_v, last, sum_of_dp(1), NULL);
+        return;
+    }
     run_block_from(&s, begun, w->depth, last, sum_of_s(pieces), v);
     run_block_from(&dp, 0, w->depth_v, last, sum_of_dp(pieces), v);
+}
+
+/* One piece, both of a depth that is known when this is compiled, with rows of the cell before among them. */
+FA_AMX_INLINE void products_among(const walk *w, cell at, int parity, int depth, const gradient *g, pending *last)
+{
+    int   places    = 4 * (depth - 1);
+    among rows_of_s = {g, 0, 2 * places}, rows_of_dp = {g, places, 2 * places};
+    block s = cell_s(w, at, parity, 1), dp = cell_dp(w, at, parity, 1);
+    run_block_of_one(&s, depth, last, sum_of_s(1), &rows_of_s);
+    run_block_of_one(&dp, depth, last, sum_of_dp(1), &rows_of_dp);
 }
 
 /* True if the cell is special: some pair is not seen, or an LSE is unusual. seen[] then holds what is. */
@@ -178,7 +201,7 @@ static bool cell_mask(const walk *w, cell at, uint32_t seen[CELL])
 FA_AMX_INLINE void soon_step(const walk *w, const block *s, int n, pending *last, int pieces)
 {
     if (s && n < w->depth)
-        block_step(s, s->a + n * s->a_step, s->b + n * s->b_step, n == 0 ? last : NULL, sum_of_s(pieces), NULL);
+        block_step(s, n, n == 0 ? last : NULL, sum_of_s(pieces), NULL);
 }
 
 /* Between the rows lie the stores of dP^T of the next cell and then the first steps of S^T of the one after it (soon),
@@ -259,27 +282,30 @@ FA_AMX_INLINE gradient cell_gradient(const walk *w, const exponential *e, cell a
     return g;
 }
 
-/* P and dS of list[0], of `count` cells, the products of the next one and the first steps of the one after that. */
-FA_AMX_INLINE void cell_step(const walk *w, const exponential *e, const cell *list, int count, int parity,
-                             pending *last, int pieces)
+/* Rows and products one after the other; with two pieces also the first steps of S^T of list[2]. */
+FA_AMX_INLINE void step_apart(const walk *w, const gradient *g, bool special, const cell *list, int count, int parity,
+                              pending *last, int pieces)
 {
-    cell     at = list[0];
-    uint32_t seen[2][CELL]; /* and kept */
-    bool     special;
-    gradient g = cell_gradient(w, e, at, parity, seen, &special, pieces);
-    if (pieces != BESIDE_PIECES) {
-        block soon;
-        if (count > 1)
-            cell_products(w, list[1], !parity, last, pieces, NULL, fa_min_int(SOON_STEPS, w->depth));
-        if (count > 2)
-            soon = cell_s(w, list[2], parity, pieces);
-        if (special)
-            gradient_rows(w, &g, true, count > 2 ? &soon : NULL, last, pieces);
-        else
-            gradient_rows(w, &g, false, count > 2 ? &soon : NULL, last, pieces);
-        return;
-    }
-    beside v = beside_make(&g, special,
+    int   begun = steps_begun(w, pieces);
+    bool  ahead = begun > 0 && count > 2;
+    block soon;
+    if (count > 1)
+        cell_products(w, list[1], !parity, last, pieces, NULL, begun);
+    else
+        store_pending(last);
+    if (ahead)
+        soon = cell_s(w, list[2], parity, pieces);
+    if (special)
+        gradient_rows(w, g, true, ahead ? &soon : NULL, last, pieces);
+    else
+        gradient_rows(w, g, false, ahead ? &soon : NULL, last, pieces);
+}
+
+/* Three pieces: rows among products. */
+FA_AMX_INLINE void step_beside(const walk *w, const gradient *g, bool special, const cell *list, int count, int parity,
+                               pending *last, int pieces)
+{
+    beside v = beside_make(g, special,
                            num_products(sum_of_s(pieces)) * w->depth + num_products(sum_of_dp(pieces)) * w->depth_v);
     if (count > 1)
         cell_products(w, list[1], !parity, last, pieces, &v, 0);
@@ -290,6 +316,25 @@ FA_AMX_INLINE void cell_step(const walk *w, const exponential *e, const cell *li
         if (v.row % 4 == 0)
             KEEP_AWAKE();
     }
+}
+
+/* P and dS of list[0], of `count` cells, and the products of the next one. */
+FA_AMX_INLINE void cell_step(const walk *w, const exponential *e, const cell *list, int count, int parity,
+                             pending *last, int pieces)
+{
+    cell     at = list[0];
+    uint32_t seen[2][CELL]; /* and kept */
+    bool     special;
+    gradient g     = cell_gradient(w, e, at, parity, seen, &special, pieces);
+    int      depth = w->depth == w->depth_v && count > 1 && !special ? w->depth : 0;
+    if (pieces == BESIDE_PIECES)
+        step_beside(w, &g, special, list, count, parity, last, pieces);
+    else if (pieces == 1 && depth == 2)
+        products_among(w, list[1], !parity, 2, &g, last);
+    else if (pieces == 1 && depth == 4)
+        products_among(w, list[1], !parity, 4, &g, last);
+    else
+        step_apart(w, &g, special, list, count, parity, last, pieces);
 }
 
 /* dV and dK of a strip; B: the column block's tiles of dO or Q, used by all cells before the next. */
@@ -304,17 +349,18 @@ FA_AMX_INLINE void strip_sums(const walk *w, int first, const fa_range groups[MO
         for (int n = 0; n < strip_cells(pieces); n++) {
             fa_range    range = groups[n];
             const void *left  = keys ? ds_t_at(w, 2 * n, range.begin, pieces) : p_t_at(w, 2 * n, range.begin, pieces);
+            float      *c     = sums + fa_tiled_at(columns * 16, (first + n) * CELL, col * 16);
             block       x     = {left,
                                  right + ((int64_t)col * w->groups + 2 * range.begin) * step,
                                  w->groups * step,
                                  step,
                                  step,
                                  2 * step,
-                                 {sums + fa_tiled_at(columns * 16, (first + n) * CELL, col * 16),
-                                  fa_tiled_at(columns * 16, 16, 0), FA_AMX_TILE_FLOATS},
-                                 true};
+                                 {c, fa_tiled_at(columns * 16, 16, 0), FA_AMX_TILE_FLOATS},
+                                 true,
+                                 c + fa_tiled_at(columns * 16, CELL, 0)};
             if (range.begin < range.end)
-                run_block(&x, range.end - range.begin, last, (piece_sum){pieces, false, false, false}, NULL);
+                run_block(&x, range.end - range.begin, last, (piece_sum){pieces, false, false, false});
         }
     }
 }
@@ -373,9 +419,9 @@ FA_AMX_INLINE void run_strip(const walk *w, const exponential *e, int first, pen
         return;
     cell_products(w, list[0], 0, last, pieces, NULL, 0);
     store_pending(last);
-    if (count > 1 && pieces != BESIDE_PIECES) {
+    if (count > 1) {
         block s = cell_s(w, list[1], 1, pieces);
-        for (int n = 0; n < SOON_STEPS; n++)
+        for (int n = 0; n < steps_begun(w, pieces); n++)
             soon_step(w, &s, n, last, pieces);
     }
     for (int n = 0; n < count; n++)
@@ -406,43 +452,6 @@ FA_AMX_INLINE void run_tile(const fa_backward_block *b, int pieces)
 
 /* ---- dQ^T += K^T dS ---- */
 
-/* 4 tiles of columns by 16 queries: K^T stays in the first-level cache and dS is read once. */
-FA_AMX_INLINE void dq_block(const char *a, int64_t a_row, const char *b, float *c, int steps, pending *last)
-{
-    block column = {.c = {c, 2 * FA_AMX_TILE_FLOATS, FA_AMX_TILE_FLOATS}, .add = true}, *x = &column;
-    TILE_LOAD_ONCE(4, b, 64);
-    TILE_LOAD(5, a, 64);
-    STORE_PENDING(0, 0);
-    BEGIN_C(0, 0);
-    TILE_DOT(0, 5, 4);
-    TILE_LOAD(6, a + a_row, 64);
-    STORE_PENDING(1, last->col);
-    BEGIN_C(1, x->c.col);
-    TILE_DOT(1, 6, 4);
-    TILE_LOAD(7, a + 2 * a_row, 64);
-    STORE_PENDING(2, last->row);
-    BEGIN_C(2, x->c.row);
-    TILE_DOT(2, 7, 4);
-    TILE_LOAD(5, a + 3 * a_row, 64);
-    STORE_PENDING(3, last->row + last->col);
-    BEGIN_C(3, x->c.row + x->c.col);
-    TILE_DOT(3, 5, 4);
-    for (int n = 1; n < steps; n++) {
-        a += FA_AMX_TILE;
-        b += FA_AMX_TILE;
-        TILE_LOAD_ONCE(4, b, 64);
-        TILE_LOAD(5, a, 64);
-        TILE_DOT(0, 5, 4);
-        TILE_LOAD(6, a + a_row, 64);
-        TILE_DOT(1, 6, 4);
-        TILE_LOAD(7, a + 2 * a_row, 64);
-        TILE_DOT(2, 7, 4);
-        TILE_LOAD(5, a + 3 * a_row, 64);
-        TILE_DOT(3, 5, 4);
-    }
-    *last = x->c;
-}
-
 /* The part's strips that a group sees. */
 static fa_range strips_of(const walk *w, int group, int pieces)
 {
@@ -459,10 +468,18 @@ FA_AMX_INLINE void dq_of_part(const walk *w, pending *last, int pieces)
     for (; pieces == 1 && col + 3 < w->columns; col += 4) {
         for (int n = 0; n < 2 * w->groups; n++) {
             fa_range strips = strips_of(w, n / 2, pieces);
+            float   *c      = b->dq + fa_tiled_at(b->head_dim, n * 16, col * 16);
+            block    x      = {w->k_t_left + col * row + strips.begin * step,
+                               (const char *)ds_at(w, n, strips.begin, pieces),
+                               row,
+                               step,
+                               0,
+                               step,
+                               {c, 2 * FA_AMX_TILE_FLOATS, FA_AMX_TILE_FLOATS},
+                               true,
+                               c + next_queries};
             if (strips.begin < strips.end)
-                dq_block(w->k_t_left + col * row + strips.begin * step, row,
-                         (const char *)ds_at(w, n, strips.begin, pieces),
-                         b->dq + fa_tiled_at(b->head_dim, n * 16, col * 16), strips.end - strips.begin, last);
+                run_tall_block(&x, strips.end - strips.begin, last);
         }
     }
     for (; col < w->columns; col += 2) {
@@ -475,9 +492,10 @@ FA_AMX_INLINE void dq_of_part(const walk *w, pending *last, int pieces)
                                strip_cells(pieces) * step,
                                step,
                                {b->dq + fa_tiled_at(b->head_dim, group * CELL, col * 16), FA_AMX_TILE_FLOATS, next_queries},
-                               true};
+                               true,
+                               NULL};
             if (strips.begin < strips.end)
-                run_block(&x, strips.end - strips.begin, last, (piece_sum){pieces, false, false, true}, NULL);
+                run_block(&x, strips.end - strips.begin, last, (piece_sum){pieces, false, false, true});
         }
     }
 }
@@ -502,100 +520,4 @@ void fa_amx_backward_block_3(const fa_backward_block *b) { run_tile(b, 3); }
 void fa_amx_backward_dq_1(const fa_backward_block *b) { run_dq(b, 1); }
 void fa_amx_backward_dq_2(const fa_backward_block *b) { run_dq(b, 2); }
 void fa_amx_backward_dq_3(const fa_backward_block *b) { run_dq(b, 3); }
-
-/* ---- the sums, to the caller's memory ---- */
-
-/* fa_bf16_of_float on 16 lanes. */
-FA_AMX_INLINE __m256i rounded_bf16(__m512 x)
-{
-    __m512i bits = _mm512_castps_si512(x), high = _mm512_srli_epi32(bits, 16);
-    __m512i even    = _mm512_add_epi32(_mm512_and_si512(high, _mm512_set1_epi32(1)), _mm512_set1_epi32(0x7FFF));
-    __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, even), 16);
-    __m512i quiet   = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
-    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), quiet));
-}
-
-/* A tile of sums times a factor. */
-FA_AMX_INLINE void load_sums(__m512 x[16], const float *from, bool turned, float factor)
-{
-    __m512i tile[16];
-    for (int r = 0; r < 16; r++)
-        tile[r] = _mm512_load_si512(from + 16 * r);
-    if (turned)
-        fa_amx_transpose(tile);
-    for (int r = 0; r < 16; r++)
-        x[r] = _mm512_mul_ps(_mm512_castsi512_ps(tile[r]), _mm512_set1_ps(factor));
-}
-
-/* A whole line goes past the caches: nothing is read for it, and nothing else has to leave. */
-FA_AMX_INLINE void store_line(char *at, __m512i x, int bytes)
-{
-    if (bytes >= 64 && (uintptr_t)at % 64 == 0)
-        _mm512_stream_si512((__m512i *)at, x);
-    else
-        _mm512_mask_storeu_epi8(at, bytes >= 64 ? ~0ull : (1ull << bytes) - 1, x);
-}
-
-static void store_floats(const fa_stored_rows *to, const float *tiled, bool turned)
-{
-    for (int row = 0; row < to->rows; row += 16) {
-        for (int col = 0; col < to->cols; col += 16) {
-            __m512 x[16];
-            load_sums(x, tiled + fa_tiled_at(to->cols, row, col), turned, to->factor);
-            for (int r = 0; r < 16 && row + r < to->rows; r++)
-                store_line(to->at + (row + r) * to->step + 4 * col, _mm512_castps_si512(x[r]), 4 * (to->cols - col));
-        }
-    }
-}
-
-enum { COPY_COLUMNS = 256 };
-
-/* bfloat16 or float16. Rows are put together first, for the processor asks for the lines of a row ahead. */
-FA_AMX_INLINE void store_halves(const fa_stored_rows *to, const float *tiled, bool turned, flash_attn_dtype dtype)
-{
-    _Alignas(64) uint16_t copy[16][COPY_COLUMNS];
-    for (int row = 0; row < to->rows; row += 16) {
-        for (int first = 0; first < to->cols; first += COPY_COLUMNS) {
-            int count = fa_min_int(to->cols - first, COPY_COLUMNS);
-            for (int col = 0; col < count; col += 16) {
-                __m512 x[16];
-                load_sums(x, tiled + fa_tiled_at(to->cols, row, first + col), turned, to->factor);
-                for (int r = 0; r < 16; r++)
-                    _mm256_store_si256((__m256i *)&copy[r][col],
-                                       dtype == FLASH_ATTN_BF16
-                                           ? rounded_bf16(x[r])
-                                           : _mm512_cvtps_ph(x[r], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-            }
-            for (int r = 0; r < 16 && row + r < to->rows; r++) {
-                for (int col = 0; col < count; col += 32)
-                    store_line(to->at + (row + r) * to->step + 2 * (first + col), _mm512_load_si512(&copy[r][col]),
-                               2 * (count - col));
-            }
-        }
-    }
-}
-
-static void store_apart(const fa_stored_rows *to, const float *tiled, bool turned)
-{
-    for (int row = 0; row < to->rows; row++) {
-        for (int col = 0; col < to->cols; col++) {
-            int at = turned ? col % 16 * 16 + row % 16 : row % 16 * 16 + col % 16;
-            fa_store(to->at + row * to->step, col * to->stride, to->dtype,
-                     tiled[fa_tiled_at(to->cols, row, col) + at] * to->factor);
-        }
-    }
-}
-
-void fa_amx_store_tiled(const fa_stored_rows *to, const float *tiled, bool turned)
-{
-    if (to->stride != 1)
-        store_apart(to, tiled, turned);
-    else if (to->dtype == FLASH_ATTN_F32)
-        store_floats(to, tiled, turned);
-    else if (to->dtype == FLASH_ATTN_BF16)
-        store_halves(to, tiled, turned, FLASH_ATTN_BF16);
-    else
-        store_halves(to, tiled, turned, FLASH_ATTN_F16);
-    _mm_sfence(); /* before another thread is told */
-}
 #endif

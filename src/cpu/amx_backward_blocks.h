@@ -4,9 +4,12 @@
  * A tile store right behind its product stalls all that follows, a product later it is nearly free: so the accumulators
  * of a block are stored among the first products of the next one (struct pending).
  *
- * What limits is the first-level cache, through which a cell passes more than it holds. An operand that is read once
- * before others of its kind comes with a hint (TILELOADDT1) and leaves the cache to those that come again: the other
- * operand, S, P and dS.
+ * How far ahead the processor looks is what decides beside that: 16 instructions that write a tile, or about 180 that
+ * write a vector. So one operand is loaded for each product, one or two products before it is needed.
+ *
+ * What limits then is the first-level cache, through which a cell passes more than it holds. An operand that is read
+ * once before others of its kind comes with a hint (TILELOADDT1) and leaves the cache to those that come again: the
+ * other operand, S, P and dS.
  */
 #ifndef FA_CPU_AMX_BACKWARD_BLOCKS_H
 #define FA_CPU_AMX_BACKWARD_BLOCKS_H
@@ -41,14 +44,12 @@ typedef struct pending {
 } pending;
 
 typedef struct block {
-    const char *a, *b;
-    int64_t     a_row, a_step, b_col, b_step; /* bytes from one tile to the next, across C and along the contraction */
-    pending     c;
-    bool        add; /* else C starts at 0 */
+    const char  *a, *b;
+    int64_t      a_row, a_step, b_col, b_step; /* bytes from one tile to the next, across C and along the contraction */
+    pending      c;
+    bool         add;  /* else C starts at 0 */
+    const float *soon; /* where the next block's sums lie, as c; NULL: not known */
 } block;
-
-#define TILE_LOAD_ONCE(t, p, stride)                                                                                   \
-    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #t ::"r"(p), "r"((int64_t)(stride)) : "memory")
 
 /* 0.3 us without a product and the tile unit goes to sleep; it takes as long to wake up. What this one computes is
  * overwritten. */
@@ -63,14 +64,14 @@ typedef struct block {
     else                                                                                                               \
         TILE_ZERO(t)
 
-/* Rows of P and dS of one cell that go between the products of the next. */
+/* Rows of P and dS of one cell that go between the products of the next, three pieces. */
 typedef struct beside {
     const gradient *g;
     bool            special;
     int             row, credit, groups; /* 16 rows among so many groups of four products */
 } beside;
 
-#define BESIDE_PIECES 3 /* 4 to 9% faster with three pieces, slower with fewer */
+#define BESIDE_PIECES 3 /* 4 to 9% faster with three pieces, slower with two */
 #define BESIDE_AFTER 2  /* groups; then what the rows read has been stored */
 
 /* Functions of their own, for there are many places to put a row. */
@@ -114,10 +115,10 @@ FA_AMX_INLINE void next_rows(beside *v)
     else                                                                                                               \
         TILE_LOAD(t, p, 64)
 
-/* One step of the contraction. last: C begins here, and what was in its registers is stored. */
-FA_AMX_INLINE void block_step(const block *x, const char *a, const char *b, const pending *last, piece_sum sum,
-                              beside *v)
+/* A step of the contraction, two or three pieces. last: C begins here, and what was in its registers is stored. */
+FA_AMX_INLINE void block_step(const block *x, int step, const pending *last, piece_sum sum, beside *v)
 {
+    const char *a = x->a + step * x->a_step, *b = x->b + step * x->b_step;
     _Pragma("GCC unroll 6") for (int n = 0; n < num_products(sum); n++)
     {
         const fa_amx_product now = product_at(sum, n), before = product_at(sum, n == 0 ? 0 : n - 1);
@@ -165,16 +166,170 @@ FA_AMX_INLINE void block_step(const block *x, const char *a, const char *b, cons
 FA_AMX_INLINE void run_block_from(const block *x, int first, int steps, pending *last, piece_sum sum, beside *v)
 {
     if (first == 0)
-        block_step(x, x->a, x->b, last, sum, v);
+        block_step(x, 0, last, sum, v);
     for (int n = fa_max_int(first, 1); n < steps; n++)
-        block_step(x, x->a + n * x->a_step, x->b + n * x->b_step, NULL, sum, v);
+        block_step(x, n, NULL, sum, v);
     *last = x->c;
 }
 
-FA_AMX_INLINE void run_block(const block *x, int steps, pending *last, piece_sum sum, beside *v)
+/* ---- one piece ---- */
+
+/* Rows of P and dS of one cell among the products of the next: 16 in so many places, one after each product beside
+ * which no tile is stored. Their constants are in registers and their places are known when this is compiled: a branch
+ * that is guessed wrong throws away the tile loads that have begun. */
+typedef struct among {
+    const gradient *g;
+    int             first, places; /* of the block; of the cell */
+} among;
+
+FA_AMX_INLINE void rows_at(const among *v, int place)
 {
-    run_block_from(x, 0, steps, last, sum, v);
+    _Pragma("GCC unroll 16") for (int row = place * 16 / v->places; row < (place + 1) * 16 / v->places; row++)
+        gradient_row_ahead(v->g, row);
 }
+
+/* A tile of the next block's sums in each of the steps 1 to 4, four lines after each product. */
+FA_AMX_INLINE void fetch_sums(const block *x, int step, int quarter)
+{
+    if (!x->soon || step < 1 || step > 4)
+        return;
+    const float *tile = x->soon + (step - 1) / 2 * x->c.row + (step - 1) % 2 * x->c.col;
+    for (int line = 4 * quarter; line < 4 * quarter + 4; line++)
+        __builtin_prefetch(tile + 16 * line, 1);
+}
+
+FA_AMX_INLINE void after_product(const block *x, int step, int quarter, const among *v)
+{
+    if (v && step > 0)
+        rows_at(v, v->first + 4 * (step - 1) + quarter);
+    else if (!v)
+        fetch_sums(x, step, quarter);
+}
+
+#define STORE_AND_BEGIN(t, offset_last, offset)                                                                        \
+    if (step == 0) {                                                                                                   \
+        STORE_PENDING(t, offset_last);                                                                                 \
+        BEGIN_C(t, offset);                                                                                            \
+    }
+
+/* Tiles of C are passed there and back, 0 2 3 1 in an even step and 2 0 1 3 in an odd one. The first operands of a step
+ * are loaded in the one before; more: there is one after. */
+FA_AMX_INLINE void even_step(const block *x, int step, bool more, const pending *last, piece_sum sum, const among *v)
+{
+    const char *a = x->a + step * x->a_step, *b = x->b + step * x->b_step;
+    LOAD_A(5, a + x->a_row);
+    STORE_AND_BEGIN(0, 0, 0);
+    TILE_DOT(0, 4, 6);
+    after_product(x, step, 0, v);
+    LOAD_B(7, b + x->b_col);
+    STORE_AND_BEGIN(2, last->row, x->c.row);
+    TILE_DOT(2, 5, 6);
+    after_product(x, step, 1, v);
+    if (more) {
+        LOAD_B(6, b + x->b_step);
+    }
+    STORE_AND_BEGIN(3, last->row + last->col, x->c.row + x->c.col);
+    TILE_DOT(3, 5, 7);
+    after_product(x, step, 2, v);
+    if (more) {
+        LOAD_A(5, a + x->a_step + x->a_row);
+    }
+    STORE_AND_BEGIN(1, last->col, x->c.col);
+    TILE_DOT(1, 4, 7);
+    after_product(x, step, 3, v);
+}
+
+FA_AMX_INLINE void odd_step(const block *x, int step, bool more, piece_sum sum, const among *v)
+{
+    const char *a = x->a + step * x->a_step, *b = x->b + step * x->b_step;
+    LOAD_A(4, a);
+    TILE_DOT(2, 5, 6);
+    after_product(x, step, 0, v);
+    LOAD_B(7, b + x->b_col);
+    TILE_DOT(0, 4, 6);
+    after_product(x, step, 1, v);
+    if (more) {
+        LOAD_B(6, b + x->b_step);
+    }
+    TILE_DOT(1, 4, 7);
+    after_product(x, step, 2, v);
+    if (more) {
+        LOAD_A(4, a + x->a_step);
+    }
+    TILE_DOT(3, 5, 7);
+    after_product(x, step, 3, v);
+}
+
+FA_AMX_INLINE void two_steps(const block *x, int step, int steps, piece_sum sum, const among *v)
+{
+    odd_step(x, step, step + 1 < steps, sum, v);
+    if (step + 1 < steps)
+        even_step(x, step + 1, step + 2 < steps, NULL, sum, v);
+}
+
+/* run_block of one piece. v NULL: no rows. */
+FA_AMX_INLINE void run_block_of_one(const block *x, int steps, pending *last, piece_sum sum, const among *v)
+{
+    LOAD_A(4, x->a);
+    LOAD_B(6, x->b);
+    even_step(x, 0, steps > 1, last, sum, v);
+    if (v) {
+        _Pragma("GCC unroll 4") for (int n = 1; n < steps; n += 2) two_steps(x, n, steps, sum, v);
+    } else {
+        for (int n = 1; n < steps; n += 2)
+            two_steps(x, n, steps, sum, NULL);
+    }
+    *last = x->c;
+}
+
+FA_AMX_INLINE void run_block(const block *x, int steps, pending *last, piece_sum sum)
+{
+    if (sum.pieces == 1)
+        run_block_of_one(x, steps, last, sum, NULL);
+    else
+        run_block_from(x, 0, steps, last, sum, NULL);
+}
+
+/* A step of 4 tiles of columns by 16 queries of dQ^T. dS of it is in tile `now`, that of the next goes to `then`; the
+ * first tile of K^T is in 6. */
+#define DQ_STEP(now, then)                                                                                             \
+    TILE_LOAD(7, k + x->a_row, 64);                                                                                    \
+    STORE_AND_BEGIN(0, 0, 0);                                                                                          \
+    TILE_DOT(0, 6, now);                                                                                               \
+    fetch_sums(x, step, 0);                                                                                            \
+    TILE_LOAD(6, k + 2 * x->a_row, 64);                                                                                \
+    STORE_AND_BEGIN(1, last->col, x->c.col);                                                                           \
+    TILE_DOT(1, 7, now);                                                                                               \
+    fetch_sums(x, step, 1);                                                                                            \
+    if (step + 1 < steps)                                                                                              \
+        TILE_LOAD_ONCE(then, x->b + (step + 1) * x->b_step, 64);                                                       \
+    TILE_LOAD(7, k + 3 * x->a_row, 64);                                                                                \
+    STORE_AND_BEGIN(2, last->row, x->c.row);                                                                           \
+    TILE_DOT(2, 6, now);                                                                                               \
+    fetch_sums(x, step, 2);                                                                                            \
+    if (step + 1 < steps)                                                                                              \
+        TILE_LOAD(6, k + x->a_step, 64);                                                                               \
+    STORE_AND_BEGIN(3, last->row + last->col, x->c.row + x->c.col);                                                    \
+    TILE_DOT(3, 7, now);                                                                                               \
+    fetch_sums(x, step, 3)
+
+/* 4 tiles of columns by 16 queries: K^T stays in the first-level cache and dS is read once. */
+FA_AMX_INLINE void run_tall_block(const block *x, int steps, pending *last)
+{
+    TILE_LOAD_ONCE(4, x->b, 64);
+    TILE_LOAD(6, x->a, 64);
+    for (int step = 0; step < steps; step++) {
+        const char *k = x->a + step * x->a_step;
+        if (step % 2 == 0) {
+            DQ_STEP(4, 5);
+        } else {
+            DQ_STEP(5, 4);
+        }
+    }
+    *last = x->c;
+}
+#undef DQ_STEP
+#undef STORE_AND_BEGIN
 
 FA_AMX_INLINE void store_pending(pending *last)
 {

@@ -171,4 +171,17 @@ FA_AMX_INLINE void gradient_row(const gradient *g, int row, bool special, int pi
     }
 }
 
+/* A row of one piece, not special, among tile loads: its stores then wait for lines that the loads keep away, so those
+ * of the next row are asked for. Two rows ahead is too early, they leave again. */
+FA_AMX_INLINE void gradient_row_ahead(const gradient *g, int row)
+{
+    const int next = 32 * (row + 1);
+    for (int half = 0; half < 2; half++) {
+        __builtin_prefetch(g->p_t[half] + next, 1);
+        __builtin_prefetch(g->ds_t[half] + next, 1);
+        __builtin_prefetch(g->ds[half] + next, 1);
+    }
+    gradient_row(g, row, false, 1);
+}
+
 #endif
