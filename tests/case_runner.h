@@ -19,7 +19,7 @@
  * - Random shapes (CASE_RANDOM), which may be as small and as odd as they like: |s|, twice the larger of |lse| and the
  *   size of scale * q.k, in place of |lse|. Gradients: L2 1e-5, plus 16 x 2^-24 of the size of their terms (with one key,
  *   dS = P (dP - Delta) is 0 and all of its rounding is left). In 16 bit: plus
- *   half a rounding of that size; all with dropout, a whole one, and a mean error of three quarters of one.
+ *   half a rounding of that size; all with dropout, two, and a mean error of three quarters of one.
  * - Exactly 0: what a query that sees nothing gives, and the gradients of keys and pairs that nobody sees.
  *
  * Plain attention multiplies exactly and rounds each matrix that it stores (S, P, P after dropout, dP, dS and the
