@@ -11,6 +11,25 @@ FA_AMX_INLINE __m256i rounded_bf16(__m512 x)
     return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), quiet));
 }
 
+/* VCVTNEPS2BF16 has the same bits but takes denormals as 0. */
+FA_AMX_INLINE bool any_denormal(const __m512 x[16])
+{
+    const __m512i exponent = _mm512_set1_epi32(0x7F800000), rest = _mm512_set1_epi32(0x7FFFFF);
+    __mmask16     any = 0;
+    for (int r = 0; r < 16; r++) {
+        __m512i bits = _mm512_castps_si512(x[r]);
+        any |= _mm512_mask_test_epi32_mask(_mm512_testn_epi32_mask(bits, exponent), bits, rest);
+    }
+    return any != 0;
+}
+
+FA_AMX_INLINE __m256i half_of(__m512 x, flash_attn_dtype dtype, bool denormals)
+{
+    if (dtype != FLASH_ATTN_BF16)
+        return fa_amx_half(x);
+    return denormals ? rounded_bf16(x) : (__m256i)_mm512_cvtneps_pbh(x);
+}
+
 /* A tile of sums times a factor. */
 FA_AMX_INLINE void load_sums(__m512 x[16], const float *from, bool turned, float factor)
 {
@@ -56,11 +75,9 @@ FA_AMX_INLINE void store_halves(const fa_stored_rows *to, const float *tiled, bo
             for (int col = 0; col < count; col += 16) {
                 __m512 x[16];
                 load_sums(x, tiled + fa_tiled_at(to->cols, row, first + col), turned, to->factor);
+                bool denormals = dtype == FLASH_ATTN_BF16 && any_denormal(x);
                 for (int r = 0; r < 16; r++)
-                    _mm256_store_si256((__m256i *)&copy[r][col],
-                                       dtype == FLASH_ATTN_BF16
-                                           ? rounded_bf16(x[r])
-                                           : _mm512_cvtps_ph(x[r], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+                    _mm256_store_si256((__m256i *)&copy[r][col], half_of(x[r], dtype, denormals));
             }
             for (int r = 0; r < 16 && row + r < to->rows; r++) {
                 for (int col = 0; col < count; col += 32)
