@@ -44,20 +44,18 @@ static inline bool fixed_is_safe(const fa_forward_block *b)
     return most * (float)b->head_dim * b->multiplier * FIXED_UNITS < FIXED_MOST / 2;
 }
 
-/* The row's 32 values, already in the order of the packed V, and their sum. */
-FA_AMX_INLINE __m512i store_fixed_row(int row, __m512i p_row, uint16_t *p, int p_down, const row_state *state,
-                                      __m512i check)
+/* The row's 32 values, already in the order of the packed V, and their sum. Returns what check_rows takes. */
+FA_AMX_INLINE __m512i store_fixed_row(int row, __m512i p_row, uint16_t *p, int p_down, const row_state *state)
 {
     const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3F80);
     _mm512_store_si512(p + row / 16 * p_down + row % 16 * 32, p_row);
     _mm512_store_ps(state->sum_to + 16 * row,
                     _mm512_dpbf16_ps(_mm512_load_ps(state->sum_from + 16 * row), (__m512bh)p_row, ones));
-    return _mm512_or_si512(check, p_row);
+    return p_row;
 }
 
 /* As softmax_row; P of less than 2^-126 is a denormal, which products take for 0. */
-FA_AMX_INLINE __m512i fixed_row(int row, float *s, uint16_t *p, int p_down, const row_state *state, const constants *k,
-                                __m512i check)
+FA_AMX_INLINE __m512i fixed_row(int row, float *s, uint16_t *p, int p_down, const row_state *state, const constants *k)
 {
     const float  *at    = scores_row(s, row);
     const __m512i zero  = _mm512_castps_si512(_mm512_set1_ps(0x1p23f));
@@ -67,7 +65,7 @@ FA_AMX_INLINE __m512i fixed_row(int row, float *s, uint16_t *p, int p_down, cons
     __m512i       line  = _mm512_packus_epi32(_mm512_sub_epi32(_mm512_castps_si512(a), zero),
                                               _mm512_sub_epi32(_mm512_castps_si512(b), zero));
     __m512i       bend  = _mm512_maskz_permutexvar_epi8(0x5555555555555555, _mm512_srli_epi16(line, 2), k->bends);
-    return store_fixed_row(row, _mm512_avg_epu16(line, bend), p, p_down, state, check);
+    return store_fixed_row(row, _mm512_avg_epu16(line, bend), p, p_down, state);
 }
 
 /* NaN, +Inf, or too far from 0: not for fixed_row. */
@@ -90,15 +88,15 @@ static __m512i any_fixed_row(int row, float *s, uint16_t *p, int p_down, const r
 {
     const float *at = scores_row(s, row);
     if (!row_is_odd(at, m, k))
-        return fixed_row(row, s, p, p_down, state, k, _mm512_setzero_si512());
-    bool    far   = is_far(m);
-    __m512  shift = _mm512_set1_ps(m == -INFINITY ? 0.0f : -m);
-    __m512  a = _mm512_load_ps(at), b = _mm512_load_ps(at + FA_AMX_TILE_FLOATS);
+        return fixed_row(row, s, p, p_down, state, k);
+    bool   far   = is_far(m);
+    __m512 shift = _mm512_set1_ps(m == -INFINITY ? 0.0f : -m);
+    __m512 a = _mm512_load_ps(at), b = _mm512_load_ps(at + FA_AMX_TILE_FLOATS);
     a             = far ? exp2_far(a, m, 0.0f, k, 1) : exp2_of(a, shift, k, 1);
     b             = far ? exp2_far(b, m, 0.0f, k, 1) : exp2_of(b, shift, k, 1);
     __m512i p_row = _mm512_packus_epi32(_mm512_srli_epi32(_mm512_castps_si512(a), 16),
                                         _mm512_srli_epi32(_mm512_castps_si512(b), 16));
-    return store_fixed_row(row, p_row, p, p_down, state, _mm512_setzero_si512());
+    return store_fixed_row(row, p_row, p, p_down, state);
 }
 
 #endif

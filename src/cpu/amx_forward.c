@@ -27,9 +27,10 @@ typedef struct scratch {
     _Alignas(64) float s[SLOTS][4 * FA_AMX_TILE_FLOATS];
     _Alignas(64) uint16_t p[P_TILES][FA_AMX_TILE_HALVES];
     _Alignas(64) float sum[2][UNIT * 16];
-    _Alignas(64) float shift[UNIT], m[UNIT]; /* of the 32 queries at hand */
-    option_rows options;                     /* likewise */
-    _Alignas(64) float last_o[];             /* [32][columns]: the last rows, if they are fewer */
+    _Alignas(64) float shift[UNIT], m[UNIT];            /* of the 32 queries at hand */
+    option_rows options;                                /* likewise */
+    _Alignas(64) float later_s[4 * FA_AMX_TILE_FLOATS]; /* redo_unit */
+    _Alignas(64) float last_o[];                        /* [32][columns]: the last rows, if they are fewer */
 } scratch;
 
 #ifndef FA_AMX_FP16
@@ -142,8 +143,8 @@ static void mask_unit(const walk *w, float *s, place at)
     for (int r = 0; r < UNIT; r++) {
         fa_range seen  = fa_keys_seen(b->window, b->diagonal, (fa_range){i, i + 1}, (fa_range){0, b->keys});
         int      begin = fa_max_int(seen.begin - first, 0), end = fa_min_int(seen.end - first, UNIT);
-        uint32_t bits  = r < rows && begin < end ? (uint32_t)((1ull << end) - (1ull << begin)) : 0;
-        float   *row   = scores_row(s, r);
+        uint32_t bits = r < rows && begin < end ? (uint32_t)((1ull << end) - (1ull << begin)) : 0;
+        float   *row  = scores_row(s, r);
         _mm512_mask_store_ps(row, (__mmask16)~bits, none);
         _mm512_mask_store_ps(row + FA_AMX_TILE_FLOATS, (__mmask16)(~bits >> 16), none);
         i = i + 1 == b->queries ? 0 : i + 1;
@@ -191,7 +192,7 @@ FA_AMX_INLINE __m512i one_row(const walk *w, const unit *u, int r, int PIECES)
         return any_fixed_row(r, u->s, u->p, u->p_down, &u->state, m, &w->k);
     if (is_far(m))
         return far_row(r, u->s, u->p, u->p_down, &u->state, m, w->bonus, &w->k, PIECES);
-    return softmax_row(r, u->s, u->p, u->p_down, &u->state, &w->k, _mm512_setzero_si512(), PIECES);
+    return softmax_row(r, u->s, u->p, u->p_down, &u->state, &w->k, PIECES);
 }
 
 /* A row outgrew its margin in this unit: a new shift for all that it has so far, and the unit once more. */
@@ -218,14 +219,21 @@ FA_AMX_INLINE void redo_row(const walk *w, place at, const unit *done, int r, in
 FA_AMX_INLINE void redo_rows(const walk *w, place at, const unit *done, int PIECES)
 {
     for (int r = 0; r < rows_of_group(w, at.group); r++) {
-        if (outgrew(one_row(w, done, r, PIECES), w->fixed))
+        __m512i sums = one_row(w, done, r, PIECES);
+        if (outgrew(check_rows(sums, sums, sums), w->fixed))
             redo_row(w, at, done, r, PIECES);
     }
 }
 
-/* By value: a place whose address is taken would live in memory in the main loop. O must be in memory first. */
+/* By value: a place whose address is taken would live in memory in the main loop. O must be in memory first, and scores
+ * that are on their way to where this unit's are wait elsewhere. */
 static __attribute__((noinline)) void redo_unit(const walk *w, place at, const unit *done, values *v, target *held)
 {
+    bool late = held->columns && held->at == (const char *)done->s;
+    if (late) {
+        held->at = (char *)w->own->later_s;
+        store_held(held);
+    }
     finish_values(v, held, w->pieces);
     if (held->unit < 0)
         store_held(held);
@@ -234,6 +242,8 @@ static __attribute__((noinline)) void redo_unit(const walk *w, place at, const u
     case 2: redo_rows(w, at, done, 2); break;
     default: redo_rows(w, at, done, 3); break;
     }
+    if (late)
+        memcpy(done->s, w->own->later_s, sizeof w->own->later_s);
 }
 
 /* ---- the walk ---- */
@@ -281,42 +291,31 @@ static void end_group(const walk *w, int group, const float *sum)
 
 static values values_of(const walk *w, place at, bool alternate)
 {
-    int    ld;
-    float *o     = rows_of_o(w, at.group, &ld);
-    place  first = at;
-    first.unit   = at.first;
+    int     ld;
+    float  *o     = rows_of_o(w, at.group, &ld);
+    int64_t step  = (int64_t)w->columns * w->pieces * FA_AMX_TILE;
+    place   first = at;
+    first.unit    = at.first;
     return (values){.p       = (const char *)p_of_unit(w, first, alternate),
                     .p_down  = (int64_t)w->chunk * w->pieces * FA_AMX_TILE,
-                    .v       = (const char *)w->block->v + (int64_t)at.first * w->columns * w->pieces * FA_AMX_TILE,
+                    .v       = (const char *)w->block->v + at.first * step,
+                    .v_step  = step,
                     .o       = o,
                     .ldo     = ld,
                     .columns = w->columns,
                     .units   = at.unit - at.first + 1};
 }
 
-/* The scores stage of unit number n, at `at`. */
-FA_AMX_INLINE void set_scores(unit *u, const walk *w, place at, int n)
+/* Scores of unit number n, at `at`. */
+FA_AMX_INLINE void set_scores(scores *x, const walk *w, place at, int n)
 {
     const fa_forward_block *b    = w->block;
     int64_t                 step = (int64_t)w->depth_steps * w->pieces * FA_AMX_TILE;
-    u->q                         = NULL;
-    if (at.group == w->groups)
-        return;
-    u->q      = (const char *)b->q + at.group * 2 * step;
-    u->q_down = rows_of_group(w, at.group) > 16 ? step : 0; /* 16 rows or fewer: the same twice */
-    u->k      = (const char *)b->k + at.unit * 2 * step;
-    u->s_next = (target){(char *)w->own->s[n % SLOTS], 64, FA_AMX_TILE, 2 * FA_AMX_TILE, 2, n};
-}
-
-FA_AMX_INLINE void scores_alone(const walk *w, place at, int n, target *held, int PIECES, int KS)
-{
-    unit u;
-    set_scores(&u, w, at, n);
-    if (!u.q)
-        return;
-    for (int part = 0; part < KS; part++)
-        products_alone(scores_operands(&u, part, KS, PIECES), true, held, &u.s_next, part == 0, PIECES);
-    *held = u.s_next;
+    x->q                         = (const char *)b->q + at.group * 2 * step;
+    x->q_down                    = rows_of_group(w, at.group) > 16 ? step : 0; /* 16 rows or fewer: the same twice */
+    x->k                         = (const char *)b->k + at.unit * 2 * step;
+    x->s                         = w->own->s[n % SLOTS];
+    x->unit                      = n;
 }
 
 FA_AMX_INLINE void set_softmax(unit *u, const walk *w, place at, int n, bool alternate)
@@ -327,18 +326,36 @@ FA_AMX_INLINE void set_softmax(unit *u, const walk *w, place at, int n, bool alt
     u->state  = (row_state){w->own->shift, w->own->sum[n % 2], w->own->sum[(n + 1) % 2]};
 }
 
-/* With values beside them units take their scores one unit ahead, for these are stored among the values; else two. The
- * last unit then takes its own scores once more, so that the loop need not ask whether there are any (2%). */
-FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, int BESIDE, int CHUNK, int FIXED)
+/* Unit number n with what runs beside it: scores of the unit after the next, or, in TURNS, scores of the next two
+ * beside even ones and values of the chunk before beside odd ones, so that O moves half as often as if each had both. A
+ * block of values is a whole one of a whole chunk, or none; finish_values takes the rest. */
+FA_AMX_INLINE bool run_unit_with(int n, const unit *u, values *v, target *held, const constants *k, int PIECES, int KS,
+                                 bool TURNS, int CHUNK, int FIXED)
 {
-    const int lead = BESIDE ? 1 : 2;
+    if (!TURNS)
+        return run_unit(u, v, held, k, PIECES, KS, 1, 0, FIXED);
+    if (n % 2 == 0)
+        return run_unit(u, v, held, k, PIECES, KS, 2, 0, FIXED);
+    if (v->units < CHUNK || v->col + 2 > v->columns)
+        return run_unit(u, v, held, k, PIECES, KS, 0, 0, FIXED);
+    bool again = run_unit(u, v, held, k, PIECES, KS, 0, CHUNK, FIXED);
+    v->col += 2;
+    return again;
+}
+
+/* Units have scores beside them even where none are left, of themselves once more, so that nothing need ask. */
+FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, bool TURNS, int CHUNK, int FIXED)
+{
+    const int lead = TURNS ? 1 : 2;
     constants k    = w->k;
     target    held = {0};
     values    v    = {0};
-    unit      u;
+    unit      u    = {0};
     place     at = group_begin(w, 0, 0), ahead = at;
-    for (int n = 0; n < lead && ahead.group < w->groups; n++, ahead = place_next(w, ahead))
-        scores_alone(w, ahead, n, &held, PIECES, KS);
+    for (int n = 0; n < lead && ahead.group < w->groups; n++, ahead = place_next(w, ahead)) {
+        set_scores(&u.later[0], w, ahead, n);
+        scores_alone(&u.later[0], &held, KS, PIECES);
+    }
     if (w->block->rows % UNIT) {
         memset(w->own->last_o, 0, sizeof(float) * UNIT * 16 * (size_t)w->columns);
         copy_last_rows(w, false);
@@ -348,23 +365,27 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, int BESIDE, int CHUNK, 
     for (int n = 0; at.group < w->groups; n++) {
         if (held.unit == n && held.columns)
             store_held(&held);
-        set_softmax(&u, w, at, n, BESIDE);
-        set_scores(&u, w, BESIDE && ahead.group == w->groups ? at : ahead, n + lead);
+        set_softmax(&u, w, at, n, TURNS);
+        for (int later = 0; later < (!TURNS ? 1 : n % 2 ? 0 : 2); later++) {
+            set_scores(&u.later[later], w, ahead.group < w->groups ? ahead : at, n + lead + later);
+            if (ahead.group < w->groups)
+                ahead = place_next(w, ahead);
+        }
         if (w->block->options)
             apply_options_to_unit(w->block, &w->own->options, at.unit * UNIT, u.s);
         if (!all_seen(w, at))
             mask_unit(w, u.s, at);
         if (w->unset)
             begin_rows(w, u.s, rows_of_group(w, at.group));
-        if (run_unit(&u, &v, &held, &k, PIECES, KS, BESIDE, CHUNK, FIXED) || (FIXED && w->risky))
+        if (run_unit_with(n, &u, &v, &held, &k, PIECES, KS, TURNS, CHUNK, FIXED) || (FIXED && w->risky))
             redo_unit(w, at, &u, &v, &held);
         if (w->block->options && w->block->options->call->dropout.threshold)
             drop_from_unit(w->block, at.group * UNIT, at.unit * UNIT, u.p, u.p_down, PIECES);
         place next = place_next(w, at);
         if (next.chunk_number != at.chunk_number) {
             finish_values(&v, &held, PIECES);
-            v = values_of(w, at, BESIDE);
-            if (!BESIDE)
+            v = values_of(w, at, TURNS);
+            if (!TURNS)
                 finish_values(&v, &held, PIECES);
         }
         if (next.group != at.group) {
@@ -373,8 +394,6 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, int BESIDE, int CHUNK, 
                 begin_group(w, next.group, w->own->sum[(n + 1) % 2]);
         }
         at = next;
-        if (ahead.group < w->groups)
-            ahead = place_next(w, ahead);
     }
     finish_values(&v, &held, PIECES);
     store_held(&held);
@@ -385,10 +404,10 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, int BESIDE, int CHUNK, 
 /* ---- one kernel a shape ---- */
 
 /* Chunks: P of one stays in the first-level cache, and O moves once a chunk. */
-#define DEFINE_RUN(PIECES, KS, BESIDE, CHUNK)                                                                          \
-    static void run_##PIECES##_##KS##_##BESIDE(walk *w) { run_walk(w, PIECES, KS, BESIDE, CHUNK, 0); }
-#define DEFINE_FIXED(KS, BESIDE, CHUNK)                                                                                \
-    static void run_fixed_##KS##_##BESIDE(walk *w) { run_walk(w, 1, KS, BESIDE, CHUNK, 1); }
+#define DEFINE_RUN(PIECES, KS, TURNS, CHUNK)                                                                           \
+    static void run_##PIECES##_##KS##_##TURNS(walk *w) { run_walk(w, PIECES, KS, TURNS, CHUNK, 0); }
+#define DEFINE_FIXED(KS, TURNS, CHUNK)                                                                                 \
+    static void run_fixed_##KS##_##TURNS(walk *w) { run_walk(w, 1, KS, TURNS, CHUNK, 1); }
 #define DEFINE_PIECES(PIECES, CHUNK, CHUNK_4)                                                                          \
     DEFINE_RUN(PIECES, 1, 0, CHUNK)                                                                                    \
     DEFINE_RUN(PIECES, 2, 0, CHUNK)                                                                                    \
@@ -399,12 +418,12 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, int BESIDE, int CHUNK, 
     DEFINE_RUN(PIECES, 7, 0, CHUNK)                                                                                    \
     DEFINE_RUN(PIECES, 8, 0, CHUNK)
 
-DEFINE_RUN(1, 2, 1, 2)
+DEFINE_RUN(1, 2, 1, 4)
 DEFINE_PIECES(1, 8, 16)
 #ifndef FA_AMX_FP16
 DEFINE_PIECES(2, 8, 8)
 DEFINE_PIECES(3, 4, 4)
-DEFINE_FIXED(2, 1, 2)
+DEFINE_FIXED(2, 1, 4)
 DEFINE_FIXED(1, 0, 8)
 DEFINE_FIXED(2, 0, 8)
 DEFINE_FIXED(3, 0, 8)
@@ -426,11 +445,11 @@ typedef struct shape {
 
 /* Data: the first that fits is taken. columns: the most tiles of 16 columns of O. */
 #ifdef FA_AMX_FP16
-static const shape shapes[] = {{1, 2, 4, 2, run_1_2_1}, SHAPES(1, 8, 16)};
+static const shape shapes[] = {{1, 2, 4, 4, run_1_2_1}, SHAPES(1, 8, 16)};
 #else
-static const shape shapes[] = {{1, 2, 4, 2, run_1_2_1}, SHAPES(1, 8, 16), SHAPES(2, 8, 8), SHAPES(3, 4, 4)};
+static const shape shapes[] = {{1, 2, 4, 4, run_1_2_1}, SHAPES(1, 8, 16), SHAPES(2, 8, 8), SHAPES(3, 4, 4)};
 
-static const shape fixed_shapes[] = {{1, 2, 4, 2, run_fixed_2_1},
+static const shape fixed_shapes[] = {{1, 2, 4, 4, run_fixed_2_1},
                                      {1, 1, INT32_MAX, 8, run_fixed_1_0},
                                      {1, 2, INT32_MAX, 8, run_fixed_2_0},
                                      {1, 3, INT32_MAX, 8, run_fixed_3_0},

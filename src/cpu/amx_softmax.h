@@ -128,36 +128,35 @@ FA_AMX_INLINE void store_pieces(uint16_t *p, __m512 a, __m512 b, int pieces)
 #endif
 }
 
-/* check with a row's sums: lanes that outgrew the shift set a bit for good. */
-FA_AMX_INLINE __m512i check_sum(__m512i check, __m512 sum)
+/* check with two rows' sums, or P in fixed point: lanes that outgrew the shift set a bit for good. */
+FA_AMX_INLINE __m512i check_rows(__m512i check, __m512i a, __m512i b)
 {
-    __m512i bits = _mm512_castps_si512(sum);
 #ifdef FA_AMX_FP16 /* the sign of what is left up to MOST_P, also of NaN; or of NaN itself */
-    __m512i left = _mm512_sub_epi32(_mm512_castps_si512(_mm512_set1_ps(MOST_P)), bits);
-    return _mm512_ternarylogic_epi32(check, bits, left, 0xFE);
-#else
-    return _mm512_or_si512(check, bits);
+    const __m512 most = _mm512_set1_ps(MOST_P);
+    check = _mm512_ternarylogic_epi32(check, _mm512_castps_si512(_mm512_sub_ps(most, _mm512_castsi512_ps(a))),
+                                      _mm512_castps_si512(_mm512_sub_ps(most, _mm512_castsi512_ps(b))), 0xFE);
 #endif
+    return _mm512_ternarylogic_epi32(check, a, b, 0xFE);
 }
 
-/* 32 values of P to row `row` of a unit. p: its two row tiles, p_down apart. Returns check with the row's sums. */
+/* 32 values of P to row `row` of a unit. p: its two row tiles, p_down apart. Returns what check_rows takes. */
 FA_AMX_INLINE __m512i store_row(int row, __m512 a, __m512 b, uint16_t *p, int p_down, const row_state *state,
-                                __m512i check, int pieces)
+                                int pieces)
 {
     __m512 sum = _mm512_add_ps(a, b);
     store_pieces(p + row / 16 * p_down + row % 16 * 32, a, b, pieces);
     _mm512_store_ps(state->sum_to + 16 * row, _mm512_add_ps(_mm512_load_ps(state->sum_from + 16 * row), sum));
-    return check_sum(check, sum);
+    return _mm512_castps_si512(sum);
 }
 
 FA_AMX_INLINE __m512i softmax_row(int row, float *s, uint16_t *p, int p_down, const row_state *state,
-                                  const constants *k, __m512i check, int pieces)
+                                  const constants *k, int pieces)
 {
     const float *at    = scores_row(s, row);
     __m512       shift = _mm512_set1_ps(state->shift[row]);
     __m512       a     = exp2_of(_mm512_load_ps(at), shift, k, pieces);
     __m512       b     = exp2_of(_mm512_load_ps(at + FA_AMX_TILE_FLOATS), shift, k, pieces);
-    return store_row(row, a, b, p, p_down, state, check, pieces);
+    return store_row(row, a, b, p, p_down, state, pieces);
 }
 
 /* The same for a row that is far. */
@@ -167,7 +166,7 @@ static __m512i far_row(int row, float *s, uint16_t *p, int p_down, const row_sta
     const float *at = scores_row(s, row);
     __m512       a  = exp2_far(_mm512_load_ps(at), m, bonus, k, pieces);
     __m512       b  = exp2_far(_mm512_load_ps(at + FA_AMX_TILE_FLOATS), m, bonus, k, pieces);
-    return store_row(row, a, b, p, p_down, state, _mm512_setzero_si512(), pieces);
+    return store_row(row, a, b, p, p_down, state, pieces);
 }
 
 FA_AMX_INLINE __m512 joined(__m512 a, __m512 b, bool largest)
