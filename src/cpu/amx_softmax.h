@@ -132,9 +132,8 @@ FA_AMX_INLINE void store_pieces(uint16_t *p, __m512 a, __m512 b, int pieces)
 FA_AMX_INLINE __m512i check_rows(__m512i check, __m512i a, __m512i b)
 {
 #ifdef FA_AMX_FP16 /* the sign of what is left up to MOST_P, also of NaN; or of NaN itself */
-    const __m512 most = _mm512_set1_ps(MOST_P);
-    check = _mm512_ternarylogic_epi32(check, _mm512_castps_si512(_mm512_sub_ps(most, _mm512_castsi512_ps(a))),
-                                      _mm512_castps_si512(_mm512_sub_ps(most, _mm512_castsi512_ps(b))), 0xFE);
+    const __m512i most = _mm512_castps_si512(_mm512_set1_ps(MOST_P));
+    check              = _mm512_ternarylogic_epi32(check, _mm512_sub_epi32(most, a), _mm512_sub_epi32(most, b), 0xFE);
 #endif
     return _mm512_ternarylogic_epi32(check, a, b, 0xFE);
 }
