@@ -184,8 +184,8 @@ typedef struct among {
 
 FA_AMX_INLINE void rows_at(const among *v, int place)
 {
-    _Pragma("GCC unroll 16") for (int row = place * 16 / v->places; row < (place + 1) * 16 / v->places; row++)
-        gradient_row_ahead(v->g, row);
+    const int begin = place * 16 / v->places, end = (place + 1) * 16 / v->places;
+    _Pragma("GCC unroll 16") for (int row = begin; row < end; row++) gradient_row_ahead(v->g, row);
 }
 
 /* A tile of the next block's sums in each of the steps 1 to 4, four lines after each product. */
