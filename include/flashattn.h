@@ -139,7 +139,8 @@ typedef struct flash_attn_options {
     bool                    use_openmp;   /* run on the threads of the OpenMP runtime that the process has loaded, as many
                                              as it would use itself; the library's own if there is none. For a program
                                              whose other work is OpenMP's: two pools would wait in each other's way. */
-    const char             *kernel;        /* CUDA: run this kernel, by the name that explain gives; NULL: the best */
+    const char             *kernel;        /* CUDA: run this kernel, by the name that explain gives; NULL: the best. A backward's
+                                             name leaves the forward as it is */
     const char             *kernel_folder; /* CUDA: look here first for kernels that flash_attn_compile built; NULL: none */
     const char             *nvrtc_path;    /* CUDA: the compiler's library, libnvrtc.so; NULL: one that the process has
                                               loaded, else the system's */

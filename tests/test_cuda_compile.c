@@ -247,7 +247,7 @@ static void add_plan(key_list *list, const fa_plan *plan)
  * of one kernel must not hide each other. */
 static const char *kernel_of(const fa_tune_row *row)
 {
-    return row->kernel == FA_KERNEL_FORWARD_SM80 ? fa_kernels[row->kernel].name : NULL;
+    return row->kernel == FA_KERNEL_FORWARD_SM80 || row->kernel == FA_KERNEL_BACKWARD_SM80 ? fa_kernels[row->kernel].name : NULL;
 }
 
 /* The kernels beside the row's own that split keys need. */
@@ -403,7 +403,7 @@ static void every_row_builds_cleanly_for_every_architecture(void **state)
                     continue;
                 /* bfloat16 and float16 make the same code but for the instruction's name: one architecture has both. */
                 if (dtype == FLASH_ATTN_F16 && (row->dtypes & FA_IN_BF16) &&
-                    archs[a] != (row->kernel == FA_KERNEL_FORWARD_SM90 && row->head_dim == 128 ? 90 : 80))
+                    archs[a] != ((row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_BACKWARD_SM90) && row->head_dim == 128 ? 90 : 80))
                     continue;
                 assert_int_equal(call_for(row, (flash_attn_dtype)dtype, &options[0], &call), FLASH_ATTN_OK);
                 assert_int_equal(fa_plan_make(&call, archs[a], kernel_of(row), &plan), FLASH_ATTN_OK);

@@ -1,4 +1,4 @@
-/* Hopper's own forward against the reference, by its name, so that nothing else can answer; skipped, with the reason, where there is
+/* Hopper's own forward and backward against the reference, by their names, so that nothing else can answer; skipped, with the reason, where there is
  * no GPU of compute capability 9.0. */
 #include "case_gpu.h"
 #include "harness.h"
@@ -8,7 +8,7 @@
 
 static const case_memory   *memory;
 static const case_gpu      *gpu;
-static flash_attn_context  *context;
+static flash_attn_context  *context, *backward_context;
 static char                 why_not[300];
 
 #define C FLASH_ATTN_CAUSAL
@@ -64,14 +64,15 @@ static void need_hopper(void)
 }
 
 /* Skipped counts as failed: the kernel is for all of these. */
-static int run_shape(test_case shape, flash_attn_dtype dtype)
+static int run_shape(test_case shape, flash_attn_dtype dtype, flash_attn_context *with)
 {
     char why[300];
     shape.group             = "sm90";
-    case_instance *instance = case_build(&shape, dtype, 0, 1, why, sizeof why);
+    unsigned       flags    = with == backward_context ? CASE_BACKWARD : 0;
+    case_instance *instance = case_build(&shape, dtype, flags, 1, why, sizeof why);
     if (!instance)
         fail_msg("%s: %s", shape.name, why);
-    case_device device = {.context = context, .device = {.type = FLASH_ATTN_CUDA}, .memory = memory};
+    case_device device = {.context = with, .device = {.type = FLASH_ATTN_CUDA}, .memory = memory};
     case_result result = case_run(instance, &device);
     case_free(instance);
     if (result.verdict == CASE_PASSED)
@@ -93,9 +94,53 @@ static void every_shape_is_right(void **state)
                 continue;
             if (!shape.head_dim)
                 shape.head_dim = d;
-            failed += run_shape(shape, FLASH_ATTN_BF16);
+            failed += run_shape(shape, FLASH_ATTN_BF16, context);
             if (n % 4 == 1 && shape.head_dim == 128)
-                failed += run_shape(shape, FLASH_ATTN_F16);
+                failed += run_shape(shape, FLASH_ATTN_F16, context);
+        }
+    assert_int_equal(failed, 0);
+}
+
+/* The backward takes what has one length for all sequences. A small group's key heads must be many: fewer go to the portable kernel. */
+static const test_case backward_shapes[] = {
+    {.name = "whole tiles", .seqlen_q = 384, .seqlen_k = 768, .heads_q = 2},
+    {.name = "whole tiles, causal", .seqlen_q = 768, .seqlen_k = 768, .heads_q = 3, .mask = C},
+    {.name = "tails", .batch = 2, .seqlen_q = 333, .seqlen_k = 395, .heads_q = 4},
+    {.name = "tails, causal", .batch = 2, .seqlen_q = 333, .seqlen_k = 395, .heads_q = 4, .mask = C},
+    {.name = "more queries than keys", .seqlen_q = 700, .seqlen_k = 211, .mask = C},
+    {.name = "one key", .seqlen_q = 300, .seqlen_k = 1},
+    {.name = "no key", .seqlen_q = 300, .seqlen_k = 0},
+    {.name = "many tiles a block", .batch = 40, .seqlen_q = 140, .seqlen_k = 70, .heads_q = 8},
+    {.name = "many tiles a block, causal", .batch = 40, .seqlen_q = 260, .seqlen_k = 300, .heads_q = 5, .mask = C},
+    {.name = "groups", .batch = 24, .seqlen_q = 150, .seqlen_k = 390, .heads_q = 6, .heads_k = 2},
+    {.name = "groups, causal", .batch = 33, .seqlen_q = 330, .seqlen_k = 260, .heads_q = 5, .heads_k = 1, .mask = C},
+    {.name = "window", .batch = 2, .seqlen_q = 500, .seqlen_k = 600, .mask = W, .window_left = 130, .window_right = 20},
+    {.name = "window of one", .seqlen_q = 400, .seqlen_k = 400, .mask = W},
+    {.name = "wide window", .seqlen_q = 900, .seqlen_k = 900, .mask = W, .window_left = 500, .window_right = 300},
+    {.name = "window past the keys", .seqlen_q = 700, .seqlen_k = 100, .mask = W, .window_left = 40, .window_right = 3},
+    {.name = "heads first", .batch = 2, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .layout = LAYOUT_HEADS_FIRST},
+    {.name = "packed", .batch = 2, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .layout = LAYOUT_PACKED, .mask = C},
+    {.name = "large logits", .seqlen_q = 300, .seqlen_k = 700, .logit_size = 30.0f},
+    {.name = "40 columns", .batch = 2, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .head_dim = 40, .mask = C},
+    {.name = "96 columns", .batch = 2, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .head_dim = 96},
+    {.name = "64 and 120 columns", .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .head_dim = 64, .head_dim_v = 120, .mask = C},
+};
+
+static void every_backward_shape_is_right(void **state)
+{
+    (void)state;
+    need_hopper();
+    int failed = 0;
+    for (size_t n = 0; n < sizeof backward_shapes / sizeof *backward_shapes; n++)
+        for (int d = 64; d <= 128; d *= 2) {
+            test_case shape = backward_shapes[n];
+            if (shape.head_dim && d > 64)
+                continue;
+            if (!shape.head_dim)
+                shape.head_dim = d;
+            failed += run_shape(shape, FLASH_ATTN_BF16, backward_context);
+            if (n % 3 == 1)
+                failed += run_shape(shape, FLASH_ATTN_F16, backward_context);
         }
     assert_int_equal(failed, 0);
 }
@@ -164,23 +209,88 @@ static void nonfinite_values_reach_only_who_sees_them(void **state)
     gpu->free(device);
 }
 
+/* ---- NaN in one row of Q, K, V or dO reaches the gradients that depend on it and no other ---- */
+
+enum { GRADS = 3 * COUNT, LSE_AT = 8 * COUNT, BACKWARD_BYTES = LSE_AT * 2 + LENGTH * 4 };
+
+static flash_attn_problem backward_at(char *at, flash_attn_mask mask, flash_attn_grads *g)
+{
+    flash_attn_problem p      = problem_at(at, mask);
+    flash_attn_tensor *all[4] = {&g->dout, &g->dq, &g->dk, &g->dv};
+    p.lse.data = at + LSE_AT * 2;
+    *g         = (flash_attn_grads){0};
+    for (int n = 0; n < 4; n++) {
+        *all[n]      = p.q;
+        all[n]->data = at + (4 + n) * COUNT * 2;
+    }
+    return p;
+}
+
+static void expect_gradients(const uint16_t *got, const uint16_t *want, const char *what, flash_attn_mask mask)
+{
+    for (int i = 0; i < GRADS; i++) {
+        float expected = value_of(want[i]), x = value_of(got[i]);
+        bool  same     = isfinite(expected) ? fabsf(x - expected) <= 0.05f + 0.02f * fabsf(expected) : !isfinite(x);
+        if (!same)
+            fail_msg("%s, mask %d, gradient %d, row %d, column %d: %g, expected %g", what, (int)mask, i / COUNT, i % COUNT / HEAD_DIM,
+                     i % HEAD_DIM, (double)x, (double)expected);
+    }
+}
+
+static void nan_reaches_only_gradients_that_depend_on_it(void **state)
+{
+    (void)state;
+    need_hopper();
+    static const struct {
+        const char *what;
+        int         tensor, row;
+    } poisoned[] = {{"nothing", 0, -1}, {"q", 0, 130}, {"k", 1, 130}, {"v", 2, 200}, {"dout", 4, 70}, {"k's first", 1, 0}, {"q's last", 0, 299}};
+    static uint16_t host[BACKWARD_BYTES / 2], got[GRADS];
+    char           *device = gpu->alloc(sizeof host);
+    assert_non_null(device);
+    for (size_t n = 0; n < sizeof poisoned / sizeof *poisoned; n++)
+        for (flash_attn_mask mask = FLASH_ATTN_CAUSAL; mask <= FLASH_ATTN_WINDOW; mask++) {
+            flash_attn_grads   want_grads, grads;
+            flash_attn_problem want = backward_at((char *)host, mask, &want_grads), p = backward_at(device, mask, &grads);
+            uint32_t           random = 7;
+            want.device.type          = FLASH_ATTN_REFERENCE;
+            p.device.type             = FLASH_ATTN_CUDA;
+            for (int i = 0; i < 5 * COUNT; i++) {
+                random  = random * 1664525u + 1013904223u;
+                host[i] = (uint16_t)((random >> 9 & 1) << 15 | (124 + (random >> 10) % 4) << 7 | (random >> 16 & 127));
+            }
+            if (poisoned[n].row >= 0)
+                host[poisoned[n].tensor * COUNT + poisoned[n].row * HEAD_DIM + 17] = 0x7FC0;
+            assert_true(gpu->to_device(device, host, sizeof host));
+            expect_ok(flash_attn_forward(NULL, &want, NULL));
+            expect_ok(flash_attn_backward(NULL, &want, &want_grads, NULL));
+            expect_ok(flash_attn_forward(backward_context, &p, NULL));
+            expect_ok(flash_attn_backward(backward_context, &p, &grads, NULL));
+            assert_true(gpu->to_host(got, device + 5 * COUNT * 2, sizeof got));
+            expect_gradients(got, host + 5 * COUNT, poisoned[n].what, mask);
+        }
+    gpu->free(device);
+}
+
 static void find_hopper(void)
 {
-    flash_attn_options options = {.kernel = "forward_sm90"};
+    flash_attn_options options = {.kernel = "forward_sm90"}, backward = {.kernel = "backward_sm90"};
     flash_attn_device  device = {.type = FLASH_ATTN_CUDA};
     memory = case_gpu_memory(0, why_not, sizeof why_not);
     if (!memory)
         return;
     gpu = case_gpu_get();
     flash_attn_device_info info;
-    if (flash_attn_create(&context, &options) != FLASH_ATTN_OK || flash_attn_get_device_info(context, device, &info) != FLASH_ATTN_OK)
+    if (flash_attn_create(&context, &options) != FLASH_ATTN_OK || flash_attn_create(&backward_context, &backward) != FLASH_ATTN_OK ||
+        flash_attn_get_device_info(context, device, &info) != FLASH_ATTN_OK)
         snprintf(why_not, sizeof why_not, "%s", flash_attn_last_error());
     else if (strcmp(info.isa, "sm_90") == 0)
         return;
     else
         snprintf(why_not, sizeof why_not, "this GPU is %s", info.isa);
     flash_attn_destroy(context);
-    context = NULL;
+    flash_attn_destroy(backward_context);
+    context = backward_context = NULL;
 }
 
 int main(void)
@@ -189,8 +299,11 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_shape_is_right),
         cmocka_unit_test(nonfinite_values_reach_only_who_sees_them),
+        cmocka_unit_test(every_backward_shape_is_right),
+        cmocka_unit_test(nan_reaches_only_gradients_that_depend_on_it),
     };
     int failed = cmocka_run_group_tests_name("cuda_sm90", tests, NULL, NULL);
     flash_attn_destroy(context);
+    flash_attn_destroy(backward_context);
     return failed;
 }

@@ -62,12 +62,14 @@ static flash_attn_status run_in_own_memory(const fa_place *place, const fa_call 
     return status;
 }
 
-/* A GPU that takes no tensor maps (the emulated one of the tests) runs the portable forward. */
+/* A GPU that takes no tensor maps (the emulated one of the tests) runs the portable kernels. */
 static flash_attn_status make_plan(const fa_cuda *cuda, const fa_device *device, const fa_call *call, fa_plan *plan)
 {
     const char *name = cuda->forced_kernel;
-    if (!name && !device->has_tensor_maps && call->pass == FLASH_ATTN_FORWARD)
-        name = fa_kernels[FA_KERNEL_FORWARD_SM80].name;
+    if (name && call->pass == FLASH_ATTN_FORWARD && strncmp(name, "backward_", 9) == 0)
+        name = NULL; /* a backward's name leaves the forward as it is */
+    if (!name && !device->has_tensor_maps)
+        name = fa_kernels[call->pass == FLASH_ATTN_FORWARD ? FA_KERNEL_FORWARD_SM80 : FA_KERNEL_BACKWARD_SM80].name;
     return fa_plan_make(call, device->built_for, name, plan);
 }
 

@@ -283,7 +283,11 @@ static bool map_fits(const flash_attn_tensor *t)
     return t->stride[3] == 1 && (uintptr_t)t->data % 16 == 0;
 }
 
-bool fa_maps_fit(const fa_call *call) { return map_fits(&call->q) && map_fits(&call->k) && map_fits(&call->v); }
+bool fa_maps_fit(const fa_call *call)
+{
+    return map_fits(&call->q) && map_fits(&call->k) && map_fits(&call->v) &&
+           (call->pass == FLASH_ATTN_FORWARD || map_fits(&call->dout));
+}
 
 /* Dimensions from the fastest: column, row, head, batch entry. What lies past the end of a dimension is read as zeros. */
 static flash_attn_status make_map(const fa_driver *driver, const flash_attn_tensor *t, int rows, fa_map *map)
@@ -311,7 +315,8 @@ flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, con
     memset(maps, 0, sizeof *maps);
     FA_TRY(make_map(driver, &call->q, row->tile_q, &maps->q));
     FA_TRY(make_map(driver, &call->k, row->tile_k, &maps->k));
-    return make_map(driver, &call->v, row->tile_k, &maps->v);
+    FA_TRY(make_map(driver, &call->v, row->tile_k, &maps->v));
+    return call->pass == FLASH_ATTN_BACKWARD ? make_map(driver, &call->dout, row->tile_q, &maps->dout) : FLASH_ATTN_OK;
 }
 
 flash_attn_status fa_upload(const fa_place *place, const fa_kernel *upload, void *to, const void *from, size_t bytes)

@@ -78,7 +78,7 @@ static void use_row(fa_key *key, const fa_tune_row *row)
     key->stages     = row->stages;
     key->min_blocks = row->min_blocks;
     key->variant    = row->variant;
-    if (row->kernel == FA_KERNEL_FORWARD_SM90) { /* TMA bounds columns: what is smaller takes the same kernel */
+    if (row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_BACKWARD_SM90) { /* TMA bounds columns: what is smaller takes the same kernel */
         key->head_dim = key->head_dim_v = row->head_dim;
         key->even_d   = 0;
     }
@@ -284,9 +284,29 @@ static bool is_small(const fa_call *call, const fa_key *key, const fa_args *args
            !key->has_dbias && !call->dsinks.data;
 }
 
+static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
+{
+    fa_key  rowsum = helper_key(FA_KERNEL_BACKWARD_ROWSUM, key), convert = helper_key(FA_KERNEL_BACKWARD_CONVERT_SM90, key);
+    int64_t tiles = plan->args.tiles_k, heads = call->heads_k * call->batch, tiles_q = plan->args.tiles_q * call->heads_q * call->batch;
+    if (key->mask == FA_MASK_CAUSAL) /* in pairs (pairs_sm90.cuh) */
+        tiles = (tiles * heads + 1) / 2 + (heads % 2 != 0 ? tiles / 2 : 0), heads = 1;
+    rowsum.tile_q  = key->tile_q;
+    rowsum.variant = 1;
+    plan->has_maps = true;
+    FA_TRY(add_launch(plan, &rowsum, tiles_q));
+    plan->main = plan->num_launches;
+    FA_TRY(add_launch(plan, key, tiles * heads));
+    plan->launch[plan->main].stays = true;
+    convert.tile_q = key->tile_q;
+    convert.dtype_o = convert.dtype_dout = 0;
+    return call->dq.data || !call->dout.data ? add_launch(plan, &convert, tiles_q) : FLASH_ATTN_OK;
+}
+
 static flash_attn_status plan_backward(const fa_call *call, fa_plan *plan, fa_key *key)
 {
     fa_args *args = &plan->args;
+    if (key->kernel == FA_KERNEL_BACKWARD_SM90)
+        return plan_backward_sm90(call, plan, key);
     choose_group_blocks(call, args);
     key->has_kv_accum = args->group_blocks > 1;
     key->one_launch   = is_small(call, key, args);
@@ -368,7 +388,11 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         args->o_partial   = take(&a, call->heads_q * tokens * key->head_dim_v, sizeof(float));
         args->lse_partial = take(&a, 2 * call->heads_q * tokens, sizeof(float));
     }
-    if (call->pass == FLASH_ATTN_BACKWARD) {
+    if (key->kernel == FA_KERNEL_BACKWARD_SM90) {
+        int64_t rows    = call->batch * call->heads_q * args->tiles_q * key->tile_q; /* cleared by backward_rowsum */
+        args->row_stats = take(&a, 2 * rows, sizeof(float));
+        args->dq_accum  = take(&a, rows * key->head_dim, sizeof(float));
+    } else if (call->pass == FLASH_ATTN_BACKWARD) {
         args->delta  = take(&a, key->one_launch ? 0 : call->heads_q * tokens, sizeof(float));
         args->dq_accum = take(&a, call->heads_q * tokens * key->head_dim, sizeof(float));
         size_t begin   = a.used; /* kernels clear what lies before */

@@ -44,6 +44,10 @@ const fa_tune_row fa_tune_rows[] = {
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_ANY, 0, 64, 32, 4, 2, 1, 0, 160,
      "head_dim 256 with options: 32 keys fit the registers that O leaves; only rows not aligned, slow anyway, spill"},
 
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 0, 160,
+     "two consumers of 64 keys; dQ by TMA; the producer's thread spills (decision 0055)"},
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_TMA, 0, 64, 128, 12, 2, 1, 0, 160,
+     "two consumers of 64 keys; dQ by TMA; the producer's thread spills (decision 0055)"},
     {80, 129, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ANY, 0, 64, 128, 4, 2, 2, 0, 512,
      "head_dim 64: four warps of 32 keys, queries in two halves, two blocks a multiprocessor (decision 0042)"},
     {80, 80, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_ANY, 0, 64, 128, 8, 2, 1, 0, 512,
@@ -89,13 +93,24 @@ int fa_tune_arch(int device_arch)
     return 0;
 }
 
-static bool is_backward(enum fa_kernel_id kernel) { return kernel == FA_KERNEL_BACKWARD_SM80; }
+static bool is_backward(enum fa_kernel_id kernel) { return kernel == FA_KERNEL_BACKWARD_SM80 || kernel == FA_KERNEL_BACKWARD_SM90; }
 
 /* How far a row fits: the sentence of UNSUPPORTED comes from the row that came furthest. */
 enum fit { FIT_NO_KERNEL, FIT_NO_ARCH, FIT_NO_DTYPE, FIT_NO_HEAD_DIM, FIT_NO_MASK, FIT_WHOLLY };
 
+static bool backward_takes_tma(const fa_call *call)
+{
+    enum { ENOUGH_BLOCKS = 128, TILE_K = 128 }; /* else the heads of a group are dealt to several */
+    int64_t blocks = (call->max_seqlen_k + TILE_K - 1) / TILE_K * call->heads_k * call->batch;
+    bool    alike  = !call->cu_seqlens_q && !call->cu_seqlens_k && !call->seqused_q && !call->seqused_k && !call->cache_batch_idx;
+    return alike && !call->deterministic && !call->dbias.data && !call->dsinks.data && call->dout.dtype == call->q.dtype &&
+           (call->group == 1 || blocks >= ENOUGH_BLOCKS);
+}
+
 bool fa_tune_takes_tma(const fa_call *call)
 {
+    if (call->pass == FLASH_ATTN_BACKWARD && !backward_takes_tma(call))
+        return false;
     return call->max_seqlen_q > 128 && call->num_splits <= 1 && call->head_dim > 32 && call->head_dim_v > 32 &&
            call->scale > 0 && fa_maps_fit(call);
 }

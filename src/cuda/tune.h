@@ -9,9 +9,11 @@
     X(FORWARD_SM80, "forward_sm80", "forward_sm80.cu")              \
     X(FORWARD_SM90, "forward_sm90", "forward_sm90.cu")              \
     X(BACKWARD_SM80, "backward_sm80", "backward_sm80.cu")           \
+    X(BACKWARD_SM90, "backward_sm90", "backward_sm90.cu")           \
     X(COMBINE, "combine", "combine.cu")                             \
     X(BACKWARD_ROWSUM, "backward_rowsum", "backward_rowsum.cu")     \
     X(BACKWARD_CONVERT, "backward_convert", "backward_convert.cu")  \
+    X(BACKWARD_CONVERT_SM90, "backward_convert_sm90", "backward_convert_sm90.cu") \
     X(BACKWARD_DSINKS, "backward_dsinks", "backward_dsinks.cu")     \
     X(MERGE, "merge", "merge.cu")                                   \
     X(APPEND, "append", "append.cu")                                \

@@ -79,6 +79,9 @@ typedef struct fa_args {
 
     int order_heads;                       /* forward_sm90: heads whose tiles of q are dealt together, longest first; 0: lengths are
                                               all alike */
+    float *row_stats;                      /* backward_sm90, by backward_rowsum.cu: [batch * heads_q][tiles_q][2][FA_TILE_Q], for the
+                                              queries of a tile LSE * log2(e), then delta; past the last inf and 0. dq_accum is
+                                              there [batch * heads_q][tiles_q][FA_TILE_Q * FA_HEAD_DIM], in backward_sm90.cu's order */
 } fa_args;
 
 /*
@@ -140,7 +143,7 @@ typedef struct fa_map {
 } fa_map;
 
 typedef struct fa_maps {
-    fa_map q, k, v;
+    fa_map q, k, v, dout; /* dout: backward */
 } fa_maps;
 
 #endif

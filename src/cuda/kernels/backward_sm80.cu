@@ -175,20 +175,6 @@ FA_DEVICE kept_numbers kept_numbers_of(const fa_args &args, int batch_head, int 
     return numbers;
 }
 
-/* Queries [first, last] of the whole sequence that key j is seen by. */
-FA_DEVICE row_limits query_limits(const fa_args &args, const work &w, int j)
-{
-    fa_window  window = window_of(args);
-    row_limits limits = {0, w.seq.seqlen_q - 1};
-    if (FA_MASK != FA_MASK_NONE)
-        limits.first = fa_max_int(0, j - w.seq.diagonal - window.right);
-    if (FA_MASK == FA_MASK_WINDOW)
-        limits.last = fa_min_int(limits.last, j - w.seq.diagonal + window.left);
-    if (j < w.keys.begin || j >= w.keys.end)
-        limits.last = -1;
-    return limits;
-}
-
 /*
  * From S^T and dP^T to P^T and dS^T, in place (lines 11 and 14). In an edge tile what is masked becomes exactly 0 in
  * both, whatever Q, dO, LSE and delta hold.
@@ -552,8 +538,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) backward_sm
 {
     extern __shared__ __align__(128) char shared_memory[];
     __shared__ work w; /* the same for all threads: in shared memory, registers are for S, dP, dK and dV */
-    if (threadIdx.x == 0)
-        w = work_of(args);
+    if (threadIdx.x == 0) {
+        grid_place at = {blockIdx.x % args.tiles_k, blockIdx.x / args.tiles_k};
+        if (!FA_ONE_LAUNCH) /* there the tiles of a head are a cluster, which has neighbouring numbers */
+            at = grid_place_of<FA_TILE_K>(blockIdx.x, args.tiles_k);
+        find_work(args, at, w);
+    }
     __syncthreads();
     if (FA_ONE_LAUNCH) {
         clear_dq(args, w);

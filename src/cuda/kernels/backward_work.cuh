@@ -37,12 +37,8 @@ FA_DEVICE fa_range clean_tiles(const fa_args &args, const work &w)
     return {(begin + FA_TILE_Q - 1) / FA_TILE_Q, end <= 0 ? 0 : (end + (whole ? 0 : FA_TILE_Q - 1)) / FA_TILE_Q};
 }
 
-FA_DEVICE work work_of(const fa_args &args)
+FA_DEVICE void find_work(const fa_args &args, grid_place at, work &w)
 {
-    work       w;
-    grid_place at = {blockIdx.x % args.tiles_k, blockIdx.x / args.tiles_k};
-    if (!FA_ONE_LAUNCH) /* there the tiles of a head are a cluster, which has neighbouring numbers */
-        at = grid_place_of<FA_TILE_K>(blockIdx.x, args.tiles_k);
     unsigned n    = at.other;
     w.first_k     = at.tile * FA_TILE_K;
     int share = 0;
@@ -74,7 +70,20 @@ FA_DEVICE work work_of(const fa_args &args)
     w.lse   = (const float *)args.lse.data + w.seq.q_entry * args.lse.stride[0] + w.seq.q_row * args.lse.stride[2];
     w.delta = args.delta + token;
     w.dq    = args.dq_accum + token * FA_HEAD_DIM;
-    return w;
+}
+
+/* Queries [first, last] of the whole sequence that key j is seen by. */
+FA_DEVICE row_limits query_limits(const fa_args &args, const work &w, int j)
+{
+    fa_window  window = window_of(args);
+    row_limits limits = {0, w.seq.seqlen_q - 1};
+    if (FA_MASK != FA_MASK_NONE)
+        limits.first = fa_max_int(0, j - w.seq.diagonal - window.right);
+    if (FA_MASK == FA_MASK_WINDOW)
+        limits.last = fa_min_int(limits.last, j - w.seq.diagonal + window.left);
+    if (j < w.keys.begin || j >= w.keys.end)
+        limits.last = -1;
+    return limits;
 }
 
 FA_DEVICE fa_range queries_of_tile(const work &w, int tile)

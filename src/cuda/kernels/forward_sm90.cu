@@ -131,41 +131,15 @@ FA_DEVICE void clear_other_rows(unsigned tile, fa_range rows)
     }
 }
 
-/* True if this lane's part of a tile holds Inf or NaN. Loads in flight together: consumers wait for this. */
-FA_DEVICE bool holds_nonfinite(unsigned tile)
-{
-    unsigned note = 0;
-#pragma unroll 4
-    for (int offset = inspected_first(); offset < V_BYTES; offset += INSPECTED) {
-        uint4 v = shared_load_16(tile + offset);
-        note_nonfinite(note, v.x);
-        note_nonfinite(note, v.y);
-        note_nonfinite(note, v.z);
-        note_nonfinite(note, v.w);
-    }
-    return (note & 0x7FFF7FFFu) != 0; /* not +-0 in both halves */
-}
-
-/* They become zeros. Rare. */
-FA_DEVICE void clear_nonfinite(unsigned tile)
-{
-#pragma unroll 1
-    for (int offset = inspected_first(); offset < V_BYTES; offset += INSPECTED) {
-        uint4 v = shared_load_16(tile + offset);
-        shared_store(tile + offset, make_uint4(without_nonfinite(v.x), without_nonfinite(v.y), without_nonfinite(v.z),
-                                               without_nonfinite(v.w)));
-    }
-}
-
 /* In an edge tile P is 0 for rows that do not see a key, but 0 * NaN is NaN: V must hold nothing there that is not finite. What is taken
  * away add_nonfinite gives to the rows that see it. True if there was any. */
 FA_DEVICE bool inspect_tile(unsigned tile, fa_range rows)
 {
     if (rows.begin > 0 || rows.end < FA_TILE_K)
         clear_other_rows(tile, rows);
-    if (FA_MASK == FA_MASK_NONE || !holds_nonfinite(tile))
+    if (FA_MASK == FA_MASK_NONE || !holds_nonfinite<V_BYTES, INSPECTED>(tile + inspected_first()))
         return false;
-    clear_nonfinite(tile);
+    clear_nonfinite<V_BYTES, INSPECTED>(tile + inspected_first());
     return true;
 }
 
@@ -344,22 +318,6 @@ template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, c
 }
 
 /* ---- the way out ---- */
-
-/* Four words of each of four lanes that are neighbours: word w of lane t becomes word t of lane w. */
-FA_DEVICE void transpose_quad(unsigned (&a)[4])
-{
-#pragma unroll
-    for (int stride = 1; stride < 4; stride *= 2) {
-        bool upper = threadIdx.x & stride;
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if ((i & stride) == 0) {
-                unsigned got = __shfl_xor_sync(0xFFFFFFFFu, upper ? a[i] : a[i + stride], stride);
-                a[i]          = upper ? got : a[i];
-                a[i + stride] = upper ? a[i + stride] : got;
-            }
-    }
-}
 
 /* O's elements of row h of this thread, 16 bytes a lane. to: row of O, null if it is none. scale 0: zeros, whatever O holds (rows of
  * Q that do not count may be NaN). */

@@ -95,6 +95,33 @@ FA_DEVICE void fetch_tile(unsigned tile, const fa_map &map, unsigned barrier, in
         tma_load(tile + panel * (ROWS * 128), map, barrier, 64 * panel, first, head, entry);
 }
 
+/* Neighbours without a tensor map, both ends and `bytes` multiples of 16: from global memory, counted at a barrier ... */
+FA_DEVICE void bulk_load(unsigned to, const void *from, unsigned bytes, unsigned barrier)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+                 "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+/* ... and floats added to global memory. The thread that asks must wait before the floats are overwritten. */
+FA_DEVICE void bulk_add(float *to, unsigned from, unsigned bytes)
+{
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n\tcp.async.bulk.commit_group;" ::"l"(to),
+                 "r"(from), "r"(bytes)
+                 : "memory");
+}
+
+FA_DEVICE void bulk_added_was_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+/* ---- matrices of 8x8 from registers to shared memory, each turned round: what lane 4 g + t holds as row g, columns 2 t and
+ * 2 t + 1 of matrix m is stored as rows 2 t and 2 t + 1. Lane l gives the address of row l % 8 of matrix l / 8. ---- */
+FA_DEVICE void store_matrix_transposed(unsigned to, const unsigned (&r)[4])
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]),
+                 "r"(r[3])
+                 : "memory");
+}
+
 /* ---- WGMMA (sm_90a) ---- */
 #if FA_ARCH == 90
 
@@ -166,31 +193,31 @@ template <int A, int B> FA_DEVICE void hold(unsigned (&r)[A][B])
     FA_N96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, "      \
            "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-/* c (64 x 2 COUNT) = or += a b^T; a and b by rows in shared memory, K along the columns. Thread 32 w + 4 g + t of the
+/* c (64 x 2 COUNT) = or += a b^T; a and b by rows in shared memory, K along the columns; with B_DOWN a b, K along the rows of b. Thread 32 w + 4 g + t of the
  * warpgroup holds rows 16 w + g (c[4 j], c[4 j + 1]) and 16 w + g + 8 (c[4 j + 2], c[4 j + 3]), columns 8 j + 2 t, + 1. */
-template <int COUNT> FA_DEVICE void wgmma_shared(float (&c)[COUNT], matrix a, matrix b, int add)
+template <int B_DOWN = 0, int COUNT> FA_DEVICE void wgmma_shared(float (&c)[COUNT], matrix a, matrix b, int add)
 {
     static_assert(COUNT == 32 || COUNT == 40 || COUNT == 64 || COUNT == 88 || COUNT == 96, "no such WGMMA here");
     if constexpr (COUNT == 32)
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; " FA_WGMMA(64) "{" FA_N32 "}, %32, %33, p, 1, 1, 0, 0; }"
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; " FA_WGMMA(64) "{" FA_N32 "}, %32, %33, p, 1, 1, 0, %35; }"
                      : FA_O32(c, 0)
-                     : "l"(a.word()), "l"(b.word()), "r"(add));
+                     : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN));
     else if constexpr (COUNT == 40)
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %42, 0; " FA_WGMMA(80) "{" FA_N40 "}, %40, %41, p, 1, 1, 0, 0; }"
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %42, 0; " FA_WGMMA(80) "{" FA_N40 "}, %40, %41, p, 1, 1, 0, %43; }"
                      : FA_O32(c, 0), FA_O8(c, 32)
-                     : "l"(a.word()), "l"(b.word()), "r"(add));
+                     : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN));
     else if constexpr (COUNT == 64)
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; " FA_WGMMA(128) "{" FA_N64 "}, %64, %65, p, 1, 1, 0, 0; }"
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; " FA_WGMMA(128) "{" FA_N64 "}, %64, %65, p, 1, 1, 0, %67; }"
                      : FA_O32(c, 0), FA_O32(c, 32)
-                     : "l"(a.word()), "l"(b.word()), "r"(add));
+                     : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN));
     else if constexpr (COUNT == 88)
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %90, 0; " FA_WGMMA(176) "{" FA_N88 "}, %88, %89, p, 1, 1, 0, 0; }"
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %90, 0; " FA_WGMMA(176) "{" FA_N88 "}, %88, %89, p, 1, 1, 0, %91; }"
                      : FA_O32(c, 0), FA_O32(c, 32), FA_O8(c, 64), FA_O8(c, 72), FA_O8(c, 80)
-                     : "l"(a.word()), "l"(b.word()), "r"(add));
+                     : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN));
     else
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %98, 0; " FA_WGMMA(192) "{" FA_N96 "}, %96, %97, p, 1, 1, 0, 0; }"
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %98, 0; " FA_WGMMA(192) "{" FA_N96 "}, %96, %97, p, 1, 1, 0, %99; }"
                      : FA_O32(c, 0), FA_O32(c, 32), FA_O32(c, 64)
-                     : "l"(a.word()), "l"(b.word()), "r"(add));
+                     : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN));
 }
 
 /* c (64 x 2 COUNT) = or += a b; a 64 x 16 in registers: rows and columns as those of an accumulator, two neighbours a

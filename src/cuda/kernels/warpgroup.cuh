@@ -7,19 +7,9 @@
 #ifndef FA_WARPGROUP_CUH
 #define FA_WARPGROUP_CUH
 
-#include "ptx_sm90.cuh"
+#include "fragment_sm90.cuh"
 
 constexpr int S_COUNT = FA_TILE_K / 2, O_COUNT = FA_HEAD_DIM_V / 2, P_STEPS = FA_TILE_K / 16; /* of a thread; 16 keys a step */
-
-/* This warp has done with a stage. */
-FA_DEVICE void release(unsigned empty)
-{
-    if (threadIdx.x % 32 == 0)
-        barrier_arrive(empty);
-}
-
-/* The first of a thread's two rows, in its warpgroup's 64. */
-FA_DEVICE int fragment_row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 
 /* ---- the two products: started here, finished by wgmma_wait ---- */
 

@@ -2,11 +2,8 @@
 #ifndef FA_WORK_SM90_CUH
 #define FA_WORK_SM90_CUH
 
-#include "mask.cuh"
-
-/* A number that is the same for all lanes, so that the compiler knows it: what branches by it stays together, and addresses that come
- * of it are found once a warp. */
-FA_DEVICE int same_for_all(int x) { return __shfl_sync(0xFFFFFFFFu, x, 0); }
+#include "fragment_sm90.cuh"
+#include "pairs_sm90.cuh"
 
 /* A tile of queries of one head, and the key tiles that it meets. In shared memory: registers are for S and O. */
 struct work {
@@ -19,10 +16,8 @@ struct work {
     sequence  seq;
 };
 
-/* Where every sequence is as long as the others (args.order_heads 0), causal tiles come in pairs that are all alike, so that blocks
- * which take every gridDim.x-th end together. Of two heads' tiles in the order of length, a pair has the n-th longest and the n-th
- * shortest; the last head of an odd number is paired with itself. Otherwise a block has one tile, and the longest come
- * first over args.order_heads heads whose K and V stay in L2, then over the next heads. */
+/* Where every sequence is as long as the others (args.order_heads 0), causal tiles come in pairs. Otherwise a block has one tile, and the
+ * longest come first over args.order_heads heads whose K and V stay in L2, then over the next heads. */
 FA_DEVICE bool in_pairs(const fa_args &args) { return FA_MASK == FA_MASK_CAUSAL && args.order_heads == 0; }
 
 /* The block's n-th tile, or pair with its first and second tile. */
@@ -30,23 +25,15 @@ FA_DEVICE bool has_item(const fa_args &args, unsigned n)
 {
     unsigned heads = args.heads_q * args.batch, tiles = args.tiles_q;
     if (in_pairs(args))
-        return n / 2 * gridDim.x + blockIdx.x < heads / 2 * tiles + heads % 2 * ((tiles + 1) / 2);
+        return n / 2 * gridDim.x + blockIdx.x < pairs_of(tiles, heads);
     return n * gridDim.x + blockIdx.x < tiles * heads;
-}
-
-FA_DEVICE grid_place place_of_pair(const fa_args &args, unsigned pair, unsigned second)
-{
-    unsigned heads = args.heads_q * args.batch, tiles = args.tiles_q, two = pair / tiles, n = pair % tiles;
-    if (two == heads / 2) /* no second head */
-        return {second ? n : tiles - 1 - n, heads - 1};
-    return {second ? n / 2 : tiles - 1 - n / 2, 2 * two + (n + second) % 2};
 }
 
 FA_DEVICE grid_place place_of(const fa_args &args, unsigned n)
 {
     unsigned tiles = args.tiles_q;
     if (in_pairs(args))
-        return place_of_pair(args, n / 2 * gridDim.x + blockIdx.x, n % 2);
+        return place_of_pair(tiles, args.heads_q * args.batch, n / 2 * gridDim.x + blockIdx.x, n % 2);
     unsigned number = n * gridDim.x + blockIdx.x;
     if (FA_MASK == FA_MASK_NONE || args.order_heads == 0)
         return {number % tiles, number / tiles};
@@ -66,9 +53,8 @@ FA_DEVICE void find_work(const fa_args &args, unsigned n, work &w)
     w.cleared     = 0;
     w.tiles       = 0;
     w.seq         = sequence_at(args, w.b);
-    if (in_pairs(args) && n % 2 == 1 && 2 * at.tile + 1 == args.tiles_q && at.other == args.heads_q * args.batch - 1 &&
-        at.other % 2 == 0)
-        w.seq.rows_q = w.seq.seqlen_q = 0; /* the tile in the middle of the last head is its own pair, and done */
+    if (in_pairs(args) && is_own_pair(args.tiles_q, args.heads_q * args.batch, at, n % 2))
+        w.seq.rows_q = w.seq.seqlen_q = 0; /* done already */
     fa_range queries = {w.first_q, fa_min_int(w.first_q + FA_TILE_Q, w.seq.seqlen_q)};
     w.keys           = fa_keys_seen(window_of(args), w.seq.diagonal, queries, {w.seq.key_begin, w.seq.seqlen_k});
     if (queries.begin >= queries.end || w.keys.begin >= w.keys.end)

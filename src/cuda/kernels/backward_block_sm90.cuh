@@ -1,0 +1,138 @@
+/* backward_sm90.cu: a block's shared memory, its barriers, its tiles of keys and their walks over query tiles. */
+#ifndef FA_BACKWARD_BLOCK_SM90_CUH
+#define FA_BACKWARD_BLOCK_SM90_CUH
+
+#include "backward_work.cuh"
+#include "fragment_sm90.cuh"
+#include "pairs_sm90.cuh"
+
+constexpr int CONSUMERS = 2, STAGES = 2 /* of dO */, Q_STAGES = 3, WORKS = 4, INSPECTORS = 2 /* warps */;
+constexpr bool DK_FIRST = FA_HEAD_DIM == 128; /* before dQ: measured (decision 0055) */
+static_assert(FA_WARPS == 4 * (CONSUMERS + 1) && FA_TILE_K == 64 * CONSUMERS, "a consumer owns 64 keys");
+static_assert(FA_TILE_Q * FA_HEAD_DIM == 2 * 64 * 64 && FA_HEAD_DIM == FA_HEAD_DIM_V, "a consumer has 64 x 64 of dQ");
+
+constexpr int S_COUNT = FA_TILE_Q / 2, D_COUNT = FA_HEAD_DIM / 2, DQ_COUNT = 32, P_STEPS = FA_TILE_Q / 16; /* of a thread; 16 queries a step */
+constexpr int KV_BYTES = FA_TILE_K * FA_HEAD_DIM * 2, Q_BYTES = FA_TILE_Q * FA_HEAD_DIM * 2, DS_BYTES = FA_TILE_Q * FA_TILE_K * 2;
+constexpr int DQ_BYTES = 64 * 64 * 4 /* of a consumer */, STAT_BYTES = FA_TILE_Q * 4;
+constexpr int V_AT = KV_BYTES, Q_AT = V_AT + KV_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES, DS_AT = DO_AT + STAGES * Q_BYTES;
+constexpr int DQ_AT = DS_AT + 2 * DS_BYTES, LSE_AT = DQ_AT + CONSUMERS * DQ_BYTES, DELTA_AT = LSE_AT + Q_STAGES * STAT_BYTES;
+constexpr int BARRIERS_AT = DELTA_AT + STAGES * STAT_BYTES, BARRIERS = 4 + WORKS + 3 * (Q_STAGES + STAGES);
+constexpr int WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
+
+extern "C" __constant__ int fa_shared_bytes = WORKS_AT + WORKS * (int)sizeof(work);
+extern __shared__ __align__(1024) char shared[];
+
+FA_DEVICE work &work_at(unsigned item) { return ((work *)(shared + WORKS_AT))[item % WORKS]; }
+
+/* ---- barriers; `item` counts the block's tiles of keys, `n` query tiles, since the kernel began. Phases alternate ---- */
+
+FA_DEVICE unsigned barrier_at(int number) { return shared_address(shared) + BARRIERS_AT + 8 * number; }
+FA_DEVICE unsigned k_full() { return barrier_at(0); }
+FA_DEVICE unsigned k_empty() { return barrier_at(1); }
+FA_DEVICE unsigned v_full() { return barrier_at(2); }
+FA_DEVICE unsigned v_empty() { return barrier_at(3); }
+FA_DEVICE unsigned found(unsigned item) { return barrier_at(4 + item % WORKS); } /* the work is known */
+FA_DEVICE unsigned q_barrier(int which, unsigned n) { return barrier_at(4 + WORKS + which * Q_STAGES + n % Q_STAGES); }
+FA_DEVICE unsigned q_full(unsigned n) { return q_barrier(0, n); } /* with LSE */
+FA_DEVICE unsigned q_ready(unsigned n) { return q_barrier(1, n); } /* inspected */
+FA_DEVICE unsigned q_empty(unsigned n) { return q_barrier(2, n); }
+FA_DEVICE unsigned dout_barrier(int which, unsigned n) { return barrier_at(4 + WORKS + 3 * Q_STAGES + which * STAGES + n % STAGES); }
+FA_DEVICE unsigned dout_full(unsigned n) { return dout_barrier(0, n); } /* with delta */
+FA_DEVICE unsigned dout_ready(unsigned n) { return dout_barrier(1, n); }
+FA_DEVICE unsigned dout_empty(unsigned n) { return dout_barrier(2, n); }
+
+/* Waiting for a ring to be filled for the n-th time and, with the other parity, for it to be free, which it is at first. */
+template <int COUNT> FA_DEVICE unsigned filled(unsigned n) { return n / COUNT & 1; }
+template <int COUNT> FA_DEVICE unsigned freed(unsigned n) { return filled<COUNT>(n) ^ 1; }
+
+constexpr bool INSPECTED = FA_MASK != FA_MASK_NONE;
+
+FA_DEVICE void start_barriers()
+{
+    barrier_init(k_full(), 1);
+    barrier_init(k_empty(), 4 * CONSUMERS);
+    barrier_init(v_full(), 1);
+    barrier_init(v_empty(), 4 * CONSUMERS);
+    for (int n = 0; n < WORKS; n++)
+        barrier_init(found(n), 1);
+    for (int n = 0; n < Q_STAGES; n++) {
+        barrier_init(q_full(n), 1);
+        barrier_init(q_ready(n), INSPECTORS);
+        barrier_init(q_empty(n), 4 * CONSUMERS + (INSPECTED ? INSPECTORS : 0));
+    }
+    for (int n = 0; n < STAGES; n++) {
+        barrier_init(dout_full(n), 1);
+        barrier_init(dout_ready(n), INSPECTORS);
+        barrier_init(dout_empty(n), 4 * CONSUMERS + (INSPECTED ? INSPECTORS : 0));
+    }
+    barrier_init_done();
+}
+
+FA_DEVICE unsigned k_tile() { return shared_address(shared); }
+FA_DEVICE unsigned v_tile() { return shared_address(shared) + V_AT; }
+FA_DEVICE unsigned q_tile(unsigned n) { return shared_address(shared) + Q_AT + n % Q_STAGES * Q_BYTES; }
+FA_DEVICE unsigned dout_tile(unsigned n) { return shared_address(shared) + DO_AT + n % STAGES * Q_BYTES; }
+FA_DEVICE unsigned ds_tile(unsigned n) { return shared_address(shared) + DS_AT + n % 2 * DS_BYTES; }
+FA_DEVICE unsigned lse_at(unsigned n) { return shared_address(shared) + LSE_AT + n % Q_STAGES * STAT_BYTES; }
+FA_DEVICE unsigned delta_at(unsigned n) { return shared_address(shared) + DELTA_AT + n % STAGES * STAT_BYTES; }
+
+FA_DEVICE unsigned dq_at(int group) { return shared_address(shared) + DQ_AT + group * DQ_BYTES; }
+
+/* Named barriers. dQ's is one a consumer. */
+enum { DS_IS_THERE = 1, K_IS_CLEAN = 2, DQ_IS_THERE = 3 };
+
+/* ---- the block's tiles of keys ---- */
+
+FA_DEVICE bool has_item(const fa_args &args, unsigned n)
+{
+    unsigned heads = args.heads_k * args.batch, tiles = args.tiles_k;
+    if (FA_MASK == FA_MASK_CAUSAL)
+        return n / 2 * gridDim.x + blockIdx.x < pairs_of(tiles, heads);
+    return n * gridDim.x + blockIdx.x < tiles * heads;
+}
+
+/* Causal tiles come in pairs; the first are the longest, for they are seen by most queries. */
+FA_DEVICE void find_item(const fa_args &args, unsigned n, work &w)
+{
+    unsigned   heads = args.heads_k * args.batch, tiles = args.tiles_k, number = n * gridDim.x + blockIdx.x;
+    grid_place at = {number % tiles, number / tiles};
+    if (FA_MASK == FA_MASK_CAUSAL) {
+        at      = place_of_pair(tiles, heads, n / 2 * gridDim.x + blockIdx.x, n % 2);
+        at.tile = tiles - 1 - at.tile;
+    }
+    find_work(args, at, w);
+    if (FA_MASK == FA_MASK_CAUSAL && is_own_pair(tiles, heads, at, n % 2)) {
+        w.seq.rows_k = 0; /* done already */
+        w.tiles      = {0, 0};
+    }
+}
+
+/* Steps of a work: query tiles of one head after the other. */
+FA_DEVICE int steps_of(const work &w) { return (w.tiles.end - w.tiles.begin) * w.num_heads; }
+FA_DEVICE bool is_masked(const work &w, int tile) { return tile < w.clean.begin || tile >= w.clean.end; }
+
+/* Where a work's walk is: a query tile, and its number among those of all heads and sequences, by which its LSE, delta and float dQ are
+ * found. */
+struct walk {
+    int begin, end, tile, number, head;
+};
+
+FA_DEVICE walk start_walk(const fa_args &args, const work &w)
+{
+    int begin = w.tiles.begin;
+    return {begin, w.tiles.end, begin, (w.b * args.heads_q + w.first_head) * args.tiles_q + begin, w.first_head};
+}
+
+/* The next query tile of the head; after the last the next head. */
+FA_DEVICE void advance(const fa_args &args, walk &at)
+{
+    at.tile++;
+    at.number++;
+    if (at.tile == at.end) {
+        at.number += args.tiles_q - (at.end - at.begin);
+        at.tile = at.begin;
+        at.head++;
+    }
+}
+
+#endif

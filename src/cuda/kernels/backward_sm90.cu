@@ -1,0 +1,477 @@
+/*
+ * FlashAttention's backward for Hopper: TMA brings tiles, WGMMA multiplies them, warps have roles. float16 and bfloat16.
+ *
+ *     warpgroup 0, warp 0    producer: one thread finds this block's tiles of keys (struct work), fetches K and V of each and keeps
+ *                            the rings of Q and dO full
+ *                  warp 1    has TMA add dQ of each step to the float one in memory
+ *                  warps 2-3 inspectors: in tiles on the mask's edge they clear Inf and NaN from Q and dO
+ *     warpgroups 1, 2        consumers: 64 keys each, whose dK and dV stay in their registers while they walk the query tiles
+ *
+ * A step, transposed as in backward_sm80.cu, so that P^T and dS^T are left operands where they lie. The tensor cores have the products
+ * of a line while the right column is done:
+ *
+ *     S^T = K Q^T; of the step before dK += dS^T Q, dQ = dS K      P^T = exp(S^T - LSE), as soon as S is there
+ *     dP^T = V dO^T                                                dQ to shared memory, for warp 1
+ *     dV += P^T dO                                                 dS^T = P^T (dP^T - delta), to shared memory for dQ
+ *
+ * dQ needs dS of both consumers: each makes 64 queries of 128 x 64, or 64 columns of 64 x 128. Its order in memory is that of the
+ * registers, [consumer][8 columns][thread][4], undone by backward_convert_sm90.cu.
+ *
+ * Two things keep the products asynchronous, for the compiler serialises all where it runs out of registers: nothing is in flight
+ * from one round of the loop to the next, and where registers are given from one accumulator to another a branch lies between, past which
+ * nothing is moved (decision 0055).
+ *
+ * Shared memory: K, V, three stages of Q, two of dO, two of dS (panels as in ptx_sm90.cuh), dQ, LSE and delta of the stages, barriers, works.
+ */
+#include "backward_block_sm90.cuh"
+
+/* ---- producer: one thread ---- */
+
+FA_DEVICE void fetch_q(const fa_args &args, const fa_maps &maps, const work &w, const walk &at, unsigned n)
+{
+    barrier_wait(q_empty(n), freed<Q_STAGES>(n));
+    barrier_expect(q_full(n), Q_BYTES + STAT_BYTES);
+    fetch_tile<FA_TILE_Q, FA_HEAD_DIM>(q_tile(n), maps.q, q_full(n), w.b, at.head, at.tile * FA_TILE_Q);
+    bulk_load(lse_at(n), args.row_stats + (fa_i64)at.number * (2 * FA_TILE_Q), STAT_BYTES, q_full(n));
+}
+
+FA_DEVICE void fetch_dout(const fa_args &args, const fa_maps &maps, const work &w, const walk &at, unsigned n)
+{
+    barrier_wait(dout_empty(n), freed<STAGES>(n));
+    barrier_expect(dout_full(n), Q_BYTES + STAT_BYTES);
+    fetch_tile<FA_TILE_Q, FA_HEAD_DIM>(dout_tile(n), maps.dout, dout_full(n), w.b, at.head, at.tile * FA_TILE_Q);
+    bulk_load(delta_at(n), args.row_stats + (fa_i64)at.number * (2 * FA_TILE_Q) + FA_TILE_Q, STAT_BYTES, dout_full(n));
+}
+
+FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
+{
+    unsigned n = 0;
+    for (unsigned item = 0; has_item(args, item); item++) {
+        work &w = work_at(item); /* its last readers are done: nobody is WORKS items behind */
+        find_item(args, item, w);
+        barrier_arrive(found(item));
+        int  steps = steps_of(w);
+        walk at    = start_walk(args, w);
+        if (steps > 0) {
+            fetch_q(args, maps, w, at, n);
+            barrier_wait(k_empty(), freed<1>(item));
+            barrier_expect(k_full(), KV_BYTES);
+            fetch_tile<FA_TILE_K, FA_HEAD_DIM>(k_tile(), maps.k, k_full(), w.b, w.kv_head, w.first_k);
+            barrier_wait(v_empty(), freed<1>(item));
+            barrier_expect(v_full(), KV_BYTES);
+            fetch_tile<FA_TILE_K, FA_HEAD_DIM>(v_tile(), maps.v, v_full(), w.b, w.kv_head, w.first_k);
+            fetch_dout(args, maps, w, at, n++);
+        } else {
+            barrier_wait(k_empty(), freed<1>(item));
+            barrier_arrive(k_full());
+            barrier_wait(v_empty(), freed<1>(item));
+            barrier_arrive(v_full());
+        }
+        for (int step = 1; step < steps; step++, n++) {
+            advance(args, at);
+            fetch_q(args, maps, w, at, n);
+            fetch_dout(args, maps, w, at, n);
+        }
+    }
+}
+
+/* ---- the warp that adds dQ: once a step, from shared memory by TMA ---- */
+
+FA_DEVICE void add_dq(const fa_args &args)
+{
+    bool asks = threadIdx.x % 32 == 0;
+    for (unsigned item = 0; has_item(args, item); item++) {
+        barrier_wait(found(item), filled<WORKS>(item));
+        const work &w  = work_at(item);
+        walk        at = start_walk(args, w);
+#pragma unroll 1
+        for (int step = 0, steps = steps_of(w); step < steps; step++, advance(args, at)) {
+            if (asks)
+                bulk_added_was_read();
+            __syncwarp();
+            named_arrive(DS_IS_THERE, 128 * CONSUMERS + 32);
+            float *to = args.dq_accum + (fa_i64)at.number * (FA_TILE_Q * FA_HEAD_DIM);
+            for (int group = 0; group < CONSUMERS; group++) {
+                named_sync(DQ_IS_THERE + group, 128 + 32);
+                if (asks)
+                    bulk_add(to + group * (DQ_BYTES / 4), dq_at(group), DQ_BYTES);
+            }
+        }
+    }
+    if (asks)
+        bulk_added_was_read();
+}
+
+/* ---- inspectors ---- */
+
+/* In an edge tile P and dS are 0 where a query does not see a key, but 0 * NaN is NaN: Q and dO must hold nothing there that is not finite.
+ * Who sees it has it from LSE and delta. */
+FA_DEVICE void inspect_tile(unsigned tile)
+{
+    constexpr int STRIDE = 16 * 32 * INSPECTORS;
+    unsigned      from   = tile + 16 * (threadIdx.x - (128 - 32 * INSPECTORS));
+    if (holds_nonfinite<Q_BYTES, STRIDE>(from))
+        clear_nonfinite<Q_BYTES, STRIDE>(from);
+    fence_async();
+    __syncwarp();
+}
+
+FA_DEVICE void inspect(const fa_args &args)
+{
+    unsigned n = 0;
+    for (unsigned item = 0; has_item(args, item); item++) {
+        barrier_wait(found(item), filled<WORKS>(item));
+        const work &w  = work_at(item);
+        walk        at = start_walk(args, w);
+        for (int step = 0, steps = steps_of(w); step < steps; step++, n++, advance(args, at)) {
+            bool masked = is_masked(w, at.tile);
+            barrier_wait(q_full(n), filled<Q_STAGES>(n));
+            if (masked)
+                inspect_tile(q_tile(n));
+            release(q_ready(n));
+            release(q_empty(n));
+            barrier_wait(dout_full(n), filled<STAGES>(n));
+            if (masked)
+                inspect_tile(dout_tile(n));
+            release(dout_ready(n));
+            release(dout_empty(n));
+        }
+    }
+}
+
+/* ---- consumers ---- */
+
+struct consumer {
+    float    dk[D_COUNT], dv[D_COUNT];
+    unsigned p[P_STEPS][4], ds[P_STEPS][4]; /* P^T and dS^T of the step before, as left operands */
+    int      group;
+    unsigned n;                             /* query tiles since the kernel began */
+};
+
+/* An edge tile is looked at by the inspectors first. */
+FA_DEVICE void wait_for_q(unsigned n, bool masked) { barrier_wait(masked && INSPECTED ? q_ready(n) : q_full(n), filled<Q_STAGES>(n)); }
+FA_DEVICE void wait_for_dout(unsigned n, bool masked) { barrier_wait(masked && INSPECTED ? dout_ready(n) : dout_full(n), filled<STAGES>(n)); }
+
+/* ---- the products: started here, finished by wgmma_wait ---- */
+
+/* s = X Y^T; x: this consumer's keys of K or V, y: a tile of Q or dO. */
+FA_DEVICE void start_scores(float (&s)[S_COUNT], unsigned x, unsigned y)
+{
+    matrix a = matrix_of(x, 0), b = matrix_of(y, 0);
+    hold(s);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < FA_HEAD_DIM / 16; step++)
+        wgmma_shared(s, a.from(step / 4 * (FA_TILE_K * 128) + step % 4 * 32), b.from(step / 4 * (FA_TILE_Q * 128) + step % 4 * 32),
+                     step > 0);
+    wgmma_commit();
+}
+
+/* c += X^T Y; x: P^T or dS^T, y: a tile of dO or Q. */
+FA_DEVICE void start_gradient(float (&c)[D_COUNT], unsigned (&x)[P_STEPS][4], unsigned y)
+{
+    matrix b = matrix_of(y, FA_TILE_Q * 128);
+    hold(c);
+    hold(x);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < P_STEPS; step++)
+        wgmma_registers(c, x[step], b.from(step * 2048), 1);
+    wgmma_commit();
+}
+
+/* This consumer's part of dS K. */
+FA_DEVICE void start_dq(float (&dq)[DQ_COUNT], unsigned ds, int group)
+{
+    constexpr bool BY_ROWS = FA_TILE_Q == 128;
+    matrix         a = matrix_of(ds + (BY_ROWS ? group * (64 * 128) : 0), 0), b = matrix_of(k_tile() + (BY_ROWS ? 0 : group * (FA_TILE_K * 128)), 0);
+    hold(dq);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < FA_TILE_K / 16; step++)
+        wgmma_shared<1>(dq, a.from(step / 4 * (FA_TILE_Q * 128) + step % 4 * 32), b.from(step * 2048), step > 0);
+    wgmma_commit();
+}
+
+/* ---- from products to operands. Elements as in warpgroup.cuh, keys down and queries across ---- */
+
+/* Of a thread's two keys, which columns see them: [first, last] less its own first column. */
+struct columns {
+    int first[2], last[2];
+};
+
+FA_DEVICE columns columns_of(const fa_args &args, const work &w, int tile, int group)
+{
+    columns seen;
+    int     col = tile * FA_TILE_Q + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        row_limits limits = query_limits(args, w, w.first_k + 64 * group + fragment_row() + 8 * h);
+        seen.first[h]     = limits.last < 0 ? FA_TILE_Q : limits.first - col;
+        seen.last[h]      = limits.last - col;
+    }
+    return seen;
+}
+
+/* Only a window has a last query; those that do not exist have LSE inf. */
+FA_DEVICE bool sees(const columns &seen, int h, int col)
+{
+    return col >= seen.first[h] && (FA_MASK != FA_MASK_WINDOW || col <= seen.last[h]);
+}
+
+/* LSE or delta of this thread's columns. */
+struct row_stats {
+    float2 of[FA_TILE_Q / 8];
+};
+
+FA_DEVICE void load_stats(row_stats &rows, unsigned from)
+{
+#pragma unroll
+    for (int j = 0; j < FA_TILE_Q / 8; j++)
+        rows.of[j] = shared_load_float2(from + threadIdx.x % 4 * 8 + 32 * j);
+}
+
+/* P^T = exp(S^T - LSE), in place. */
+FA_DEVICE void exponentials(const fa_args &args, float (&s)[S_COUNT], const row_stats &lse)
+{
+#pragma unroll
+    for (int n = 0; n < S_COUNT; n++)
+        s[n] = exp2_fast(s[n] * args.scale_log2 - (n % 2 ? lse.of[n / 4].y : lse.of[n / 4].x));
+}
+
+/* dS^T = P^T (dP^T - delta), in place of dP^T. */
+FA_DEVICE void score_gradients(const unsigned (&p)[P_STEPS][4], float (&dp)[S_COUNT], const row_stats &delta)
+{
+#pragma unroll
+    for (int n = 0; n < S_COUNT; n += 2) {
+        float2 pair = unpack<FA_DTYPE>(p[n / 8][n / 2 % 4]);
+        dp[n]       = pair.x * (dp[n] - delta.of[n / 4].x);
+        dp[n + 1]   = pair.y * (dp[n + 1] - delta.of[n / 4].y);
+    }
+}
+
+/* P or dS of an edge tile: exactly 0 where it is masked, whatever Q, dO, LSE and delta hold. */
+FA_DEVICE void mask_elements(float (&x)[S_COUNT], const columns &seen)
+{
+#pragma unroll
+    for (int n = 0; n < S_COUNT; n++)
+        x[n] = sees(seen, n / 2 % 2, n / 4 * 8 + n % 2) ? x[n] : 0.0f;
+}
+
+FA_DEVICE void pack_operand(unsigned (&a)[P_STEPS][4], const float (&s)[S_COUNT])
+{
+#pragma unroll
+    for (int n = 0; n < S_COUNT / 2; n++)
+        a[n / 4][n % 4] = pack<FA_DTYPE>(s[2 * n], s[2 * n + 1]);
+}
+
+/* dS, queries down, for dQ: a consumer's 64 keys are one panel. */
+FA_DEVICE void share_ds(unsigned tile, const unsigned (&ds)[P_STEPS][4], int group)
+{
+    int      lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8, chunk = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
+    unsigned to = tile + group * (FA_TILE_Q * 128) + row * 128 + ((chunk ^ row % 8) << 4);
+#pragma unroll
+    for (int step = 0; step < P_STEPS; step++)
+        store_matrix_transposed(to + step * 2048, ds[step]);
+}
+
+/* Without a mask only keys past the last are hidden, and only their dS does harm. */
+FA_DEVICE void clear_hidden_keys(const work &w, unsigned (&ds)[P_STEPS][4], int group)
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        if (w.first_k + 64 * group + fragment_row() + 8 * h >= w.keys.end)
+#pragma unroll
+            for (int n = 0; n < P_STEPS; n++)
+                ds[n][h] = ds[n][2 + h] = 0;
+}
+
+/* To the warp that adds it to the float dQ. */
+FA_DEVICE void share_dq(const float (&dq)[DQ_COUNT], int group)
+{
+    unsigned to = dq_at(group) + threadIdx.x % 128 * 16;
+#pragma unroll
+    for (int j = 0; j < DQ_COUNT / 4; j++)
+        shared_store(to + j * (128 * 16), make_uint4(__float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]),
+                                                     __float_as_uint(dq[4 * j + 2]), __float_as_uint(dq[4 * j + 3])));
+    fence_async();
+    named_arrive(DQ_IS_THERE + group, 128 + 32);
+}
+
+/* Until dS of both consumers is there, and the memory of dQ free. */
+FA_DEVICE void wait_for_ds()
+{
+    fence_async();
+    named_sync(DS_IS_THERE, 128 * CONSUMERS + 32);
+}
+
+/* Step `tile`. FIRST of an item: there is no step before. Ends with nothing in flight: else the compiler serialises all products. */
+template <bool FIRST>
+FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned item, int tile, bool masked)
+{
+    float     s[S_COUNT], dp[S_COUNT], dq[DQ_COUNT];
+    row_stats rows;
+    wait_for_q(c.n, masked);
+    start_scores(s, k_tile() + c.group * (64 * 128), q_tile(c.n));
+    if constexpr (!FIRST) {
+        if (DK_FIRST)
+            start_gradient(c.dk, c.ds, q_tile(c.n - 1));
+        wait_for_ds();
+        start_dq(dq, ds_tile(c.n - 1), c.group);
+        if (!DK_FIRST)
+            start_gradient(c.dk, c.ds, q_tile(c.n - 1));
+    }
+    wgmma_wait<FIRST ? 0 : 2>();
+    hold(s);
+    load_stats(rows, lse_at(c.n));
+    exponentials(args, s, rows);
+    if (INSPECTED && masked)
+        mask_elements(s, columns_of(args, w, tile, c.group));
+    pack_operand(c.p, s);
+    if (FIRST)
+        barrier_wait(v_full(), filled<1>(item));
+    if constexpr (!FIRST) {
+        wgmma_wait<0>();
+        hold(c.dk);
+        hold(c.ds);
+        hold(dq);
+        release(q_empty(c.n - 1));
+        share_dq(dq, c.group);
+    }
+    wait_for_dout(c.n, masked); /* here, for a branch keeps products from being started before dQ's registers are free */
+    start_scores(dp, v_tile() + c.group * (64 * 128), dout_tile(c.n));
+    start_gradient(c.dv, c.p, dout_tile(c.n));
+    wgmma_wait<1>();
+    hold(dp);
+    load_stats(rows, delta_at(c.n));
+    score_gradients(c.p, dp, rows);
+    if (INSPECTED && masked)
+        mask_elements(dp, columns_of(args, w, tile, c.group));
+    pack_operand(c.ds, dp);
+    if (!INSPECTED && masked)
+        clear_hidden_keys(w, c.ds, c.group);
+    share_ds(ds_tile(c.n), c.ds, c.group);
+    wgmma_wait<0>();
+    hold(c.dv);
+    hold(c.p);
+    release(dout_empty(c.n));
+    c.n++;
+}
+
+/* What the last step of an item has left. */
+FA_DEVICE void last_products(consumer &c)
+{
+    float dq[DQ_COUNT];
+    release(v_empty());
+    start_gradient(c.dk, c.ds, q_tile(c.n - 1));
+    wait_for_ds();
+    start_dq(dq, ds_tile(c.n - 1), c.group);
+    wgmma_wait<1>();
+    hold(c.dk);
+    hold(c.ds);
+    release(q_empty(c.n - 1));
+    wgmma_wait<0>();
+    hold(dq);
+    release(k_empty());
+    share_dq(dq, c.group);
+}
+
+/* This thread's keys of dK or dV. */
+FA_DEVICE void store_gradient(const work &w, const fa_view &view, const float (&x)[D_COUNT], float factor, int cols, int group)
+{
+    int lane = threadIdx.x % 4;
+    if (!view.data)
+        return;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        int    j  = w.first_k + 64 * group + fragment_row() + 8 * h;
+        bool   in = j < w.seq.rows_k;
+        fa_i64 at = w.b * view.stride[0] + j * view.stride[1] + w.kv_head * view.stride[2];
+        if (view.dtype == FA_F32) {
+#pragma unroll
+            for (int n = 0; n < FA_HEAD_DIM / 8; n++)
+                if (in && 8 * n < cols)
+                    *(float2 *)((float *)view.data + at + 8 * n + 2 * lane) =
+                        make_float2(x[4 * n + 2 * h] * factor, x[4 * n + 2 * h + 1] * factor);
+            continue;
+        }
+#pragma unroll
+        for (int n = 0; n < FA_HEAD_DIM / 8; n += 4) {
+            unsigned a[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                a[i] = pack<FA_DTYPE>(x[4 * (n + i) + 2 * h] * factor, x[4 * (n + i) + 2 * h + 1] * factor);
+            transpose_quad(a);
+            if (in && 8 * (n + lane) < cols)
+                *(uint4 *)((fa_u16 *)view.data + at + 8 * (n + lane)) = make_uint4(a[0], a[1], a[2], a[3]);
+        }
+    }
+}
+
+/* A query that does not see a key has dS = 0, and 0 * NaN of K would reach its dQ; who sees it has LSE NaN. */
+FA_DEVICE void inspect_k()
+{
+    constexpr int STRIDE = 16 * 128 * CONSUMERS;
+    unsigned      from   = k_tile() + 16 * (threadIdx.x - 128);
+    if (holds_nonfinite<KV_BYTES, STRIDE>(from))
+        clear_nonfinite<KV_BYTES, STRIDE>(from);
+    fence_async();
+    named_sync(K_IS_CLEAN, 128 * CONSUMERS);
+}
+
+FA_DEVICE void consume(const fa_args &args, int group)
+{
+    consumer c;
+    c.group = group;
+    c.n     = 0;
+    for (unsigned item = 0; has_item(args, item); item++) {
+        barrier_wait(found(item), filled<WORKS>(item));
+        const work &w     = work_at(item);
+        int         steps = same_for_all(steps_of(w));
+#pragma unroll
+        for (int i = 0; i < D_COUNT; i++)
+            c.dk[i] = c.dv[i] = 0.0f;
+        barrier_wait(k_full(), filled<1>(item));
+        if (INSPECTED && steps > 0)
+            inspect_k();
+        if (steps > 0) {
+            walk at   = start_walk(args, w);
+            at.begin = at.tile = same_for_all(at.begin);
+            at.end             = same_for_all(at.end);
+            at.number = same_for_all(at.number);
+            int clean_begin = same_for_all(w.clean.begin), clean_end = same_for_all(w.clean.end);
+            step<true>(args, w, c, item, at.tile, at.tile < clean_begin || at.tile >= clean_end);
+            for (int n = 1; n < steps; n++) {
+                advance(args, at);
+                step<false>(args, w, c, item, at.tile, at.tile < clean_begin || at.tile >= clean_end);
+            }
+            last_products(c);
+        } else {
+            barrier_wait(v_full(), filled<1>(item));
+            release(k_empty());
+            release(v_empty());
+        }
+        store_gradient(w, args.dk, c.dk, args.scale, args.head_dim, group);
+        store_gradient(w, args.dv, c.dv, 1.0f, args.head_dim_v, group);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 1)
+    backward_sm90(const __grid_constant__ fa_args args, const __grid_constant__ fa_maps maps)
+{
+    if (threadIdx.x == 0)
+        start_barriers();
+    __syncthreads(); /* the barriers are set up */
+    if (threadIdx.x < 128) {
+        registers_down<24>(); /* of the 504 that three threads have */
+        if (threadIdx.x == 0)
+            produce(args, maps);
+        else if (threadIdx.x / 32 == 1)
+            add_dq(args);
+        else if (INSPECTED && threadIdx.x >= 64)
+            inspect(args);
+    } else {
+        registers_up<240>();
+        consume(args, same_for_all(threadIdx.x / 128 - 1));
+    }
+}

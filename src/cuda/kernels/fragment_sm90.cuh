@@ -1,0 +1,65 @@
+/* What Hopper's kernels share beside the instructions: threads of a warpgroup and their part of an accumulator. */
+#ifndef FA_FRAGMENT_SM90_CUH
+#define FA_FRAGMENT_SM90_CUH
+
+#include "ptx_sm90.cuh"
+
+/* A number that is the same for all lanes, so that the compiler knows it: what branches by it stays together, and addresses that come
+ * of it are found once a warp. */
+FA_DEVICE int same_for_all(int x) { return __shfl_sync(0xFFFFFFFFu, x, 0); }
+
+/* This warp has done with a stage. */
+FA_DEVICE void release(unsigned empty)
+{
+    if (threadIdx.x % 32 == 0)
+        barrier_arrive(empty);
+}
+
+/* The first of a thread's two rows, in its warpgroup's 64. */
+FA_DEVICE int fragment_row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
+
+/* Four words of each of four lanes that are neighbours: word w of lane t becomes word t of lane w. */
+FA_DEVICE void transpose_quad(unsigned (&a)[4])
+{
+#pragma unroll
+    for (int stride = 1; stride < 4; stride *= 2) {
+        bool upper = threadIdx.x & stride;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if ((i & stride) == 0) {
+                unsigned got = __shfl_xor_sync(0xFFFFFFFFu, upper ? a[i] : a[i + stride], stride);
+                a[i]          = upper ? got : a[i];
+                a[i + stride] = upper ? a[i + stride] : got;
+            }
+    }
+}
+
+/* ---- Inf and NaN in a tile of BYTES, of which each lane sees 16 bytes, then those STRIDE on; `from`: its first ---- */
+
+/* True if this lane's part holds some. Loads in flight together: somebody waits for this. */
+template <int BYTES, int STRIDE> FA_DEVICE bool holds_nonfinite(unsigned from)
+{
+    unsigned note = 0;
+#pragma unroll 4
+    for (int offset = 0; offset < BYTES; offset += STRIDE) {
+        uint4 v = shared_load_16(from + offset);
+        note_nonfinite(note, v.x);
+        note_nonfinite(note, v.y);
+        note_nonfinite(note, v.z);
+        note_nonfinite(note, v.w);
+    }
+    return (note & 0x7FFF7FFFu) != 0; /* not +-0 in both halves */
+}
+
+/* They become zeros. Rare. */
+template <int BYTES, int STRIDE> FA_DEVICE void clear_nonfinite(unsigned from)
+{
+#pragma unroll 1
+    for (int offset = 0; offset < BYTES; offset += STRIDE) {
+        uint4 v = shared_load_16(from + offset);
+        shared_store(from + offset, make_uint4(without_nonfinite(v.x), without_nonfinite(v.y), without_nonfinite(v.z),
+                                               without_nonfinite(v.w)));
+    }
+}
+
+#endif
