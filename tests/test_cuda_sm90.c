@@ -103,27 +103,28 @@ static void every_shape_is_right(void **state)
 
 /* The backward takes what has one length for all sequences. A small group's key heads must be many: fewer go to the portable kernel. */
 static const test_case backward_shapes[] = {
-    {.name = "whole tiles", .seqlen_q = 384, .seqlen_k = 768, .heads_q = 2},
-    {.name = "whole tiles, causal", .seqlen_q = 768, .seqlen_k = 768, .heads_q = 3, .mask = C},
-    {.name = "tails", .batch = 2, .seqlen_q = 333, .seqlen_k = 395, .heads_q = 4},
-    {.name = "tails, causal", .batch = 2, .seqlen_q = 333, .seqlen_k = 395, .heads_q = 4, .mask = C},
+    {.name = "whole tiles", .seqlen_q = 256, .seqlen_k = 384},
+    {.name = "whole tiles, causal", .seqlen_q = 384, .seqlen_k = 384, .heads_q = 2, .mask = C},
+    {.name = "tails", .batch = 2, .seqlen_q = 133, .seqlen_k = 195, .heads_q = 2},
+    {.name = "tails, causal", .seqlen_q = 333, .seqlen_k = 395, .heads_q = 3, .mask = C},
     {.name = "more queries than keys", .seqlen_q = 700, .seqlen_k = 211, .mask = C},
     {.name = "one key", .seqlen_q = 300, .seqlen_k = 1},
     {.name = "no key", .seqlen_q = 300, .seqlen_k = 0},
-    {.name = "many tiles a block", .batch = 40, .seqlen_q = 140, .seqlen_k = 70, .heads_q = 8},
-    {.name = "many tiles a block, causal", .batch = 40, .seqlen_q = 260, .seqlen_k = 300, .heads_q = 5, .mask = C},
-    {.name = "groups", .batch = 24, .seqlen_q = 150, .seqlen_k = 390, .heads_q = 6, .heads_k = 2},
-    {.name = "groups, causal", .batch = 33, .seqlen_q = 330, .seqlen_k = 260, .heads_q = 5, .heads_k = 1, .mask = C},
+    {.name = "many tiles a block", .batch = 50, .seqlen_q = 130, .seqlen_k = 20, .heads_q = 3, .head_dim = 64},
+    {.name = "many tiles a block, causal", .batch = 47, .seqlen_q = 130, .seqlen_k = 140, .heads_q = 3, .mask = C, .head_dim = 64},
+    {.name = "groups", .batch = 64, .seqlen_q = 130, .seqlen_k = 20, .heads_q = 4, .heads_k = 2, .head_dim = 64},
+    {.name = "groups, causal", .batch = 64, .seqlen_q = 130, .seqlen_k = 130, .heads_q = 2, .heads_k = 1, .mask = C, .head_dim = 64},
     {.name = "window", .batch = 2, .seqlen_q = 500, .seqlen_k = 600, .mask = W, .window_left = 130, .window_right = 20},
     {.name = "window of one", .seqlen_q = 400, .seqlen_k = 400, .mask = W},
-    {.name = "wide window", .seqlen_q = 900, .seqlen_k = 900, .mask = W, .window_left = 500, .window_right = 300},
+    {.name = "wide window", .seqlen_q = 600, .seqlen_k = 600, .mask = W, .window_left = 300, .window_right = 200, .head_dim = 64},
     {.name = "window past the keys", .seqlen_q = 700, .seqlen_k = 100, .mask = W, .window_left = 40, .window_right = 3},
-    {.name = "heads first", .batch = 2, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .layout = LAYOUT_HEADS_FIRST},
-    {.name = "packed", .batch = 2, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .layout = LAYOUT_PACKED, .mask = C},
-    {.name = "large logits", .seqlen_q = 300, .seqlen_k = 700, .logit_size = 30.0f},
-    {.name = "40 columns", .batch = 2, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .head_dim = 40, .mask = C},
-    {.name = "96 columns", .batch = 2, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .head_dim = 96},
-    {.name = "64 and 120 columns", .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .head_dim = 64, .head_dim_v = 120, .mask = C},
+    {.name = "window before the keys", .seqlen_q = 200, .seqlen_k = 700, .mask = W, .window_left = 40, .window_right = 3},
+    {.name = "heads first", .batch = 2, .seqlen_q = 200, .seqlen_k = 150, .heads_q = 2, .layout = LAYOUT_HEADS_FIRST},
+    {.name = "packed", .batch = 2, .seqlen_q = 200, .seqlen_k = 200, .heads_q = 2, .layout = LAYOUT_PACKED, .mask = C},
+    {.name = "large logits", .seqlen_q = 200, .seqlen_k = 300, .logit_size = 30.0f},
+    {.name = "40 columns", .seqlen_q = 200, .seqlen_k = 200, .heads_q = 2, .head_dim = 40, .mask = C},
+    {.name = "96 columns", .seqlen_q = 200, .seqlen_k = 200, .heads_q = 2, .head_dim = 96},
+    {.name = "64 and 120 columns", .seqlen_q = 200, .seqlen_k = 200, .head_dim = 64, .head_dim_v = 120, .mask = C},
 };
 
 static void every_backward_shape_is_right(void **state)
@@ -139,7 +140,7 @@ static void every_backward_shape_is_right(void **state)
             if (!shape.head_dim)
                 shape.head_dim = d;
             failed += run_shape(shape, FLASH_ATTN_BF16, backward_context);
-            if (n % 3 == 1)
+            if (n < 3 && d == 128)
                 failed += run_shape(shape, FLASH_ATTN_F16, backward_context);
         }
     assert_int_equal(failed, 0);

@@ -258,6 +258,20 @@ FA_DEVICE void mask_elements(float (&x)[S_COUNT], const columns &seen)
         x[n] = sees(seen, n / 2 % 2, n / 4 * 8 + n % 2) ? x[n] : 0.0f;
 }
 
+/* The dO of an edge tile has lost its Inf and NaN; delta has them, and dV gets them by P. */
+FA_DEVICE void give_back_nonfinite(unsigned (&p)[P_STEPS][4], const columns &seen, unsigned delta)
+{
+#pragma unroll
+    for (int j = 0; j < FA_TILE_Q / 8; j++) {
+        float2 row = shared_load_float2(delta + threadIdx.x % 4 * 8 + 32 * j);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            unsigned &pair = p[j / 2][j % 2 * 2 + h]; /* 0x7FFF is NaN in both formats */
+            pair |= (!finite(row.x) && sees(seen, h, 8 * j) ? 0x7FFFu : 0) | (!finite(row.y) && sees(seen, h, 8 * j + 1) ? 0x7FFF0000u : 0);
+        }
+    }
+}
+
 FA_DEVICE void pack_operand(unsigned (&a)[P_STEPS][4], const float (&s)[S_COUNT])
 {
 #pragma unroll
@@ -339,6 +353,8 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
         share_dq(dq, c.group);
     }
     wait_for_dout(c.n, masked); /* here, for a branch keeps products from being started before dQ's registers are free */
+    if (INSPECTED && masked)
+        give_back_nonfinite(c.p, columns_of(args, w, tile, c.group), delta_at(c.n));
     start_scores(dp, v_tile() + c.group * (64 * 128), dout_tile(c.n));
     start_gradient(c.dv, c.p, dout_tile(c.n));
     wgmma_wait<1>();
