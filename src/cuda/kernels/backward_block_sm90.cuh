@@ -100,7 +100,7 @@ FA_DEVICE void find_item(const fa_args &args, unsigned n, work &w)
         at      = place_of_pair(tiles, heads, n / 2 * gridDim.x + blockIdx.x, n % 2);
         at.tile = tiles - 1 - at.tile;
     }
-    find_work(args, at, w);
+    w = work_of(args, at);
     if (FA_MASK == FA_MASK_CAUSAL && is_own_pair(tiles, heads, at, n % 2)) {
         w.seq.rows_k = 0; /* done already */
         w.tiles      = {0, 0};

@@ -542,7 +542,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) backward_sm
         grid_place at = {blockIdx.x % args.tiles_k, blockIdx.x / args.tiles_k};
         if (!FA_ONE_LAUNCH) /* there the tiles of a head are a cluster, which has neighbouring numbers */
             at = grid_place_of<FA_TILE_K>(blockIdx.x, args.tiles_k);
-        find_work(args, at, w);
+        w = work_of(args, at);
     }
     __syncthreads();
     if (FA_ONE_LAUNCH) {

@@ -37,8 +37,9 @@ FA_DEVICE fa_range clean_tiles(const fa_args &args, const work &w)
     return {(begin + FA_TILE_Q - 1) / FA_TILE_Q, end <= 0 ? 0 : (end + (whole ? 0 : FA_TILE_Q - 1)) / FA_TILE_Q};
 }
 
-FA_DEVICE void find_work(const fa_args &args, grid_place at, work &w)
+FA_DEVICE work work_of(const fa_args &args, grid_place at)
 {
+    work     w;
     unsigned n    = at.other;
     w.first_k     = at.tile * FA_TILE_K;
     int share = 0;
@@ -70,6 +71,7 @@ FA_DEVICE void find_work(const fa_args &args, grid_place at, work &w)
     w.lse   = (const float *)args.lse.data + w.seq.q_entry * args.lse.stride[0] + w.seq.q_row * args.lse.stride[2];
     w.delta = args.delta + token;
     w.dq    = args.dq_accum + token * FA_HEAD_DIM;
+    return w;
 }
 
 /* Queries [first, last] of the whole sequence that key j is seen by. */
