@@ -183,7 +183,7 @@ typedef struct among {
 } among;
 
 /* Sanitizers hide from the compiler that the bounds are known, and sixteen rows at each place take it many minutes. */
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define ROWS_UNROLL
 #else
 #define ROWS_UNROLL _Pragma("GCC unroll 16")
