@@ -4,8 +4,8 @@
  * are skipped, with the reason.
  *
  *     test_cuda_compile [--all] [--kernel NAME] [--option NAME] [--nvrtc FILE]
- *         --all: every architecture, and each option of a problem on each row; otherwise sm_80 and sm_90, and the
- *                options of head_dim 128 on one
+ *         --all: every architecture (but where a lower one stands for it, the ladder on 8.0, 9.0 and 12.0), and each option of a problem
+ *                on each row; otherwise sm_80 and sm_90, and the options of head_dim 128 on one
  *         --kernel: this kernel alone, for who works on it
  *         --option: this option alone ("small", say), on every architecture
  *         --nvrtc: another libnvrtc.so than the one that the library finds. Architectures that it does not know are left
@@ -386,6 +386,15 @@ static void every_row_is_taken_on_every_architecture_that_it_names(void **state)
             }
 }
 
+/* What a lower architecture of the row stands for: 8.9 has the instructions and registers of 8.6, and float32 uses no more
+ * of 8.6 and 10.0 than of 8.0 and 9.0. */
+static bool stands_with_a_lower(int arch, const fa_tune_row *row)
+{
+    bool f32 = row->dtypes == FA_IN_F32;
+    return (arch == 89 && row->arch_min <= 86) || (f32 && arch == 86 && row->arch_min <= 80) ||
+           (f32 && arch == 100 && row->arch_min <= 90);
+}
+
 static void every_row_builds_cleanly_for_every_architecture(void **state)
 {
     (void)state;
@@ -400,6 +409,8 @@ static void every_row_builds_cleanly_for_every_architecture(void **state)
                 fa_call            call;
                 fa_plan            plan;
                 if (archs[a] < row->arch_min || archs[a] > row->arch_max || !(row->dtypes >> dtype & 1) || skips(archs[a]))
+                    continue;
+                if (stands_with_a_lower(archs[a], row))
                     continue;
                 /* bfloat16 and float16 make the same code but for the instruction's name: one architecture has both. */
                 if (dtype == FLASH_ATTN_F16 && (row->dtypes & FA_IN_BF16) &&
@@ -483,7 +494,8 @@ static void every_rung_of_the_ladder_builds_cleanly(void **state)
                         fa_call      call;
                         fa_plan      plan;
                         if (archs[a] < row->arch_min || archs[a] > row->arch_max || !(row->masks >> causal & 1) ||
-                            (!all && archs[a] != 90) || (f16 && archs[a] != 90) || (f16 && !all))
+                            (!all && archs[a] != 90) || (f16 && archs[a] != 90) || (f16 && !all) ||
+                            (archs[a] != 80 && archs[a] != 90 && archs[a] != 120)) /* one of each kind */
                             continue;
                         like.kernel = FA_KERNEL_FORWARD_SM80;
                         assert_int_equal(call_for(&like, f16 ? FLASH_ATTN_F16 : FLASH_ATTN_BF16, &mask, &call), FLASH_ATTN_OK);
