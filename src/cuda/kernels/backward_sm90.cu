@@ -155,17 +155,7 @@ FA_DEVICE void wait_for_dout(unsigned n, bool masked) { barrier_wait(masked && I
 /* ---- the products: started here, finished by wgmma_wait ---- */
 
 /* s = X Y^T; x: this consumer's keys of K or V, y: a tile of Q or dO. */
-FA_DEVICE void start_scores(float (&s)[S_COUNT], unsigned x, unsigned y)
-{
-    matrix a = matrix_of(x, 0), b = matrix_of(y, 0);
-    hold(s);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < FA_HEAD_DIM / 16; step++)
-        wgmma_shared(s, a.from(step / 4 * (FA_TILE_K * 128) + step % 4 * 32), b.from(step / 4 * (FA_TILE_Q * 128) + step % 4 * 32),
-                     step > 0);
-    wgmma_commit();
-}
+FA_DEVICE void start_scores(float (&s)[S_COUNT], unsigned x, unsigned y) { start_rows_by_rows<FA_TILE_K, FA_TILE_Q>(s, x, y); }
 
 /* c += X^T Y; x: P^T or dS^T, y: a tile of dO or Q. */
 FA_DEVICE void start_gradient(float (&c)[D_COUNT], unsigned (&x)[P_STEPS][4], unsigned y)

@@ -34,6 +34,19 @@ FA_DEVICE void transpose_quad(unsigned (&a)[4])
     }
 }
 
+/* s = X Y^T, started here, finished by wgmma_wait. x, y: rows of tiles that have X_ROWS and Y_ROWS in all. */
+template <int X_ROWS, int Y_ROWS, int COUNT> FA_DEVICE void start_rows_by_rows(float (&s)[COUNT], unsigned x, unsigned y)
+{
+    matrix a = matrix_of(x, 0), b = matrix_of(y, 0);
+    hold(s);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < FA_HEAD_DIM / 16; step++)
+        wgmma_shared(s, a.from(step / 4 * (X_ROWS * 128) + step % 4 * 32), b.from(step / 4 * (Y_ROWS * 128) + step % 4 * 32),
+                     step > 0);
+    wgmma_commit();
+}
+
 /* ---- Inf and NaN in a tile of BYTES, of which each lane sees 16 bytes, then those STRIDE on; `from`: its first ---- */
 
 /* True if this lane's part holds some. Loads in flight together: somebody waits for this. */

@@ -14,17 +14,7 @@ constexpr int S_COUNT = FA_TILE_K / 2, O_COUNT = FA_HEAD_DIM_V / 2, P_STEPS = FA
 /* ---- the two products: started here, finished by wgmma_wait ---- */
 
 /* s = Q K^T. q: this warpgroup's rows of the tile of FA_TILE_Q; k: the tile. */
-FA_DEVICE void start_scores(float (&s)[S_COUNT], unsigned q, unsigned k)
-{
-    matrix a = matrix_of(q, 0), b = matrix_of(k, 0);
-    hold(s);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < FA_HEAD_DIM / 16; step++)
-        wgmma_shared(s, a.from(step / 4 * (FA_TILE_Q * 128) + step % 4 * 32), b.from(step / 4 * (FA_TILE_K * 128) + step % 4 * 32),
-                     step > 0);
-    wgmma_commit();
-}
+FA_DEVICE void start_scores(float (&s)[S_COUNT], unsigned q, unsigned k) { start_rows_by_rows<FA_TILE_Q, FA_TILE_K>(s, q, k); }
 
 /* o += P V, or without `add` o = P V. */
 FA_DEVICE void start_output(float (&o)[O_COUNT], unsigned (&p)[P_STEPS][4], unsigned v, bool add)
