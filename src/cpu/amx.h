@@ -23,6 +23,15 @@
 
 #define FA_AMX_INLINE static inline __attribute__((always_inline))
 
+/* Unrolled whole, a unit of the forward is some 2000 instructions; sanitizers make that many times more, and minutes of
+ * compiling; they also hide that bounds are known. */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define UNROLL(n)
+#else
+#define UNROLL_PRAGMA(text) _Pragma(#text)
+#define UNROLL(n) UNROLL_PRAGMA(GCC unroll n)
+#endif
+
 /* Inlined for each kind of operand. AddressSanitizer gives each copy's arrays stack of their own, together more than
  * the 64 KiB that a caller may have, so there it is one function. */
 #if defined(__SANITIZE_ADDRESS__)

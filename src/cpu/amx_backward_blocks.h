@@ -182,17 +182,10 @@ typedef struct among {
     int             first, places; /* of the block; of the cell */
 } among;
 
-/* Sanitizers hide from the compiler that the bounds are known, and sixteen rows at each place take it many minutes. */
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define ROWS_UNROLL
-#else
-#define ROWS_UNROLL _Pragma("GCC unroll 16")
-#endif
-
 FA_AMX_INLINE void rows_at(const among *v, int place)
 {
     const int begin = place * 16 / v->places, end = (place + 1) * 16 / v->places;
-    ROWS_UNROLL for (int row = begin; row < end; row++) gradient_row_ahead(v->g, row);
+    UNROLL(16) for (int row = begin; row < end; row++) gradient_row_ahead(v->g, row);
 }
 
 /* A tile of the next block's sums in each of the steps 1 to 4, four lines after each product. */

@@ -10,14 +10,6 @@
 
 #include "cpu/amx_fixed.h"
 
-/* Unrolled whole, a unit is some 2000 instructions; sanitizers make that many times more, and minutes of compiling. */
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define UNROLL(n)
-#else
-#define UNROLL_PRAGMA(text) _Pragma(#text)
-#define UNROLL(n) UNROLL_PRAGMA(GCC unroll n)
-#endif
-
 /* ---- products of pieces ---- */
 
 /* float16's O = P V leaves out ll', 2^-16 of the whole and less than what P is cut by. The scores keep it: LSE is as
