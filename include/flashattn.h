@@ -157,7 +157,7 @@ typedef struct flash_attn_context flash_attn_context;
  * avx512, amx, amx-fp16) are read where the option is 0, FLASH_ATTN_TUNE_FILE (an absolute path, or "off": none) where
  * tune_file is NULL. FLASH_ATTN_ASSUME=amx-fp16 says that the processor has AMX-FP16 though it does not report it, as
  * under a hypervisor that hides it. The instruction is tried once in a child process of which nobody is told: features
- * then holds amx-fp16:assumed, or amx-fp16:absent if it faulted. None of them, nor the cache, is read in a process with
+ * then holds amx-fp16:assumed, or amx-fp16:absent if it faulted. A tune file may say so too. None of them, nor the cache, is read in a process with
  * raised privileges. Errors: INVALID (context NULL, num_threads < 0 or > 4096, unknown max_isa, a value of the environment that means nothing), NO_MEMORY.
  * A cap below what the machine has is honoured; a tier that the machine lacks is never chosen. */
 FLASH_ATTN_API flash_attn_status flash_attn_create(flash_attn_context **context, const flash_attn_options *options);
@@ -391,7 +391,8 @@ typedef void (*flash_attn_tune_report)(void *user, const flash_attn_tune_choice 
 
 /* Measure on this machine, with this context's tier and threads, which tiles are fastest, and store what is faster than
  * the default by 3% and more. Contexts made later, in any process, read it once and use it; those that exist keep what
- * they have. The paper left this to future work.
+ * they have. The paper left this to future work. Where AMX-FP16 runs in a child process though the processor does not
+ * report it, it is measured too, unless the context's max_isa is below it.
  *
  * file: where to store it; what a file of this processor and version already says of other tiers is kept. NULL: where
  * such contexts look by themselves (flash_attn_options.tune_file). "": nowhere. seconds: about how long to measure, 1

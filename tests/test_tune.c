@@ -13,13 +13,6 @@ static char home[64], path[128];
 
 /* ---- files ---- */
 
-/* As contexts do here: with what find_tiers claims. */
-static void detect(fa_isa *isa)
-{
-    fa_isa_detect(isa);
-    fa_isa_assume_amx_fp16(isa);
-}
-
 static void write_file(const char *to, const char *bytes, size_t count)
 {
     unlink(to);
@@ -35,7 +28,7 @@ static void write_body(const char *body)
     fa_isa isa;
     char   text[4096];
     int    version = flash_attn_version();
-    detect(&isa);
+    fa_isa_detect(&isa);
     int                used = snprintf(text, sizeof text,
                                        "flashattn-tune 1\nlibrary %d.%d.%d\nprocessor %s\nfeatures %s\ncaches %lld %lld %lld\n%s",
                                        version / 10000, version / 100 % 100, version % 100, isa.name, isa.features,
@@ -87,7 +80,7 @@ static fa_tuning all_tiles(int q, int k)
 static void store(const fa_tuning *tuning)
 {
     fa_isa isa;
-    detect(&isa);
+    fa_isa_detect(&isa);
     expect_status(fa_tuning_store(&isa, path, tuning), FLASH_ATTN_OK, "store");
 }
 
@@ -231,11 +224,11 @@ static void a_file_of_another_machine_or_version_is_not_used(void **state)
     (void)state;
     fa_isa    isa;
     fa_tuning tuning = all_tiles(64, 96);
-    detect(&isa);
+    fa_isa_detect(&isa);
     snprintf(isa.name, sizeof isa.name, "Another processor");
     expect_status(fa_tuning_store(&isa, path, &tuning), FLASH_ATTN_OK, "store");
     assert_int_equal(tuning_of(path), FLASH_ATTN_TUNING_FOREIGN);
-    detect(&isa);
+    fa_isa_detect(&isa);
     isa.l2_bytes *= 2;
     isa.l2_bytes += 1;
     expect_status(fa_tuning_store(&isa, path, &tuning), FLASH_ATTN_OK, "store");
@@ -257,7 +250,8 @@ static void numbers_out_of_bounds_are_not_used(void **state)
     (void)state;
     static const char *const good[] = {"", "tile avx512 forward 64 96 128\n", "split_keys 2048\n",
                                        "block_l2_percent 90\n",
-                                       "tile scalar backward 256 16 512\nblock_l2_percent 10\nsplit_keys 256\n"};
+                                       "tile scalar backward 256 16 512\nblock_l2_percent 10\nsplit_keys 256\n",
+                                       "assume amx-fp16\n", "split_keys 512\nassume amx-fp16\n"};
     static const char *const bad[]  = {
          "tile avx512 forward 64 0 0\n",
          "tile avx512 forward 64 8 128\n",
@@ -283,6 +277,10 @@ static void numbers_out_of_bounds_are_not_used(void **state)
          "split_keys 16448\n",
          "split_keys 1000\n",
          "something 5\n",
+         "assume amx-fp32\n",
+         "assume amx-fp16 \n",
+         "assume\n",
+         "assume amx-fp16\nsplit_keys 512\n",
          "\n",
          "split_keys 512\nsplit_keys 512\n",
          "split_keys 512\nblock_l2_percent 50\n",
@@ -328,6 +326,37 @@ static void a_file_that_others_may_write_is_not_read(void **state)
     assert_int_equal(tuning_of(path), FLASH_ATTN_TUNING_MEASURED);
 }
 
+/* ---- an instruction that the processor does not report ---- */
+
+static flash_attn_device_info info_of(const char *file, flash_attn_isa isa)
+{
+    flash_attn_device_info info;
+    flash_attn_context    *context = context_of(file, isa);
+    expect_status(flash_attn_get_device_info(context, (flash_attn_device){0}, &info), FLASH_ATTN_OK, "info");
+    flash_attn_destroy(context);
+    return info;
+}
+
+static void a_stored_amx_fp16_is_tried_and_then_used(void **state)
+{
+    (void)state;
+    fa_tuning tuning = {.amx_fp16 = true};
+    store(&tuning);
+    flash_attn_device_info assumed = info_of("", FLASH_ATTN_ISA_AUTO); /* the environment says so */
+    unsetenv("FLASH_ATTN_ASSUME");
+    flash_attn_device_info usual = info_of("", FLASH_ATTN_ISA_AUTO), tuned = info_of(path, FLASH_ATTN_ISA_AUTO);
+    assert_string_equal(tuned.features, assumed.features);
+    assert_string_equal(tuned.isa, assumed.isa);
+    assert_null(strstr(usual.features, "amx-fp16:"));
+    assert_int_equal(tuned.tuning, FLASH_ATTN_TUNING_MEASURED);
+    if (strstr(tuned.features, "amx-fp16:")) { /* hidden here, whether it runs or not */
+        assert_string_equal(usual.isa, "amx");
+        assert_string_equal(tuned.isa, strstr(tuned.features, "amx-fp16:assumed") ? "amx-fp16" : "amx");
+        assert_string_equal(info_of(path, FLASH_ATTN_ISA_AMX).isa, "amx"); /* the cap comes first */
+    }
+    setenv("FLASH_ATTN_ASSUME", "amx-fp16", 1);
+}
+
 /* ---- which file ---- */
 
 static void the_environment_and_the_cache_say_which_file(void **state)
@@ -346,7 +375,7 @@ static void the_environment_and_the_cache_say_which_file(void **state)
     assert_non_null(strstr(flash_attn_last_error(), "FLASH_ATTN_TUNE_FILE"));
     unsetenv("FLASH_ATTN_TUNE_FILE");
 
-    detect(&isa);
+    fa_isa_detect(&isa);
     expect_status(fa_tuning_store(&isa, NULL, &tuning), FLASH_ATTN_OK, "store in the cache");
     assert_int_equal(tuning_of(NULL), FLASH_ATTN_TUNING_MEASURED);
     setenv("FLASH_ATTN_TUNE_FILE", "off", 1);
@@ -365,7 +394,7 @@ static void what_cannot_be_done_is_refused(void **state)
     expect_status(flash_attn_tune(NULL, "", (double)NAN, NULL, NULL), FLASH_ATTN_INVALID, "NaN");
     fa_isa    isa;
     fa_tuning tuning = all_tiles(64, 96);
-    detect(&isa);
+    fa_isa_detect(&isa);
     expect_status(fa_tuning_store(&isa, "/nowhere/at/all.txt", &tuning), FLASH_ATTN_INVALID, "no folder");
     assert_non_null(strstr(flash_attn_last_error(), "/nowhere/at/all.txt"));
 }
@@ -386,7 +415,7 @@ static void measuring_stores_a_file_that_is_used_and_keeps_other_tiers(void **st
     fa_isa    isa;
     fa_tuning before  = {.split_keys = 0}, after;
     int       choices = 0;
-    detect(&isa);
+    fa_isa_detect(&isa);
     before.tile[FA_TABLE_NEON][0][0] = (fa_tile_shape){32, 64}; /* never measured beside x86's, nor x86's beside it */
     before.tile[FA_TABLE_AVX2][0][0] = (fa_tile_shape){32, 64};
     store(&before);
@@ -410,7 +439,7 @@ static int make_home(void **state)
         return 1;
     snprintf(path, sizeof path, "%s/tune.txt", home);
     unsetenv("FLASH_ATTN_TUNE_FILE");
-    setenv("FLASH_ATTN_ASSUME", "amx-fp16", 1); /* the harness does later, and a file is of one machine */
+    setenv("FLASH_ATTN_ASSUME", "amx-fp16", 1); /* as the harness does */
     return setenv("XDG_CACHE_HOME", home, 1);
 }
 
@@ -434,6 +463,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(a_file_of_another_machine_or_version_is_not_used),
         cmocka_unit_test(numbers_out_of_bounds_are_not_used),
         cmocka_unit_test(a_file_that_others_may_write_is_not_read),
+        cmocka_unit_test(a_stored_amx_fp16_is_tried_and_then_used),
         cmocka_unit_test(the_environment_and_the_cache_say_which_file),
         cmocka_unit_test(what_cannot_be_done_is_refused),
     };

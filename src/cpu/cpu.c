@@ -16,10 +16,13 @@ static const struct {
 };
 
 /* The highest tier under the cap that this library has and this machine runs. */
-static void choose_tables(fa_cpu *cpu, flash_attn_isa cap, bool no_amx_split)
+static void choose_tables(fa_cpu *cpu)
 {
-    flash_attn_isa best = cpu->isa.best < cap ? cpu->isa.best : cap;
-    cpu->vector         = fa_kernels_scalar();
+    bool           hidden = cpu->isa.hidden == FA_HIDDEN_RUNS && (cpu->assume_amx_fp16 || cpu->tuning.amx_fp16);
+    flash_attn_isa most   = hidden ? FLASH_ATTN_ISA_AMX_FP16 : cpu->isa.best;
+    flash_attn_isa best   = most < cpu->cap ? most : cpu->cap;
+    cpu->wide_f16         = NULL;
+    cpu->vector           = fa_kernels_scalar();
 #if defined(__x86_64__)
     if (best >= FLASH_ATTN_ISA_AVX2)
         cpu->vector = fa_kernels_avx2();
@@ -33,7 +36,7 @@ static void choose_tables(fa_cpu *cpu, flash_attn_isa cap, bool no_amx_split)
     for (int dtype = 0; dtype < 4; dtype++) {
         const fa_kernels *amx = NULL;
 #if defined(__x86_64__) && defined(FA_HAVE_AMX)
-        if (best >= FLASH_ATTN_ISA_AMX && (dtype == FLASH_ATTN_BF16 || !no_amx_split))
+        if (best >= FLASH_ATTN_ISA_AMX && (dtype == FLASH_ATTN_BF16 || !cpu->no_amx_split))
             amx = fa_kernels_amx(cpu->vector, (flash_attn_dtype)dtype);
         if (amx && dtype == FLASH_ATTN_BF16)
             cpu->fixed = fa_kernels_amx_fixed();
@@ -42,18 +45,22 @@ static void choose_tables(fa_cpu *cpu, flash_attn_isa cap, bool no_amx_split)
             amx           = fa_kernels_amx_fp16();
         }
 #endif
-        (void)no_amx_split;
         cpu->kernels[dtype] = amx ? amx : cpu->vector;
         if (amx && amx->isa > cpu->tier)
             cpu->tier = amx->isa;
     }
 }
 
+void fa_cpu_use_tuning(fa_cpu *cpu, const fa_tuning *tuning)
+{
+    cpu->tuning = *tuning;
+    choose_tables(cpu);
+}
+
 flash_attn_status fa_cpu_create(fa_cpu **cpu, const flash_attn_options *options, bool assume_amx_fp16)
 {
-    int            num_threads = options->num_threads > 0 ? options->num_threads : fa_num_cores();
-    flash_attn_isa cap         = options->max_isa != FLASH_ATTN_ISA_AUTO ? options->max_isa : FLASH_ATTN_ISA_AMX_FP16;
-    fa_cpu        *made        = calloc(1, sizeof *made);
+    int     num_threads = options->num_threads > 0 ? options->num_threads : fa_num_cores();
+    fa_cpu *made        = calloc(1, sizeof *made);
     if (made) {
         made->kept    = calloc(1, sizeof *made->kept);
         made->threads = fa_threads_create(options, num_threads);
@@ -64,12 +71,16 @@ flash_attn_status fa_cpu_create(fa_cpu **cpu, const flash_attn_options *options,
     }
     made->num_threads = num_threads;
     made->by_shape    = options->max_isa == FLASH_ATTN_ISA_AUTO;
+    made->cap         = made->by_shape ? FLASH_ATTN_ISA_AMX_FP16 : options->max_isa;
+    made->no_amx_split    = options->no_amx_split;
+    made->assume_amx_fp16 = assume_amx_fp16;
     fa_isa_detect(&made->isa);
-    if (assume_amx_fp16)
-        fa_isa_assume_amx_fp16(&made->isa);
-    choose_tables(made, cap, options->no_amx_split);
-    made->tuned = fa_tuning_load(&made->isa, options->tune_file, &made->tuning);
-    *cpu        = made;
+    fa_tuning tuning;
+    made->tuned = fa_tuning_load(&made->isa, options->tune_file, &tuning);
+    if (assume_amx_fp16 || tuning.amx_fp16) /* tuned or not: the processor may be another one of that name */
+        fa_isa_try_amx_fp16(&made->isa);
+    fa_cpu_use_tuning(made, &tuning);
+    *cpu = made;
     return FLASH_ATTN_OK;
 }
 
@@ -97,7 +108,10 @@ void fa_cpu_info(const fa_cpu *cpu, flash_attn_device_info *info)
     memset(info, 0, sizeof *info);
     snprintf(info->name, sizeof info->name, "%s", cpu->isa.name);
     snprintf(info->isa, sizeof info->isa, "%s", isa);
-    snprintf(info->features, sizeof info->features, "%s", cpu->isa.features);
+    snprintf(info->features, sizeof info->features, "%s%s", cpu->isa.features,
+             cpu->isa.hidden == FA_HIDDEN_RUNS     ? " amx-fp16:assumed"
+             : cpu->isa.hidden == FA_HIDDEN_ABSENT ? " amx-fp16:absent"
+                                                   : "");
     info->num_cores    = fa_num_cores();
     info->num_threads  = cpu->num_threads;
     info->l1_bytes     = cpu->isa.l1_bytes;

@@ -228,15 +228,19 @@ const fa_kernels *fa_kernels_amx_fp16(void);
 
 /* ---- isa.c ---- */
 
+/* AMX-FP16 where the processor does not report it. */
+typedef enum fa_hidden { FA_HIDDEN_NOT_TRIED, FA_HIDDEN_ABSENT, FA_HIDDEN_RUNS } fa_hidden;
+
 typedef struct fa_isa {
-    flash_attn_isa best; /* the highest tier that this machine and operating system run */
-    char           name[64], features[256];
+    flash_attn_isa best; /* the highest tier that this machine and operating system report */
+    fa_hidden      hidden;
+    char           name[64], features[224];
     int64_t        l1_bytes, l2_bytes, l3_bytes;
 } fa_isa;
 
 void fa_isa_detect(fa_isa *isa);
-/* The user says that the processor has AMX-FP16 though it does not report it. Tried once; `features` tells. */
-void fa_isa_assume_amx_fp16(fa_isa *isa);
+/* Whether AMX-FP16 runs though the processor does not report it: `hidden`. Tried once. */
+void fa_isa_try_amx_fp16(fa_isa *isa);
 
 /* ---- threads.c ---- */
 
@@ -274,6 +278,7 @@ enum { FA_TUNE_MOST_TILE = 1024, FA_HEAD_CLASSES = 3 }; /* classes: head_dim up 
 typedef struct fa_tuning {
     fa_tile_shape tile[FA_TABLES][2][FA_HEAD_CLASSES]; /* by table, pass, class; {0, 0}: fa_usual_tile */
     int           block_l2_percent, split_keys;        /* 0: as choices.c says */
+    bool          amx_fp16;                            /* float16 by AMX-FP16 though the processor does not report it */
 } fa_tuning;
 
 fa_table    fa_table_of(const fa_kernels *kernels, flash_attn_dtype dtype);
@@ -299,6 +304,9 @@ flash_attn_status fa_tuning_store(const fa_isa *isa, const char *file, const fa_
 
 /* ---- the backend ---- */
 
+/* Take what was measured, and the tables that it and the cap allow. */
+void fa_cpu_use_tuning(fa_cpu *cpu, const fa_tuning *tuning);
+
 /* Memory that a call has left for the next one (fa_memory_get in tile.h); NULL: none, or in use. */
 typedef struct fa_kept {
     _Atomic(void *) block;
@@ -306,7 +314,8 @@ typedef struct fa_kept {
 
 struct fa_cpu {
     fa_isa            isa;
-    flash_attn_isa    tier;       /* after the caller's cap */
+    flash_attn_isa    tier, cap;  /* after the caller's cap; the cap */
+    bool              no_amx_split, assume_amx_fp16;
     const fa_kernels *vector;     /* the tier's float32 table, which takes every input type */
     const fa_kernels *kernels[4]; /* by flash_attn_dtype: AMX where there, else `vector` */
     const fa_kernels *fixed;      /* fa_kernels_amx_fixed; NULL: not there */

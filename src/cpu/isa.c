@@ -141,15 +141,10 @@ static bool amx_fp16_runs(void)
     return child > 0 && waitpid(child, &status, __WCLONE) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
-void fa_isa_assume_amx_fp16(fa_isa *isa)
+void fa_isa_try_amx_fp16(fa_isa *isa)
 {
-    size_t used = strlen(isa->features);
-    if (isa->best != FLASH_ATTN_ISA_AMX) /* it was found, or what it needs was not */
-        return;
-    bool runs = amx_fp16_runs();
-    if (runs)
-        isa->best = FLASH_ATTN_ISA_AMX_FP16;
-    snprintf(isa->features + used, sizeof isa->features - used, " amx-fp16:%s", runs ? "assumed" : "absent");
+    if (isa->best == FLASH_ATTN_ISA_AMX && isa->hidden == FA_HIDDEN_NOT_TRIED) /* else it was found, or what it needs was not */
+        isa->hidden = amx_fp16_runs() ? FA_HIDDEN_RUNS : FA_HIDDEN_ABSENT;
 }
 
 static void detect_name(fa_isa *isa)
@@ -187,7 +182,7 @@ static void detect_name(fa_isa *isa) { snprintf(isa->name, sizeof isa->name, "un
 #endif
 
 #if !defined(__x86_64__)
-void fa_isa_assume_amx_fp16(fa_isa *isa) { (void)isa; }
+void fa_isa_try_amx_fp16(fa_isa *isa) { (void)isa; }
 #endif
 
 static int64_t cache_bytes(int name)

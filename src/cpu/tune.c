@@ -43,7 +43,7 @@ typedef struct choice {
 } choice;
 
 typedef struct tuner {
-    const flash_attn_context *context;
+    fa_cpu                    cpu;     /* the context's, as the choices so far make it */
     fa_tuning                 found;
     candidate                 candidates[MOST_CANDIDATES];
     double                    choice_s; /* to spend on one choice */
@@ -81,11 +81,11 @@ static void bench_close(bench *b)
         free(b->memory[n]);
 }
 
-static flash_attn_status bench_open(bench *b, const flash_attn_context *context, const choice *c)
+static flash_attn_status bench_open(bench *b, const fa_cpu *cpu, const choice *c)
 {
     int sq = c->seqlen_q, sk = c->seqlen_k, d = c->head_dim;
     memset(b, 0, sizeof *b);
-    b->cpu         = *context->cpu;
+    b->cpu         = *cpu;
     b->context.cpu = &b->cpu;
     b->pass        = c->pass;
     b->threads     = c->heads_q < b->cpu.num_threads ? c->heads_q : b->cpu.num_threads;
@@ -112,7 +112,7 @@ static flash_attn_status bench_open(bench *b, const flash_attn_context *context,
 static flash_attn_status run_once(bench *b, candidate *c)
 {
     flash_attn_exec exec     = {.num_threads = b->threads};
-    b->cpu.tuning            = c->tuning;
+    fa_cpu_use_tuning(&b->cpu, &c->tuning);
     double            start  = now();
     flash_attn_status status = b->pass == FLASH_ATTN_FORWARD ? flash_attn_forward(&b->context, &b->p, &exec)
                                                              : flash_attn_backward(&b->context, &b->p, &b->g, &exec);
@@ -126,12 +126,13 @@ static bool matters(bench *b, const choice *c)
 {
     flash_attn_explanation about[2];
     for (int n = 0; n < 2; n++) {
-        b->cpu.tuning = c->candidates[n == 0 ? 0 : c->num - 1].tuning;
+        fa_cpu_use_tuning(&b->cpu, &c->candidates[n == 0 ? 0 : c->num - 1].tuning);
         if (flash_attn_explain(&b->context, &b->p, b->pass, &about[n]) != FLASH_ATTN_OK)
             return false;
     }
     return about[0].tile_q != about[1].tile_q || about[0].tile_k != about[1].tile_k ||
-           about[0].num_splits != about[1].num_splits || about[0].num_tasks != about[1].num_tasks;
+           about[0].num_splits != about[1].num_splits || about[0].num_tasks != about[1].num_tasks ||
+        strcmp(about[0].kernel, about[1].kernel) != 0;
 }
 
 static flash_attn_status take_turns(tuner *t, bench *b, const choice *c, int *winner)
@@ -158,7 +159,7 @@ static flash_attn_status measure(tuner *t, const choice *c)
 {
     bench             b;
     int               winner = 0;
-    flash_attn_status status = bench_open(&b, t->context, c);
+    flash_attn_status status = bench_open(&b, &t->cpu, c);
     if (status != FLASH_ATTN_OK)
         return status;
     if (matters(&b, c)) {
@@ -197,7 +198,7 @@ static flash_attn_status measure_tile(tuner *t, const fa_kernels *kernels, flash
                      keys[] = {64, 128, 256, 512, 1024};
     bool          amx       = kernels->isa >= FLASH_ATTN_ISA_AMX;
     fa_table      table     = fa_table_of(kernels, dtype);
-    int           d = fa_head_class_most(head_class), heads = t->context->cpu->num_threads;
+    int           d = fa_head_class_most(head_class), heads = t->cpu.num_threads;
     fa_tile_shape usual = fa_usual_tile(table, pass, d);
     choice        c     = {.dtype      = dtype,
                            .pass       = pass,
@@ -227,7 +228,7 @@ static flash_attn_status measure_tile(tuner *t, const fa_kernels *kernels, flash
 static flash_attn_status measure_block(tuner *t, flash_attn_dtype dtype)
 {
     static const int percent[] = {50, 15, 25, 35, 70, 85};
-    int              heads     = t->context->cpu->num_threads;
+    int              heads     = t->cpu.num_threads;
     choice           c         = {.name       = "block_l2_percent",
                                   .dtype      = dtype,
                                   .head_dim   = 128,
@@ -264,9 +265,41 @@ static flash_attn_status measure_split(tuner *t)
     return measure(t, &c);
 }
 
+/* float16 by pieces, or by AMX-FP16 where it runs though the processor does not report it, unless the caller's cap is
+ * below it. */
+static flash_attn_status measure_amx_fp16(tuner *t)
+{
+    fa_cpu *cpu = &t->cpu;
+    if (cpu->cap < FLASH_ATTN_ISA_AMX_FP16)
+        return FLASH_ATTN_OK;
+    fa_isa_try_amx_fp16(&cpu->isa);
+    t->found.amx_fp16 = false;
+    if (cpu->isa.hidden != FA_HIDDEN_RUNS)
+        return FLASH_ATTN_OK;
+    cpu->assume_amx_fp16 = false; /* what the environment says is not what a file says */
+    choice c             = {.name       = "amx-fp16",
+                            .dtype      = FLASH_ATTN_F16,
+                            .pass       = FLASH_ATTN_BACKWARD,
+                            .head_dim   = 128,
+                            .heads_q    = cpu->num_threads < MOST_HEADS ? cpu->num_threads : MOST_HEADS,
+                            .seqlen_q   = 1024,
+                            .seqlen_k   = 1024,
+                            .candidates = t->candidates};
+    c.heads_k            = c.heads_q;
+    for (int n = 0; n < 2; n++) {
+        candidate *one       = add_candidate(t, &c);
+        one->tuning.amx_fp16 = n == 1;
+        snprintf(one->label, sizeof one->label, "%s", n == 0 ? "not used" : "used");
+    }
+    FA_TRY(measure(t, &c));
+    fa_cpu_use_tuning(cpu, &t->found); /* the tiles that follow are of the table that is used */
+    return FLASH_ATTN_OK;
+}
+
 static flash_attn_status measure_all(tuner *t)
 {
-    const fa_cpu *cpu = t->context->cpu;
+    FA_TRY(measure_amx_fp16(t));
+    const fa_cpu *cpu = &t->cpu;
     for (int table = 0; table < 4; table++) { /* the vector table, then AMX's where the tier has them */
         static const flash_attn_dtype dtypes[] = {FLASH_ATTN_F32, FLASH_ATTN_BF16, FLASH_ATTN_F16, FLASH_ATTN_F32};
         const fa_kernels             *kernels  = table == 0 ? cpu->vector : cpu->kernels[dtypes[table]];
@@ -286,8 +319,8 @@ flash_attn_status fa_cpu_tune(const flash_attn_context *context, const char *fil
     tuner *t = calloc(1, sizeof *t);
     if (!t)
         return fa_fail(FLASH_ATTN_NO_MEMORY, "no memory for %zu bytes of candidates", sizeof *t);
-    t->context = context, t->report = report, t->user = user;
-    t->choice_s = seconds / 20; /* 8 choices without AMX, 23 with it */
+    t->cpu = *context->cpu, t->report = report, t->user = user;
+    t->choice_s = seconds / 20; /* 8 choices without AMX, 23 with it, 1 more for AMX-FP16 */
     fa_tuning_load(&context->cpu->isa, file, &t->found);
     flash_attn_status status = measure_all(t);
     if (status == FLASH_ATTN_OK && (!file || *file))

@@ -9,6 +9,7 @@
  *     tile avx512 forward 64 96 256             table, pass, head_dim up to, queries, keys
  *     block_l2_percent 50
  *     split_keys 1024
+ *     assume amx-fp16                          float16 by an instruction that runs here and is not among the features
  *     hash 0123456789abcdef                     of everything above
  *
  * What is read is written out again and compared byte by byte, so there is one way to say a thing, and a number out of
@@ -95,6 +96,8 @@ static void put_tuning(text *t, const fa_isa *isa, const fa_tuning *tuning)
         put(t, "block_l2_percent %d\n", tuning->block_l2_percent);
     if (tuning->split_keys)
         put(t, "split_keys %d\n", tuning->split_keys);
+    if (tuning->amx_fp16)
+        put(t, "assume amx-fp16\n");
     put_hash(t);
 }
 
@@ -128,12 +131,14 @@ static int read_number(const char **at)
 /* One line of a choice; false: it is none. */
 static bool read_line(const char *at, fa_tuning *tuning)
 {
-    static const char *const words[] = {"tile", "block_l2_percent", "split_keys"};
-    int                      word    = read_name(&at, words, 3);
+    static const char *const words[] = {"tile", "block_l2_percent", "split_keys", "assume"}, *const assumed[] = {"amx-fp16"};
+    int                      word    = read_name(&at, words, 4);
     if (word == 1)
         return (tuning->block_l2_percent = read_number(&at)) > 0;
     if (word == 2)
         return (tuning->split_keys = read_number(&at)) > 0;
+    if (word == 3)
+        return (tuning->amx_fp16 = read_name(&at, assumed, 1) == 0);
     int table = word == 0 ? read_name(&at, table_names, FA_TABLES) : -1;
     int pass  = table >= 0 ? read_name(&at, pass_names, 2) : -1;
     int most = pass >= 0 ? read_number(&at) : -1, head_class = most > 0 ? fa_head_class(most) : FA_HEAD_CLASSES;
