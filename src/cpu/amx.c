@@ -202,6 +202,26 @@ typedef struct pack_form {
     int (*order)(int r); /* row r of each 32 values is the caller's order(r); NULL: r */
 } pack_form;
 
+/* Whole rows of bfloat16 in both forms. False: not such rows, or some value is not finite. */
+static __attribute__((noinline)) bool pack_both_16_bit(char *keys, char *values, const fa_rows *src, layout at,
+                                                       short infinity)
+{
+    int64_t key_row = (int64_t)tiles_of(src->cols, 32) * FA_AMX_TILE;
+    __m512i largest = _mm512_setzero_si512();
+    if (src->stride != 1 || src->dtype != FLASH_ATTN_BF16 || src->cols % 32 || src->count % 32 ||
+        !fa_amx_rows_exist(src, 0, src->count))
+        return false;
+    for (int first = 0; first < src->count; first += 32) {
+        for (int col = 0; col < src->cols; col += 32) {
+            fa_amx_prefetch_rows(src, first, 32, col);
+            largest = fa_amx_pack_both(values + first / 32 * at.rows + col / 32 * at.columns,
+                                       keys + first / 16 * key_row + col / 32 * FA_AMX_TILE, key_row, src->row + first,
+                                       col, largest);
+        }
+    }
+    return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(infinity)) == 0;
+}
+
 /* The same in another order; row: FA_MAX_TILE of them. */
 static fa_rows rows_in_order(const fa_rows *src, const void **row, int (*order)(int r))
 {
@@ -233,6 +253,8 @@ FA_AMX_INLINE int pack_any(fa_role role, void *packed, const fa_rows *src, int *
         layout by_columns = layout_by_columns(src->count, pieces);
         char  *keys       = (char *)packed + tiles_of(src->cols, 32) * by_columns.columns;
         if (pack_whole_both(keys, packed, src, by_columns, pieces))
+            return 0;
+        if (pieces == 1 && !form.order && pack_both_16_bit(keys, packed, src, by_columns, form.infinity))
             return 0;
         pack_along_columns(keys, src, pieces, true);
         return pack_values(packed, src, pieces, bad, by_columns, form);
@@ -373,8 +395,8 @@ FA_AMX_INLINE size_t p_bytes(int rows, int keys, int pieces)
     return (size_t)tiles_of(rows, 32) * 2 * (size_t)tiles_of(keys, 32) * 2 * (size_t)pieces * FA_AMX_TILE;
 }
 
-/* 16-bit inputs: a float32 dO is rounded before it is multiplied, so Delta's has to be. */
-FA_AMX_INLINE void row_dots_16_bit(float *out, const fa_rows *a, const fa_rows *b, int pieces)
+/* float16: a float32 dO is rounded before it is multiplied, so Delta's has to be. */
+FA_AMX_INLINE void row_dots_f16(float *out, const fa_rows *a, const fa_rows *b, int pieces)
 {
     if (b->dtype == FLASH_ATTN_F32)
         row_dots_pieces(out, a, b, pieces);
@@ -382,9 +404,24 @@ FA_AMX_INLINE void row_dots_16_bit(float *out, const fa_rows *a, const fa_rows *
         fa_kernels_avx512()->row_dots(out, a, b);
 }
 
-static void row_dots_1(float *out, const fa_rows *a, const fa_rows *b) { row_dots_16_bit(out, a, b, 1); }
-static void row_dots_2(float *out, const fa_rows *a, const fa_rows *b) { row_dots_16_bit(out, a, b, 2); }
+static void row_dots_1(float *out, const fa_rows *a, const fa_rows *b)
+{
+    if (b->dtype == FLASH_ATTN_F16) /* of the table that takes it as one piece */
+        row_dots_f16(out, a, b, 1);
+    else
+        row_dots_pieces(out, a, b, 1);
+}
+
+static void row_dots_2(float *out, const fa_rows *a, const fa_rows *b) { row_dots_f16(out, a, b, 2); }
 static void row_dots_3(float *out, const fa_rows *a, const fa_rows *b) { row_dots_pieces(out, a, b, 3); }
+
+static void packed_row_dots_1(float *out, const fa_rows *a, const fa_rows *b, const void *packed)
+{
+    if (a->dtype == FLASH_ATTN_BF16)
+        packed_row_dots_of_one(out, a, b, packed);
+    else
+        row_dots_1(out, a, b);
+}
 
 static void packed_row_dots_3(float *out, const fa_rows *a, const fa_rows *b, const void *packed)
 {
@@ -498,6 +535,7 @@ static void fill_tables(void)
     tables[0].pack           = pack_fixed;
     tables[0].forward_block  = fa_amx_forward_block_fixed;
 
+    tables[1].packed_row_dots = packed_row_dots_1;
     tables[3].packed_row_dots = packed_row_dots_3;
 }
 

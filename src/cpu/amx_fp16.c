@@ -103,18 +103,19 @@ static pthread_once_t table_once = PTHREAD_ONCE_INIT;
 
 static void fill_table(void)
 {
-    table                = *fa_kernels_amx(fa_kernels_avx512(), FLASH_ATTN_BF16);
-    table.name           = "amx-fp16";
-    table.isa            = FLASH_ATTN_ISA_AMX_FP16;
-    table.pack           = fa_amx_pack_fp16;
-    table.scores         = scores;
-    table.accumulate     = accumulate;
-    table.forward_block  = fa_amx_fp16_forward_block;
-    table.scores_few     = fa_amx_fp16_scores_few; /* rows and columns as bfloat16 */
-    table.accumulate_few = fa_amx_fp16_accumulate_few;
-    table.row_norm       = row_norm;
-    table.backward_block = fa_amx_fp16_backward_block;
-    table.backward_dq    = fa_amx_fp16_backward_dq;
+    table                 = *fa_kernels_amx(fa_kernels_avx512(), FLASH_ATTN_BF16);
+    table.name            = "amx-fp16";
+    table.isa             = FLASH_ATTN_ISA_AMX_FP16;
+    table.pack            = fa_amx_pack_fp16;
+    table.scores          = scores;
+    table.accumulate      = accumulate;
+    table.forward_block   = fa_amx_fp16_forward_block;
+    table.scores_few      = fa_amx_fp16_scores_few; /* rows and columns as bfloat16 */
+    table.accumulate_few  = fa_amx_fp16_accumulate_few;
+    table.row_norm        = row_norm;
+    table.packed_row_dots = NULL; /* adds up bfloat16 */
+    table.backward_block  = fa_amx_fp16_backward_block;
+    table.backward_dq     = fa_amx_fp16_backward_dq;
 }
 
 const fa_kernels *fa_kernels_amx_fp16(void)

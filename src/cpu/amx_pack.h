@@ -8,7 +8,7 @@
 #include "cpu/amx.h"
 
 /* The caller's rows are seldom in a cache and too far apart for the processor to guess: ask for one some rows ahead. */
-enum { FA_AMX_ROWS_AHEAD = 16 };
+enum { FA_AMX_ROWS_AHEAD = 32 };
 
 FA_AMX_INLINE void fa_amx_prefetch_row(const fa_rows *src, int row, int col)
 {
@@ -16,14 +16,17 @@ FA_AMX_INLINE void fa_amx_prefetch_row(const fa_rows *src, int row, int col)
         _mm_prefetch((const char *)((const uint16_t *)src->row[row + FA_AMX_ROWS_AHEAD] + col), _MM_HINT_T0);
 }
 
+/* Of `count` rows from `first` on those so many rows ahead, in the order of their addresses: as many in each step of 32
+ * columns. */
 FA_AMX_INLINE void fa_amx_prefetch_rows(const fa_rows *src, int first, int count, int col)
 {
+    int steps = src->cols / 32, begin = count * (col / 32) / steps, end = count * (col / 32 + 1) / steps;
     if (first + count + FA_AMX_ROWS_AHEAD > src->count)
         return;
-    _Pragma("GCC unroll 4") for (int r = 0; r < count; r++)
-    {
+    for (int r = begin; r < end; r++) {
         uintptr_t row = (uintptr_t)src->row[first + FA_AMX_ROWS_AHEAD + r]; /* 0: asks for what is not there */
-        _mm_prefetch((const char *)(row + 2 * (uintptr_t)col), _MM_HINT_T0);
+        for (int line = 0; line < steps; line++)
+            _mm_prefetch((const char *)(row + 64 * (uintptr_t)line), _MM_HINT_T0);
     }
 }
 
@@ -117,6 +120,39 @@ FA_AMX_INLINE __m512i fa_amx_pair_rows(char *out, const void *const *row, int co
         y         = _mm512_permutexvar_epi64(spread, y);
         _mm512_store_si512(out + 64 * r, _mm512_unpacklo_epi16(x, y));
         _mm512_store_si512(out + FA_AMX_TILE + 64 * r, _mm512_unpackhi_epi16(x, y));
+    }
+    return largest;
+}
+
+/* 32 rows of 32 columns as values, by fa_amx_pair_rows, and as keys, tiles key_row bytes apart: one reading for both.
+ */
+FA_AMX_INLINE __m512i fa_amx_pack_both(char *values, char *keys, int64_t key_row, const void *const *row, int col,
+                                       __m512i largest)
+{
+    const __m512i     spread    = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m512i     magnitude = _mm512_set1_epi16(0x7FFF);
+    _Alignas(64) char copy[2][FA_AMX_TILE];
+    _Pragma("GCC unroll 16") for (int r = 0; r < 16; r++)
+    {
+        __m512i x = _mm512_loadu_si512((const uint16_t *)row[r] + col);
+        __m512i y = _mm512_loadu_si512((const uint16_t *)row[r + 16] + col);
+        _mm512_store_si512(copy[0] + 64 * r, x);
+        _mm512_store_si512(copy[1] + 64 * r, y);
+        largest = _mm512_max_epu16(largest, _mm512_and_si512(x, magnitude));
+        largest = _mm512_max_epu16(largest, _mm512_and_si512(y, magnitude));
+        x       = _mm512_permutexvar_epi64(spread, x);
+        y       = _mm512_permutexvar_epi64(spread, y);
+        _mm512_store_si512(values + 64 * r, _mm512_unpacklo_epi16(x, y));
+        _mm512_store_si512(values + FA_AMX_TILE + 64 * r, _mm512_unpackhi_epi16(x, y));
+    }
+    for (int half = 0; half < 2; half++) {
+        _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++)
+        {
+            __m512i x[4];
+            fa_amx_turn_chunks(x, copy[half], c);
+            _Pragma("GCC unroll 4") for (int n = 0; n < 4; n++)
+                _mm512_store_si512(keys + half * key_row + 256 * c + 64 * n, x[n]);
+        }
     }
     return largest;
 }

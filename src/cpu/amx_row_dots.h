@@ -47,10 +47,21 @@ FA_AMX_INLINE void row_dots_pieces(float *out, const fa_rows *a, const fa_rows *
     }
 }
 
+enum { DOTS_AT_ONCE = 64 };
+
+/* Of the 16 x 16 products of so many rows from `first` on. */
+static void diagonals(float *out, const fa_rows *a, const fa_rows *b, int first, const float *c)
+{
+    for (int r = 0; r < DOTS_AT_ONCE && first + r < a->count; r++) {
+        float sum      = c[r / 16 * FA_AMX_TILE_FLOATS + 17 * (r % 16)];
+        out[first + r] = isfinite(sum) ? sum : dot_of_nonzero(a, b, first + r);
+    }
+}
+
 /* row_dots_pieces of three pieces, with b as packed for dP: only a is cut, and four tiles of rows go side by side. */
 FA_AMX_INLINE void packed_row_dots(float *out, const fa_rows *a, const fa_rows *b, const void *packed)
 {
-    enum { ROWS = 64 };
+    enum { ROWS = DOTS_AT_ONCE };
     int         depth = tiles_of(b->cols, 32);
     const char *keys  = (const char *)packed + depth * layout_by_columns(b->count, MAX_PIECES).columns;
     for (int first = 0; first < a->count; first += ROWS) {
@@ -85,10 +96,35 @@ FA_AMX_INLINE void packed_row_dots(float *out, const fa_rows *a, const fa_rows *
         TILE_STORE(1, c[1], 64);
         TILE_STORE(2, c[2], 64);
         TILE_STORE(3, c[3], 64);
-        for (int r = 0; r < ROWS && first + r < a->count; r++) {
-            float sum      = c[r / 16][17 * (r % 16)];
-            out[first + r] = isfinite(sum) ? sum : dot_of_nonzero(a, b, first + r);
+        diagonals(out, a, b, first, c[0]);
+    }
+}
+
+/* The same of one piece; a is bfloat16. */
+static void packed_row_dots_of_one(float *out, const fa_rows *a, const fa_rows *b, const void *packed)
+{
+    int         depth = tiles_of(b->cols, 32);
+    const char *keys  = (const char *)packed + depth * layout_by_columns(b->count, 1).columns;
+    for (int first = 0; first < a->count; first += DOTS_AT_ONCE) {
+        _Alignas(64) float c[4][FA_AMX_TILE_FLOATS];
+        for (int t = 0; t < tiles_of(fa_min_int(a->count - first, DOTS_AT_ONCE), 16); t++) {
+            const int at = first + 16 * t;
+            TILE_ZERO(0);
+            for (int step = 0; step < depth; step++) {
+                _Alignas(64) __m512i left[MAX_PIECES][16];
+                if (a->stride == 1 && 32 * step + 32 <= a->cols && fa_amx_rows_exist(a, at, 16)) {
+                    fa_amx_prefetch_rows(a, at, 16, 32 * step);
+                    fa_amx_copy_tile((char *)left[0], a->row + at, 32 * step);
+                } else {
+                    load_pairs(left, a, at, 32 * step, 1);
+                }
+                TILE_LOAD(4, left[0], 64);
+                TILE_LOAD(5, keys + ((int64_t)(at / 16) * depth + step) * FA_AMX_TILE, 64);
+                TILE_DOT(0, 4, 5);
+            }
+            TILE_STORE(0, c[t], 64);
         }
+        diagonals(out, a, b, first, c[0]);
     }
 }
 
