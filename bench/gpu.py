@@ -2,19 +2,24 @@
 """Time flashattn and its peers on one GPU over the FlashAttention papers' grid, in one run, and check every answer.
 
     make && python3 bench/gpu.py [--json FILE] [--head-dims 64,128,256] [--seqlens 512,...,16384] [--passes forward] [--quick]
-                                 [--math] [--flex]
+                                 [--math] [--flex] [--varlen] [--deterministic] [--portable]
 
 bfloat16, hidden dimension 2048, 16384 tokens, no mask and causal, forward and backward. Peers: PyTorch's SDPA backends (math:
 standard attention; efficient; flash, which is FlashAttention-2; cuDNN) and with --flex FlexAttention, which torch.compile makes
-through Triton, anew for each shape and pass. TFLOP/s count 4 s^2 d h b, half when causal, 2.5 times for the backward. Each answer
+through Triton, anew for each shape and pass. With --varlen sequences are packed (cu_seqlens), the longest as long as said and the
+others of random lengths, and the peers are the calls that take such: PyTorch's varlen_attn (flash) and cuDNN's. With --deterministic
+the backward's sums have a fixed order, ours and the peers' that can. --portable adds our kernels for any GPU. TFLOP/s count 4 s^2 d h b, half when causal, 2.5 times for the backward. Each answer
 is compared with float64 on one head first; a wrong one is shown as WRONG and makes the exit status 1. Every time is the median of
 several groups of launches between two events; ours and the peers take turns. FILE is written anew after each line.
 """
 
 import argparse
+import ctypes
+import functools
 import json
 import os
 import pathlib
+import random
 import statistics
 import subprocess
 import sys
@@ -36,44 +41,61 @@ PEERS = {"math": SDPBackend.MATH, "efficient": SDPBackend.EFFICIENT_ATTENTION, "
          "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
-class Cell:
-    """One problem: inputs [batch, seqlen, heads, d] and what is expected of head 0 of batch 0."""
+def packed_lengths(longest):
+    """The longest in the middle, others between 1 and it, TOKENS in all; the same each time."""
+    draw, lengths = random.Random(longest), [longest]
+    while sum(lengths) < TOKENS:
+        lengths.append(min(draw.randint(1, longest), TOKENS - sum(lengths)))
+    return [*lengths[1 : len(lengths) // 2 + 1], longest, *lengths[len(lengths) // 2 + 1 :]]
 
-    def __init__(self, d, seqlen, causal):
-        self.d, self.seqlen, self.causal = d, seqlen, causal
-        self.batch, self.heads = TOKENS // seqlen, HIDDEN // d
-        shape = (self.batch, seqlen, self.heads, d)
+
+class Cell:
+    """One problem: inputs [batch, seqlen, heads, d], or packed [tokens, heads, d], and what is expected of head 0 of batch 0, or of the
+    longest sequence."""
+
+    def __init__(self, d, seqlen, causal, packed=False, deterministic=False):
+        self.d, self.seqlen, self.causal, self.packed, self.deterministic = d, seqlen, causal, packed, deterministic
+        self.heads, self.lengths = HIDDEN // d, packed_lengths(seqlen) if packed else [seqlen] * (TOKENS // seqlen)
+        shape = (TOKENS, self.heads, d) if packed else (len(self.lengths), seqlen, self.heads, d)
+        if packed:
+            self.cu = torch.tensor([sum(self.lengths[:n]) for n in range(len(self.lengths) + 1)], device=DEVICE, dtype=torch.int32)
+            self.first = sum(self.lengths[: self.lengths.index(seqlen)])
         self.q, self.k, self.v, self.dout = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
-        q, k, v = (t[0, :, 0].double().requires_grad_() for t in (self.q, self.k, self.v))
+        q, k, v = (self.one(t).double().requires_grad_() for t in (self.q, self.k, self.v))
         scores = q @ k.T * d**-0.5
         if causal:
             scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(1), float("-inf"))
         out = torch.softmax(scores, -1) @ v
-        self.truth = [out.detach(), *torch.autograd.grad(out, (q, k, v), self.dout[0, :, 0].double())]
+        self.truth = [out.detach(), *torch.autograd.grad(out, (q, k, v), self.one(self.dout).double())]
+
+    def one(self, tensor):
+        return tensor[self.first : self.first + self.seqlen, 0] if self.packed else tensor[0, :, 0]
 
     def flops(self, backward):
-        full = 4 * self.seqlen**2 * self.d * self.heads * self.batch * (2.5 if backward else 1)
+        full = 4 * sum(n**2 for n in self.lengths) * self.d * self.heads * (2.5 if backward else 1)
         return full / 2 if self.causal else full
 
     def wrong(self, results, first):
-        """The largest relative L2 error, or None if all is well. results are [b, s, h, d]."""
+        """The largest relative L2 error, or None if all is well. results are as the inputs."""
         worst = 0.0
         for got, expected in zip(results, self.truth[first:]):
-            error = (got[0, :, 0].double() - expected).norm() / expected.norm()
+            error = (self.one(got).double() - expected).norm() / expected.norm()
             worst = max(worst, error.item()) if error == error else float("nan")
         return None if worst <= 1e-2 else worst
 
 
-def ours(cell):
-    """(forward, backward): each runs once and returns its results."""
+def ours(cell, context=None):
+    """(forward, backward): each runs once and returns its results. context: where the best kernels are not wanted."""
     q, k, v = cell.q, cell.k, cell.v
-    call = _call.Call(q, k, v, causal=cell.causal)
+    lengths = {"cu_seqlens_q": cell.cu, "cu_seqlens_k": cell.cu, "max_seqlen_q": cell.seqlen, "max_seqlen_k": cell.seqlen} if cell.packed else {}
+    call = _call.Call(q, k, v, causal=cell.causal, deterministic=cell.deterministic, **lengths)
+    call.context = context
     out = torch.full_like(q, float("nan"))
     grads = [torch.full_like(q, float("nan")) for _ in range(3)]
     _, lse = call.forward(out)
 
     def forward():
-        _call.check(_call.lib.flash_attn_forward(_native.context, call.address, call._exec()))
+        _call.check(_call.lib.flash_attn_forward(context or _native.context, call.address, call._exec()))
         return [out]
 
     def backward():
@@ -96,6 +118,43 @@ def peer(cell, backend):
 
     def backward():
         return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    return forward, backward
+
+
+def portable(cell):
+    """Ours, by the kernels for any GPU. A context has one kernel's name: each pass has its own."""
+    return tuple(ours(cell, kernel_context(name))[n] for n, name in enumerate(("forward_sm80", "backward_sm80")))
+
+
+@functools.cache
+def kernel_context(name):
+    made = ctypes.c_void_p()
+    _call.check(_call.lib.flash_attn_create(ctypes.byref(made), ctypes.byref(_native.Options(kernel=name.encode()))))
+    return made.value
+
+
+def packed_peer(cell, name):
+    ops, window = torch.ops.aten, (-1, 0) if cell.causal else (-1, -1)
+    leaves = [t.detach().requires_grad_() for t in (cell.q, cell.k, cell.v)]
+    ends = (cell.cu, cell.cu, cell.seqlen, cell.seqlen)
+    if name == "flash":
+        from torch.nn.attention.varlen import varlen_attn
+
+        out = varlen_attn(*leaves, *ends, window_size=window)
+
+        def forward():
+            with torch.no_grad():
+                return [varlen_attn(*leaves, *ends, window_size=window)]
+
+        return forward, lambda: torch.autograd.grad(out, leaves, cell.dout, retain_graph=True)
+    found = ops._cudnn_attention_forward(cell.q, cell.k, cell.v, None, *ends, True, 0.0, cell.causal)
+
+    def forward():
+        return [ops._cudnn_attention_forward(cell.q, cell.k, cell.v, None, *ends, True, 0.0, cell.causal)[0]]
+
+    def backward():
+        return ops._cudnn_attention_backward(cell.dout, cell.q, cell.k, cell.v, found[0], found[1], found[6], found[7], None, *ends, 0.0, cell.causal)
 
     return forward, backward
 
@@ -157,7 +216,8 @@ def runs_of(cell, names):
     runs = {}
     for name in names:
         try:
-            runs[name] = ours(cell) if name == "ours" else flex(cell) if name == "flex" else peer(cell, PEERS[name])
+            own = {"ours": ours, "flex": flex, "portable": portable}.get(name)
+            runs[name] = own(cell) if own else packed_peer(cell, name) if cell.packed else peer(cell, PEERS[name])
         except Exception as problem:  # no kernel, no memory, or a compiler that gave up
             runs[name] = None
             if name in ("ours", "flex"):
@@ -208,6 +268,9 @@ def main():
     parser.add_argument("--groups", type=int, default=7, help="timed groups of launches")
     parser.add_argument("--math", action="store_true", help="standard attention too, up to 2048 keys")
     parser.add_argument("--flex", action="store_true", help="FlexAttention too; needs Triton, and seconds a shape to compile")
+    parser.add_argument("--varlen", action="store_true", help="packed sequences of random lengths up to the one given")
+    parser.add_argument("--deterministic", action="store_true", help="sums of the backward in a fixed order")
+    parser.add_argument("--portable", action="store_true", help="our kernels for any GPU too")
     parser.add_argument("--quick", action="store_true", help="three lengths, three groups")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
@@ -219,19 +282,24 @@ def main():
     torch.manual_seed(0)
     card = state_of_card()
     print(f"before: {card}; PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
-    names = ["ours", *(["math"] if options.math else []), "efficient", *(["flex"] if options.flex else []), "flash", "cudnn"]
+    several = ["efficient"] if not options.varlen else []
+    names = ["ours", *(["portable"] if options.portable else []), *(["math"] if options.math else []), *several,
+             *(["flex"] if options.flex else []), "flash", "cudnn"]
+    if options.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it would be timed
     header = f"{'pass':8} {'d':>3} {'causal':6} {'s':>5} | " + " ".join(f"{n:>9}" for n in names) + " | /flash  /best"
     print(header, "-" * len(header), sep="\n")
     rows, ratios, wrong = [], [], 0
     for d in map(int, options.head_dims.split(",")):
         for causal in (False, True):
             for seqlen in seqlens:
-                cell = Cell(d, seqlen, causal)
+                cell = Cell(d, seqlen, causal, options.varlen, options.deterministic)
                 runs = runs_of(cell, [n for n in names if n != "math" or seqlen <= 2048])
                 for backward in {"forward": [False], "backward": [True], "both": [False, True]}[options.passes]:
                     row = bench_pass(cell, backward, runs, groups)
                     speeds = {n: x for n, x in row.items() if isinstance(x, float)}
-                    best = max((x for n, x in speeds.items() if n != "ours"), default=None)
+                    best = max((x for n, x in speeds.items() if n not in ("ours", "portable")), default=None)
                     over = [speeds["ours"] / x if "ours" in speeds and x else None for x in (speeds.get("flash"), best)]
                     if over[0]:
                         ratios.append(over[0])
@@ -239,8 +307,8 @@ def main():
                     shown = [f"{x:9.1f}" if isinstance(x, float) else f"{x or '-':>9}" for x in (row.get(n) for n in names)]
                     print(f"{'backward' if backward else 'forward':8} {d:3} {str(causal):6} {seqlen:5} | " + " ".join(shown) +
                           " | " + "  ".join(f"{x:5.2f}" if x else "    -" for x in over), flush=True)
-                    rows.append({"pass": "backward" if backward else "forward", "head_dim": d, "causal": causal,
-                                 "seqlen": seqlen, "tflops": row})
+                    rows.append({"pass": "backward" if backward else "forward", "head_dim": d, "causal": causal, "seqlen": seqlen,
+                                 "varlen": options.varlen, "deterministic": options.deterministic, "tflops": row})
                     if options.json:
                         report = {"schema": "flashattn-gpu-bench-1", "card": card, "torch": torch.__version__, "rows": rows}
                         pathlib.Path(options.json).write_text(json.dumps(report, indent=1))

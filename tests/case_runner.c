@@ -323,6 +323,7 @@ static flash_attn_status run_passes(case_instance *x, const case_device *device,
     device_copy        copy   = {{0}};
     flash_attn_status  status = FLASH_ATTN_OK;
     p.device                  = device->device;
+    p.deterministic           = device->deterministic;
     case_poison_outputs(x);
     if (device->memory) {
         if (!upload(x, device->memory, &copy))

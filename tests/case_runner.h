@@ -71,6 +71,7 @@ typedef struct case_device {
     flash_attn_context *context;
     flash_attn_device   device;
     int                 num_threads; /* 0: the context's */
+    bool                deterministic;
     const case_memory  *memory;      /* NULL: host memory */
 } case_device;
 

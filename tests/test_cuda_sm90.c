@@ -36,6 +36,12 @@ static const test_case shapes[] = {
      .varlen_k = LENGTHS_MIXED},
     {.name = "varlen, window, holes", .batch = 7, .seqlen_q = 400, .seqlen_k = 500, .heads_q = 2, .mask = W, .window_left = 100,
      .window_right = 40, .varlen_q = LENGTHS_HOLES, .varlen_k = LENGTHS_HOLES},
+    {.name = "varlen, many", .batch = 120, .seqlen_q = 200, .seqlen_k = 90, .heads_q = 8, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_MIXED,
+     .head_dim = 128},
+    {.name = "varlen, many, causal", .batch = 300, .seqlen_q = 150, .seqlen_k = 60, .heads_q = 4, .mask = C, .varlen_q = LENGTHS_HOLES,
+     .varlen_k = LENGTHS_MIXED, .head_dim = 64},
+    {.name = "used lengths, many", .batch = 150, .seqlen_q = 140, .seqlen_k = 60, .heads_q = 8, .mask = C, .seqused_q = LENGTHS_HOLES, .seqused_k = LENGTHS_MIXED,
+     .head_dim = 64},
     {.name = "used lengths", .batch = 5, .seqlen_q = 400, .seqlen_k = 500, .heads_q = 2, .seqused_q = LENGTHS_MIXED,
      .seqused_k = LENGTHS_MIXED},
     {.name = "used lengths, causal", .batch = 5, .seqlen_q = 400, .seqlen_k = 500, .heads_q = 2, .mask = C,
@@ -63,7 +69,18 @@ static void need_hopper(void)
     skip();
 }
 
-/* Skipped counts as failed: the kernel is for all of these. */
+static int run_case(case_instance *instance, const test_case *shape, flash_attn_dtype dtype, const case_device *device)
+{
+    case_result result = case_run(instance, device);
+    if (result.verdict == CASE_PASSED)
+        return 0;
+    printf("  FAILED %s, head_dim %d, %s%s: %s\n", shape->name, shape->head_dim, dtype_name(dtype),
+           device->deterministic ? ", deterministic" : "", result.reason);
+    fflush(stdout);
+    return 1;
+}
+
+/* Skipped counts as failed: the kernel is for all of these. A backward runs in the deterministic mode too, twice, with the same bits. */
 static int run_shape(test_case shape, flash_attn_dtype dtype, flash_attn_context *with)
 {
     char why[300];
@@ -73,35 +90,47 @@ static int run_shape(test_case shape, flash_attn_dtype dtype, flash_attn_context
     if (!instance)
         fail_msg("%s: %s", shape.name, why);
     case_device device = {.context = with, .device = {.type = FLASH_ATTN_CUDA}, .memory = memory};
-    case_result result = case_run(instance, &device);
+    int         failed = run_case(instance, &shape, dtype, &device);
+    if (with == backward_context) {
+        device.deterministic = true;
+        failed += run_case(instance, &shape, dtype, &device);
+        uint64_t bits = case_output_hash(instance);
+        failed += run_case(instance, &shape, dtype, &device);
+        if (case_output_hash(instance) != bits) {
+            printf("  FAILED %s, head_dim %d: other bits the second time\n", shape.name, shape.head_dim);
+            failed++;
+        }
+    }
     case_free(instance);
-    if (result.verdict == CASE_PASSED)
-        return 0;
-    printf("  FAILED %s, head_dim %d, %s: %s\n", shape.name, shape.head_dim, dtype_name(dtype), result.reason);
-    fflush(stdout);
-    return 1;
+    return failed;
+}
+
+/* Each shape in the head dims up to `largest`, where it names none, in bfloat16, and some in float16. */
+static void run_shapes(const test_case *all, int count, int largest, flash_attn_context *with)
+{
+    int failed = 0;
+    for (int n = 0; n < count; n++)
+        for (int d = 64; d <= largest; d *= 2) {
+            test_case shape = all[n];
+            if (shape.head_dim && d > 64)
+                continue;
+            if (!shape.head_dim)
+                shape.head_dim = d;
+            failed += run_shape(shape, FLASH_ATTN_BF16, with);
+            if (n % 4 == 1 && shape.head_dim == 128)
+                failed += run_shape(shape, FLASH_ATTN_F16, with);
+        }
+    assert_int_equal(failed, 0);
 }
 
 static void every_shape_is_right(void **state)
 {
     (void)state;
     need_hopper();
-    int failed = 0;
-    for (int n = 0; n < NUM_SHAPES; n++)
-        for (int d = 64; d <= 256; d *= 2) {
-            test_case shape = shapes[n];
-            if (shape.head_dim && d > 64)
-                continue;
-            if (!shape.head_dim)
-                shape.head_dim = d;
-            failed += run_shape(shape, FLASH_ATTN_BF16, context);
-            if (n % 4 == 1 && shape.head_dim == 128)
-                failed += run_shape(shape, FLASH_ATTN_F16, context);
-        }
-    assert_int_equal(failed, 0);
+    run_shapes(shapes, NUM_SHAPES, 256, context);
 }
 
-/* The backward takes what has one length for all sequences. A small group's key heads must be many: fewer go to the portable kernel. */
+/* A small group's key heads must be many: fewer go to the portable kernel. */
 static const test_case backward_shapes[] = {
     {.name = "whole tiles", .seqlen_q = 256, .seqlen_k = 384},
     {.name = "whole tiles, causal", .seqlen_q = 384, .seqlen_k = 384, .heads_q = 2, .mask = C},
@@ -119,6 +148,28 @@ static const test_case backward_shapes[] = {
     {.name = "wide window", .seqlen_q = 600, .seqlen_k = 600, .mask = W, .window_left = 300, .window_right = 200, .head_dim = 64},
     {.name = "window past the keys", .seqlen_q = 700, .seqlen_k = 100, .mask = W, .window_left = 40, .window_right = 3},
     {.name = "window before the keys", .seqlen_q = 200, .seqlen_k = 700, .mask = W, .window_left = 40, .window_right = 3},
+    {.name = "varlen", .batch = 6, .seqlen_q = 200, .seqlen_k = 300, .heads_q = 2, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_MIXED},
+    {.name = "varlen, causal", .batch = 6, .seqlen_q = 400, .seqlen_k = 400, .heads_q = 2, .mask = C, .varlen_q = LENGTHS_MIXED,
+     .varlen_k = LENGTHS_MIXED},
+    {.name = "varlen, window, holes", .batch = 7, .seqlen_q = 300, .seqlen_k = 400, .heads_q = 2, .mask = W, .window_left = 100,
+     .window_right = 40, .varlen_q = LENGTHS_HOLES, .varlen_k = LENGTHS_HOLES},
+    {.name = "varlen, many", .batch = 150, .seqlen_q = 140, .seqlen_k = 150, .heads_q = 2, .mask = C, .varlen_q = LENGTHS_MIXED,
+     .varlen_k = LENGTHS_MIXED, .head_dim = 64},
+    {.name = "varlen, groups", .batch = 75, .seqlen_q = 140, .seqlen_k = 260, .heads_q = 4, .heads_k = 2, .mask = C, .varlen_q = LENGTHS_MIXED,
+     .varlen_k = LENGTHS_MIXED, .head_dim = 64},
+    {.name = "queries of varlen", .batch = 4, .seqlen_q = 300, .seqlen_k = 200, .heads_q = 2, .varlen_q = LENGTHS_MIXED},
+    {.name = "keys of varlen", .batch = 4, .seqlen_q = 200, .seqlen_k = 300, .heads_q = 2, .mask = C, .varlen_k = LENGTHS_HOLES},
+    {.name = "varlen, keys empty", .batch = 3, .seqlen_q = 200, .seqlen_k = 9, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_EMPTY},
+    {.name = "varlen, queries of one", .batch = 9, .seqlen_q = 200, .seqlen_k = 300, .varlen_q = LENGTHS_HOLES, .varlen_k = LENGTHS_ONES},
+    {.name = "varlen with used", .batch = 5, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_MIXED,
+     .seqused_q = LENGTHS_MIXED, .seqused_k = LENGTHS_MIXED},
+    {.name = "used lengths", .batch = 5, .seqlen_q = 300, .seqlen_k = 400, .heads_q = 2, .seqused_q = LENGTHS_MIXED, .seqused_k = LENGTHS_MIXED},
+    {.name = "used lengths, causal", .batch = 5, .seqlen_q = 300, .seqlen_k = 400, .heads_q = 2, .mask = C, .seqused_q = LENGTHS_HOLES,
+     .seqused_k = LENGTHS_MIXED},
+    {.name = "used lengths, heads first", .batch = 3, .seqlen_q = 300, .seqlen_k = 200, .heads_q = 2, .seqused_q = LENGTHS_MIXED,
+     .seqused_k = LENGTHS_MIXED, .layout = LAYOUT_HEADS_FIRST},
+    {.name = "varlen, packed", .batch = 4, .seqlen_q = 200, .seqlen_k = 200, .heads_q = 2, .layout = LAYOUT_PACKED, .mask = C,
+     .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_MIXED},
     {.name = "heads first", .batch = 2, .seqlen_q = 200, .seqlen_k = 150, .heads_q = 2, .layout = LAYOUT_HEADS_FIRST},
     {.name = "packed", .batch = 2, .seqlen_q = 200, .seqlen_k = 200, .heads_q = 2, .layout = LAYOUT_PACKED, .mask = C},
     {.name = "large logits", .seqlen_q = 200, .seqlen_k = 300, .logit_size = 30.0f},
@@ -131,19 +182,7 @@ static void every_backward_shape_is_right(void **state)
 {
     (void)state;
     need_hopper();
-    int failed = 0;
-    for (size_t n = 0; n < sizeof backward_shapes / sizeof *backward_shapes; n++)
-        for (int d = 64; d <= 128; d *= 2) {
-            test_case shape = backward_shapes[n];
-            if (shape.head_dim && d > 64)
-                continue;
-            if (!shape.head_dim)
-                shape.head_dim = d;
-            failed += run_shape(shape, FLASH_ATTN_BF16, backward_context);
-            if (n < 3 && d == 128)
-                failed += run_shape(shape, FLASH_ATTN_F16, backward_context);
-        }
-    assert_int_equal(failed, 0);
+    run_shapes(backward_shapes, sizeof backward_shapes / sizeof *backward_shapes, 128, backward_context);
 }
 
 /* ---- Inf and NaN in V reach the rows that see them and no other ---- */
@@ -212,13 +251,18 @@ static void nonfinite_values_reach_only_who_sees_them(void **state)
 
 /* ---- NaN in one row of Q, K, V or dO reaches the gradients that depend on it and no other ---- */
 
-enum { GRADS = 3 * COUNT, LSE_AT = 8 * COUNT, BACKWARD_BYTES = LSE_AT * 2 + LENGTH * 4 };
+enum { GRADS = 3 * COUNT, LSE_AT = 8 * COUNT, LENGTHS_AT = 2 * LSE_AT + LENGTH * 4, BACKWARD_BYTES = LENGTHS_AT + 16 };
 
-static flash_attn_problem backward_at(char *at, flash_attn_mask mask, flash_attn_grads *g)
+static flash_attn_problem backward_at(char *at, flash_attn_mask mask, bool packed, flash_attn_grads *g)
 {
     flash_attn_problem p      = problem_at(at, mask);
     flash_attn_tensor *all[4] = {&g->dout, &g->dq, &g->dk, &g->dv};
     p.lse.data = at + LSE_AT * 2;
+    if (packed) {
+        p.batch        = 2;
+        p.cu_seqlens_q = p.cu_seqlens_k = (const int32_t *)(at + LENGTHS_AT);
+        p.max_seqlen_q = p.max_seqlen_k = LENGTH;
+    }
     *g         = (flash_attn_grads){0};
     for (int n = 0; n < 4; n++) {
         *all[n]      = p.q;
@@ -254,14 +298,19 @@ static void nan_reaches_only_gradients_that_depend_on_it(void **state)
         const char *what;
         int         tensor, row;
     } poisoned[] = {{"nothing", 0, -1}, {"q", 0, 130}, {"k", 1, 130}, {"v", 2, 200}, {"dout", 4, 70}, {"k's first", 1, 0}, {"q's last", 0, 299}};
-    static uint16_t host[BACKWARD_BYTES / 2], got[GRADS];
-    char           *device = gpu->alloc(sizeof host);
+    static _Alignas(16) uint16_t host[BACKWARD_BYTES / 2];
+    static uint16_t              got[GRADS];
+    char                        *device = gpu->alloc(sizeof host);
     assert_non_null(device);
     for (size_t n = 0; n < sizeof poisoned / sizeof *poisoned; n++)
-        for (flash_attn_mask mask = FLASH_ATTN_CAUSAL; mask <= FLASH_ATTN_WINDOW; mask++) {
+        for (int round = 1; round < 6; round++) {
+            /* all masks of two packed sequences, or one that makes a difference of one: without a mask everything is NaN */
+            flash_attn_mask    mask   = (flash_attn_mask)(round % 3);
+            bool               packed = round >= 3;
             flash_attn_grads   want_grads, grads;
-            flash_attn_problem want = backward_at((char *)host, mask, &want_grads), p = backward_at(device, mask, &grads);
+            flash_attn_problem want = backward_at((char *)host, mask, packed, &want_grads), p = backward_at(device, mask, packed, &grads);
             uint32_t           random = 7;
+            memcpy((char *)host + LENGTHS_AT, (const int32_t[]){0, 133, LENGTH}, 12);
             want.device.type          = FLASH_ATTN_REFERENCE;
             p.device.type             = FLASH_ATTN_CUDA;
             for (int i = 0; i < 5 * COUNT; i++) {
@@ -302,8 +351,11 @@ static void find_hopper(void)
     context = backward_context = NULL;
 }
 
-int main(void)
+/* An argument: only tests of such a name. */
+int main(int argc, char **argv)
 {
+    if (argc > 1)
+        cmocka_set_test_filter(argv[1]);
     find_hopper();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_shape_is_right),

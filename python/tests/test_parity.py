@@ -121,10 +121,11 @@ def test_varlen_is_each_sequence_alone(lengths, causal):
         alone = [t[s].detach().unsqueeze(0).requires_grad_() for t, s in ((q, rows), (k, keys), (v, keys))]
         single = flashattn.flash_attn_func(*alone, causal=causal)
         math_.assert_same(single[0], out[rows], "out", roundings=3)
-        # Bit for bit where the same lengths are announced, for by them a GPU's kernel is chosen.
-        ends_q, ends_k = (torch.tensor([0, n], dtype=torch.int32) for n in (a, c))
-        same = flashattn.flash_attn_varlen_func(*(t[0] for t in alone), ends_q, ends_k, max(a for a, _ in lengths),
-                                                max(b for _, b in lengths), causal=causal)
+        # Bit for bit beside zeros that are as many as the longest lengths, for by them a GPU's kernel is chosen.
+        most = [max(n) for n in zip(*lengths)]
+        ends = [torch.tensor([0, n, n + m], dtype=torch.int32) for n, m in zip((a, c), most)]
+        filled = [torch.cat([t[0], t.new_zeros(m, heads, d)]) for t, m in zip(alone, (most[0], most[1], most[1]))]
+        same = flashattn.flash_attn_varlen_func(*filled, *ends, *most, causal=causal)[:a]
         assert torch.equal(same, out[rows])
         for own, whole, s in zip(torch.autograd.grad(same, alone, dout[rows]), grads, (rows, keys, keys)):
             math_.assert_same(own[0], whole[s])

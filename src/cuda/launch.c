@@ -283,40 +283,77 @@ static bool map_fits(const flash_attn_tensor *t)
     return t->stride[3] == 1 && (uintptr_t)t->data % 16 == 0;
 }
 
-bool fa_maps_fit(const fa_call *call)
+/* What lies between two rows, of a tensor that has more than one of them or of entries; in elements. */
+static int64_t row_stride(const flash_attn_tensor *t) { return t->shape[1] > 1 ? t->stride[1] : t->shape[0] > 1 ? t->stride[0] : 8; }
+
+int fa_map_entry_rows(const flash_attn_tensor *t)
 {
-    return map_fits(&call->q) && map_fits(&call->k) && map_fits(&call->v) &&
-           (call->pass == FLASH_ATTN_FORWARD || map_fits(&call->dout));
+    int64_t row = row_stride(t), apart = t->shape[0] > 1 ? t->stride[0] / row : 0;
+    return (t->shape[0] > 1 && t->stride[0] % row != 0) || row >= INT64_C(1) << 33 || t->shape[0] * apart + t->shape[1] > FA_RAGGED_ROWS ? -1 : (int)apart;
 }
 
-/* Dimensions from the fastest: column, row, head, batch entry. What lies past the end of a dimension is read as zeros. */
-static flash_attn_status make_map(const fa_driver *driver, const flash_attn_tensor *t, int rows, fa_map *map)
+static bool ragged_fits(const flash_attn_tensor *t) { return map_fits(t) && fa_map_entry_rows(t) >= 0; }
+
+bool fa_maps_fit(const fa_call *call)
+{
+    if (call->pass == FLASH_ATTN_BACKWARD)
+        return ragged_fits(&call->q) && ragged_fits(&call->k) && ragged_fits(&call->v) && ragged_fits(&call->dout);
+    return map_fits(&call->q) && map_fits(&call->k) && map_fits(&call->v);
+}
+
+/* Boxes of 64 columns. What lies past the end of a dimension is read as zeros. strides: in bytes, but the first dimension's. */
+static flash_attn_status encode(const fa_driver *driver, const flash_attn_tensor *t, int rank, const uint64_t *dims, const uint64_t *strides,
+                                int rows, fa_map *map)
 {
     enum { FLOAT16 = 6, BFLOAT16 = 9, NOT_INTERLEAVED = 0, SWIZZLE_128B = 3, L2_PROMOTION_256B = 3, FILL_ZEROS = 0 };
-    const int      order[]  = {3, 1, 2, 0};
-    const unsigned box[]    = {64, (unsigned)rows, 1, 1}, element[] = {1, 1, 1, 1};
-    uint64_t       dims[4], strides[3];
-    for (int i = 0; i < 4; i++) {
-        dims[i] = (uint64_t)t->shape[order[i]];
-        if (dims[i] == 0)
-            return FLASH_ATTN_OK; /* nothing is ever read through it */
-        if (i > 0) /* in bytes; of a dimension of 1 any will do */
-            strides[i - 1] = dims[i] > 1 ? 2 * (uint64_t)t->stride[order[i]] : 16;
-    }
+    const unsigned box[] = {64, (unsigned)rows, 1, 1, 1}, element[] = {1, 1, 1, 1, 1};
     return fa_driver_check(driver,
-                           driver->cuTensorMapEncodeTiled(map, t->dtype == FLASH_ATTN_F16 ? FLOAT16 : BFLOAT16, 4, t->data,
+                           driver->cuTensorMapEncodeTiled(map, t->dtype == FLASH_ATTN_F16 ? FLOAT16 : BFLOAT16, (unsigned)rank, t->data,
                                                           dims, strides, box, element, NOT_INTERLEAVED, SWIZZLE_128B,
                                                           L2_PROMOTION_256B, FILL_ZEROS),
                            "describing a tensor (cuTensorMapEncodeTiled)");
 }
 
+/* Dimensions from the fastest: column, row, head, batch entry. */
+static flash_attn_status make_map(const fa_driver *driver, const flash_attn_tensor *t, int rows, fa_map *map)
+{
+    const int order[] = {3, 1, 2, 0};
+    uint64_t  dims[4], strides[3];
+    for (int i = 0; i < 4; i++) {
+        dims[i] = (uint64_t)t->shape[order[i]];
+        if (dims[i] == 0)
+            return FLASH_ATTN_OK; /* nothing is ever read through it */
+        if (i > 0) /* of a dimension of 1 any will do */
+            strides[i - 1] = dims[i] > 1 ? 2 * (uint64_t)t->stride[order[i]] : 16;
+    }
+    return encode(driver, t, 4, dims, strides, rows, map);
+}
+
+/*
+ * A map by which sequences of any place and length have an end of their own, past which zeros are read, though lengths are known to the device alone.
+ * Dimensions: column, row, head, then two that only move the start. Row n is asked for as FA_RAGGED_ROWS - left, `left` rows before the sequence's end:
+ * then the end of the dimension is the sequence's. The fourth dimension is asked for at that end's row, of all entries one behind the other, and the
+ * fifth at FA_RAGGED_ROWS, whose stride is 2^35 bytes less a row: 2^65 is 0 in the 64 bits of an address, and what is left is -FA_RAGGED_ROWS rows.
+ */
+static flash_attn_status make_ragged_map(const fa_driver *driver, const flash_attn_tensor *t, int rows, fa_map *map)
+{
+    const uint64_t row = 2 * (uint64_t)row_stride(t), any = 0x7FFF0000;
+    const uint64_t dims[]    = {(uint64_t)t->shape[3], FA_RAGGED_ROWS, (uint64_t)t->shape[2], any, any};
+    const uint64_t strides[] = {row, t->shape[2] > 1 ? 2 * (uint64_t)t->stride[2] : 16, row, (UINT64_C(1) << 35) - row};
+    if (t->shape[0] == 0 || t->shape[1] == 0 || t->shape[2] == 0)
+        return FLASH_ATTN_OK;
+    return encode(driver, t, 5, dims, strides, rows, map);
+}
+
 flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, const fa_tune_row *row, fa_maps *maps)
 {
+    bool backward = call->pass == FLASH_ATTN_BACKWARD;
+    flash_attn_status (*make)(const fa_driver *, const flash_attn_tensor *, int, fa_map *) = backward ? make_ragged_map : make_map;
     memset(maps, 0, sizeof *maps);
-    FA_TRY(make_map(driver, &call->q, row->tile_q, &maps->q));
-    FA_TRY(make_map(driver, &call->k, row->tile_k, &maps->k));
-    FA_TRY(make_map(driver, &call->v, row->tile_k, &maps->v));
-    return call->pass == FLASH_ATTN_BACKWARD ? make_map(driver, &call->dout, row->tile_q, &maps->dout) : FLASH_ATTN_OK;
+    FA_TRY(make(driver, &call->q, row->tile_q, &maps->q));
+    FA_TRY(make(driver, &call->k, row->tile_k, &maps->k));
+    FA_TRY(make(driver, &call->v, row->tile_k, &maps->v));
+    return backward ? make(driver, &call->dout, row->tile_q, &maps->dout) : FLASH_ATTN_OK;
 }
 
 flash_attn_status fa_upload(const fa_place *place, const fa_kernel *upload, void *to, const void *from, size_t bytes)

@@ -81,6 +81,7 @@ static void use_row(fa_key *key, const fa_tune_row *row)
     if (row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_BACKWARD_SM90) { /* TMA bounds columns: what is smaller takes the same kernel */
         key->head_dim = key->head_dim_v = row->head_dim;
         key->even_d   = 0;
+        key->deterministic = 0; /* a branch outside its main loop */
     }
 }
 
@@ -241,17 +242,40 @@ static int64_t heads_in_l2(const fa_call *call, const fa_key *key)
     return heads < all ? heads : all;
 }
 
+static bool is_alike(const fa_call *call) { return !call->cu_seqlens_q && !call->cu_seqlens_k && !call->seqused_q && !call->seqused_k; }
+
+/* All sequences' tiles of one head, as packed_sm90.cuh numbers them. */
+static int64_t tiles_of_all(const fa_call *call, const int32_t *cu_seqlens, int64_t rows, int tile, int64_t tiles)
+{
+    return cu_seqlens ? rows / tile + call->batch : tiles * call->batch;
+}
+
+/* Tiles that a block takes one after the other where short sequences differ: as many as leave enough blocks for the hardware to deal out. */
+static int tiles_of_block(const fa_call *call, int64_t all_tiles)
+{
+    enum { SHORT = 4096, ENOUGH_BLOCKS = 800, MOST = 8 };
+    int64_t tiles = all_tiles * call->heads_q / ENOUGH_BLOCKS;
+    return call->max_seqlen_q > SHORT || tiles < 2 ? 0 : tiles > MOST ? MOST : (int)tiles;
+}
+
 /* Blocks stay where all sequences are alike; where they are not, the hardware deals them out better. */
 static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
 {
-    bool    alike = !call->cu_seqlens_q && !call->cu_seqlens_k && !call->seqused_q && !call->seqused_k;
+    bool    alike = is_alike(call);
     int64_t tiles = plan->args.tiles_q;
     if (alike && key->mask == FA_MASK_CAUSAL)
         tiles = (tiles + 1) / 2; /* in pairs */
     plan->has_maps         = true;
     plan->args.order_heads = alike ? 0 : (int)heads_in_l2(call, key);
     plan->main             = plan->num_launches;
-    FA_TRY(add_launch(plan, key, tiles * call->heads_q * call->batch));
+    int64_t blocks = tiles * call->heads_q * call->batch, all = tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], key->tile_q, tiles);
+    int     own    = alike ? 0 : tiles_of_block(call, all);
+    if (own > 0) {
+        plan->args.block_tiles = own;
+        plan->args.all_tiles_q = (int)all;
+        blocks                 = ceil_div(all * call->heads_q, own);
+    }
+    FA_TRY(add_launch(plan, key, blocks));
     plan->launch[plan->main].stays = alike;
     return FLASH_ATTN_OK;
 }
@@ -284,12 +308,35 @@ static bool is_small(const fa_call *call, const fa_key *key, const fa_args *args
            !key->has_dbias && !call->dsinks.data;
 }
 
+/* Backward for Hopper: key heads whose queries' Q, dO and float dQ stay in L2 beside each other. */
+static int64_t key_heads_in_l2(const fa_call *call, const fa_key *key)
+{
+    enum { BYTES = 32 << 20, BYTES_OF_ELEMENT = 2 + 2 + 4 };
+    int64_t bytes = call->max_seqlen_q * call->group * key->head_dim * BYTES_OF_ELEMENT, heads = bytes > 0 ? BYTES / bytes : 1;
+    return heads < 1 ? 1 : heads < call->heads_k ? heads : call->heads_k;
+}
+
+/* Tiles of keys of the backward for Hopper go to who is free: where lengths differ, and where blocks wait for each other. */
+static bool is_dealt(const fa_call *call) { return call->deterministic || !is_alike(call); }
+
 static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
 {
-    fa_key  rowsum = helper_key(FA_KERNEL_BACKWARD_ROWSUM, key), convert = helper_key(FA_KERNEL_BACKWARD_CONVERT_SM90, key);
-    int64_t tiles = plan->args.tiles_k, heads = call->heads_k * call->batch, tiles_q = plan->args.tiles_q * call->heads_q * call->batch;
-    if (key->mask == FA_MASK_CAUSAL) /* in pairs (pairs_sm90.cuh) */
+    fa_key   rowsum = helper_key(FA_KERNEL_BACKWARD_ROWSUM, key), convert = helper_key(FA_KERNEL_BACKWARD_CONVERT_SM90, key);
+    fa_args *args = &plan->args;
+    int64_t  all_q = tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], key->tile_q, args->tiles_q);
+    int64_t  all_k = tiles_of_all(call, call->cu_seqlens_k, call->k.shape[1], key->tile_k, args->tiles_k);
+    int64_t  tiles = all_k, heads = call->heads_k, tiles_q = all_q * call->heads_q;
+    if (key->mask == FA_MASK_CAUSAL && !is_dealt(call)) { /* in pairs (pairs_sm90.cuh) */
+        tiles = args->tiles_k, heads *= call->batch;
         tiles = (tiles * heads + 1) / 2 + (heads % 2 != 0 ? tiles / 2 : 0), heads = 1;
+    }
+    args->all_tiles_q = (int)all_q;
+    args->all_tiles_k = (int)all_k;
+    args->apart_q     = fa_map_entry_rows(&call->q);
+    args->apart_k     = fa_map_entry_rows(&call->k);
+    args->apart_v     = fa_map_entry_rows(&call->v);
+    args->apart_dout  = fa_map_entry_rows(&call->dout);
+    args->order_heads = (int)key_heads_in_l2(call, key);
     rowsum.tile_q  = key->tile_q;
     rowsum.variant = 1;
     plan->has_maps = true;
@@ -389,9 +436,11 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         args->lse_partial = take(&a, 2 * call->heads_q * tokens, sizeof(float));
     }
     if (key->kernel == FA_KERNEL_BACKWARD_SM90) {
-        int64_t rows    = call->batch * call->heads_q * args->tiles_q * key->tile_q; /* cleared by backward_rowsum */
+        int64_t tiles   = call->heads_q * args->all_tiles_q, rows = tiles * key->tile_q; /* cleared by backward_rowsum */
         args->row_stats = take(&a, 2 * rows, sizeof(float));
         args->dq_accum  = take(&a, rows * key->head_dim, sizeof(float));
+        args->dq_turn   = take(&a, call->deterministic ? tiles : 0, sizeof(int));
+        args->next_item = take(&a, is_dealt(call), sizeof(int));
     } else if (call->pass == FLASH_ATTN_BACKWARD) {
         args->delta  = take(&a, key->one_launch ? 0 : call->heads_q * tokens, sizeof(float));
         args->dq_accum = take(&a, call->heads_q * tokens * key->head_dim, sizeof(float));

@@ -100,11 +100,10 @@ enum fit { FIT_NO_KERNEL, FIT_NO_ARCH, FIT_NO_DTYPE, FIT_NO_HEAD_DIM, FIT_NO_MAS
 
 static bool backward_takes_tma(const fa_call *call)
 {
-    enum { ENOUGH_BLOCKS = 128, TILE_K = 128 }; /* else the heads of a group are dealt to several */
-    int64_t blocks = (call->max_seqlen_k + TILE_K - 1) / TILE_K * call->heads_k * call->batch;
-    bool    alike  = !call->cu_seqlens_q && !call->cu_seqlens_k && !call->seqused_q && !call->seqused_k && !call->cache_batch_idx;
-    return alike && !call->deterministic && !call->dbias.data && !call->dsinks.data && call->dout.dtype == call->q.dtype &&
-           (call->group == 1 || blocks >= ENOUGH_BLOCKS);
+    enum { ENOUGH_BLOCKS = 128, TILE_K = 128 }; /* else the heads of a group are dealt to several, which has no fixed order */
+    int64_t tiles  = call->cu_seqlens_k ? call->k.shape[1] / TILE_K : (call->max_seqlen_k + TILE_K - 1) / TILE_K * call->batch;
+    return !call->cache_batch_idx && !call->dbias.data && !call->dsinks.data && call->dout.dtype == call->q.dtype &&
+           (call->group == 1 || call->deterministic || tiles * call->heads_k >= ENOUGH_BLOCKS);
 }
 
 bool fa_tune_takes_tma(const fa_call *call)

@@ -57,7 +57,7 @@ typedef struct fa_args {
     float *dk_accum, *dv_accum; /* FA_HAS_KV_ACCUM: [heads_k][kv tokens][FA_HEAD_DIM], [...][FA_HEAD_DIM_V]; zeroed by
                                    launch.c; kv tokens = kv_entries * kv_rows */
     int   *dq_turn;     /* FA_DETERMINISTIC: [batch * heads_q][tiles of q], zeroed as dq_accum or by launch.c: key tiles added
-                           so far */
+                           so far. backward_sm90: [heads_q][all_tiles_q], null unless the call asks for it */
 
     fa_i64 page_row_stride;
 
@@ -78,10 +78,15 @@ typedef struct fa_args {
     fa_dropout dropout;                    /* of element (i, j): batch_head = batch index * heads_q + head */
 
     int order_heads;                       /* forward_sm90: heads whose tiles of q are dealt together, longest first; 0: lengths are
-                                              all alike */
-    float *row_stats;                      /* backward_sm90, by backward_rowsum.cu: [batch * heads_q][tiles_q][2][FA_TILE_Q], for the
+                                              all alike. backward_sm90: key heads whose tiles are dealt together */
+    float *row_stats;                      /* backward_sm90, by backward_rowsum.cu: [heads_q][all_tiles_q][2][FA_TILE_Q], for the
                                               queries of a tile LSE * log2(e), then delta; past the last inf and 0. dq_accum is
-                                              there [batch * heads_q][tiles_q][FA_TILE_Q * FA_HEAD_DIM], in backward_sm90.cu's order */
+                                              there [heads_q][all_tiles_q][FA_TILE_Q * FA_HEAD_DIM], in backward_sm90.cu's order */
+    int   *next_item;                      /* backward_sm90: where tiles of keys are dealt one by one, how many have been; zeroed by
+                                              backward_rowsum.cu. Null: each block knows its own */
+    int all_tiles_q, all_tiles_k;          /* of a head, over all sequences (packed_sm90.cuh): backward_sm90, and forward_sm90 with block_tiles */
+    int block_tiles;                       /* forward_sm90: neighbours of all_tiles_q that a block takes; 0: it has others */
+    int apart_q, apart_k, apart_v, apart_dout; /* backward_sm90: rows from a batch entry to the next */
 } fa_args;
 
 /*
@@ -90,6 +95,7 @@ typedef struct fa_args {
  *                       = tiles_q * num_splits * heads_q * batch
  *   backward_rowsum     tile of q, head, batch
  *   backward_*          tile of k, block of the group, key head, batch = tiles_k * group_blocks * heads_k * batch
+ *   backward_sm90 and its backward_rowsum and backward_convert_sm90: tile of all_tiles_k or all_tiles_q, head
  *   backward_convert    FA_TILE_Q rows a block: first heads_q * tokens rows of dq_accum -> dq (also when dq is absent: then
  *                       they do nothing), then with FA_HAS_KV_ACCUM heads_k * kv tokens rows of dk_accum, dv_accum -> dk, dv,
  *                       then with FA_HAS_DBIAS dbias_extent[0] * [1] * [2] rows of dbias -> dbias_out
@@ -143,7 +149,10 @@ typedef struct fa_map {
 } fa_map;
 
 typedef struct fa_maps {
-    fa_map q, k, v, dout; /* dout: backward */
+    fa_map q, k, v, dout; /* dout: backward, whose maps are ragged */
 } fa_maps;
+
+/* Rows of a ragged map, which a sequence's end lies behind: launch.c and ptx_sm90.cuh. */
+#define FA_RAGGED_ROWS (1 << 30)
 
 #endif

@@ -4,9 +4,10 @@
 
 #include "backward_work.cuh"
 #include "fragment_sm90.cuh"
+#include "packed_sm90.cuh"
 #include "pairs_sm90.cuh"
 
-constexpr int CONSUMERS = 2, STAGES = 2 /* of dO */, Q_STAGES = 3, WORKS = 4, INSPECTORS = 2 /* warps */;
+constexpr int CONSUMERS = 2, STAGES = 2 /* of dO */, Q_STAGES = 3, WORKS = 8, INSPECTORS = 2 /* warps */;
 constexpr bool DK_FIRST = FA_HEAD_DIM == 128; /* before dQ: measured (decision 0055) */
 static_assert(FA_WARPS == 4 * (CONSUMERS + 1) && FA_TILE_K == 64 * CONSUMERS, "a consumer owns 64 keys");
 static_assert(FA_TILE_Q * FA_HEAD_DIM == 2 * 64 * 64 && FA_HEAD_DIM == FA_HEAD_DIM_V, "a consumer has 64 x 64 of dQ");
@@ -83,21 +84,16 @@ enum { DS_IS_THERE = 1, K_IS_CLEAN = 2, DQ_IS_THERE = 3 };
 
 /* ---- the block's tiles of keys ---- */
 
-FA_DEVICE bool has_item(const fa_args &args, unsigned n)
+/* Lengths that are all alike: each block has every gridDim.x-th tile; causal ones come in pairs, and the first are the longest, for they are seen
+ * by most queries. */
+FA_DEVICE bool own_item(const fa_args &args, unsigned n, work &w)
 {
-    unsigned heads = args.heads_k * args.batch, tiles = args.tiles_k;
-    if (FA_MASK == FA_MASK_CAUSAL)
-        return n / 2 * gridDim.x + blockIdx.x < pairs_of(tiles, heads);
-    return n * gridDim.x + blockIdx.x < tiles * heads;
-}
-
-/* Causal tiles come in pairs; the first are the longest, for they are seen by most queries. */
-FA_DEVICE void find_item(const fa_args &args, unsigned n, work &w)
-{
-    unsigned   heads = args.heads_k * args.batch, tiles = args.tiles_k, number = n * gridDim.x + blockIdx.x;
+    unsigned   heads = args.heads_k * args.batch, tiles = args.tiles_k, number = n * gridDim.x + blockIdx.x, pair = n / 2 * gridDim.x + blockIdx.x;
     grid_place at = {number % tiles, number / tiles};
+    if (FA_MASK == FA_MASK_CAUSAL ? pair >= pairs_of(tiles, heads) : number >= tiles * heads)
+        return false;
     if (FA_MASK == FA_MASK_CAUSAL) {
-        at      = place_of_pair(tiles, heads, n / 2 * gridDim.x + blockIdx.x, n % 2);
+        at      = place_of_pair(tiles, heads, pair, n % 2);
         at.tile = tiles - 1 - at.tile;
     }
     w = work_of(args, at);
@@ -105,32 +101,67 @@ FA_DEVICE void find_item(const fa_args &args, unsigned n, work &w)
         w.seq.rows_k = 0; /* done already */
         w.tiles      = {0, 0};
     }
+    return true;
+}
+
+/* Lengths that differ, or a fixed order of sums: who is free takes the next tile. Those of args.order_heads heads come together, by their numbers. So in
+ * a head earlier tiles are begun first, and who waits for their dQ waits for a block that runs. */
+FA_DEVICE bool dealt_item(const fa_args &args, work &w)
+{
+    for (unsigned tiles = args.all_tiles_k;;) {
+        unsigned number = atomicAdd(args.next_item, 1), heads = args.order_heads, first = number / (heads * tiles) * heads;
+        if (number >= tiles * args.heads_k)
+            return false;
+        number -= first * tiles;
+        heads         = min(heads, args.heads_k - first);
+        tile_place at = place_of_tile<FA_TILE_K>(args.cu_seqlens_k, args.kv_rows, args.tiles_k, args.batch, number / heads);
+        w             = work_of(args, {(unsigned)at.tile, at.b * args.heads_k + first + number % heads});
+        if (at.tile >= 0 && w.first_k < w.seq.rows_k)
+            return true;
+    }
+}
+
+/* By the producer: the block's n-th work, or the sign that there is none. */
+FA_DEVICE bool find_item(const fa_args &args, unsigned n, work &w)
+{
+    bool some = args.next_item ? dealt_item(args, w) : own_item(args, n, w);
+    if (!some)
+        w.num_heads = 0;
+    barrier_arrive(found(n));
+    return some;
+}
+
+/* By the others. */
+FA_DEVICE bool has_item(unsigned n)
+{
+    barrier_wait(found(n), filled<WORKS>(n));
+    return work_at(n).num_heads > 0;
 }
 
 /* Steps of a work: query tiles of one head after the other. */
 FA_DEVICE int steps_of(const work &w) { return (w.tiles.end - w.tiles.begin) * w.num_heads; }
 FA_DEVICE bool is_masked(const work &w, int tile) { return tile < w.clean.begin || tile >= w.clean.end; }
 
-/* Where a work's walk is: a query tile, and its number among those of all heads and sequences, by which its LSE, delta and float dQ are
- * found. */
+/* Where a work's walk is: a query tile, and its number among those of all heads and sequences, by which its LSE, delta and float dQ are found. From the last
+ * to the first: beside each other, blocks of a causal head or of a window then come to a tile in the order of their keys. */
 struct walk {
     int begin, end, tile, number, head;
 };
 
 FA_DEVICE walk start_walk(const fa_args &args, const work &w)
 {
-    int begin = w.tiles.begin;
-    return {begin, w.tiles.end, begin, (w.b * args.heads_q + w.first_head) * args.tiles_q + begin, w.first_head};
+    int first = w.first_head * args.all_tiles_q + first_tile<FA_TILE_Q>(args.cu_seqlens_q, args.q_rows, args.tiles_q, w.b), last = w.tiles.end - 1;
+    return {w.tiles.begin, w.tiles.end, last, first + last, w.first_head};
 }
 
-/* The next query tile of the head; after the last the next head. */
+/* The next query tile of the head; after its last the next head. */
 FA_DEVICE void advance(const fa_args &args, walk &at)
 {
-    at.tile++;
-    at.number++;
-    if (at.tile == at.end) {
-        at.number += args.tiles_q - (at.end - at.begin);
-        at.tile = at.begin;
+    at.tile--;
+    at.number--;
+    if (at.tile < at.begin) {
+        at.number += args.all_tiles_q + at.end - at.begin;
+        at.tile = at.end - 1;
         at.head++;
     }
 }

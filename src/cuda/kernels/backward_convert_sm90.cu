@@ -3,15 +3,18 @@
  * it finds in the order of an accumulator.
  */
 #include "fragment_sm90.cuh"
-#include "mask.cuh"
+#include "packed_sm90.cuh"
 
 constexpr int PIECES = FA_TILE_Q / 16 * (FA_HEAD_DIM / 64); /* of a warp */
 static_assert(PIECES == 8, "two consumers of four warps");
 
 extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_convert_sm90(const __grid_constant__ fa_args args)
 {
-    unsigned tile = blockIdx.x % args.tiles_q, head = blockIdx.x / args.tiles_q % args.heads_q, b = blockIdx.x / args.tiles_q / args.heads_q;
-    int      lane = threadIdx.x % 32, t = lane % 4;
+    tile_place place = place_of_queries(args, blockIdx.x % args.all_tiles_q);
+    sequence   s     = sequence_at(args, place.b);
+    int        head = blockIdx.x / args.all_tiles_q, lane = threadIdx.x % 32, t = lane % 4;
+    if (place.tile < 0 || place.tile * FA_TILE_Q >= s.rows_q)
+        return;
     for (int piece = threadIdx.x / 32; piece < PIECES; piece += FA_WARPS) {
         int           group = piece / 4, row = piece % 4 * 16 + lane / 4, col = 0;
         const float4 *from  = (const float4 *)(args.dq_accum + (fa_i64)blockIdx.x * (FA_TILE_Q * FA_HEAD_DIM)) + group * 1024 + piece % 4 * 32 + lane;
@@ -25,9 +28,9 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_convert_sm9
             x[j] = __ldcs(from + 128 * j);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            int    i  = tile * FA_TILE_Q + row + 8 * h;
-            bool   in = i < args.q_rows;
-            fa_i64 at = b * args.dq.stride[0] + i * args.dq.stride[1] + head * args.dq.stride[2] + col;
+            int    i  = place.tile * FA_TILE_Q + row + 8 * h;
+            bool   in = i < s.rows_q;
+            fa_i64 at = s.q_entry * args.dq.stride[0] + (s.q_row + i) * args.dq.stride[1] + head * args.dq.stride[2] + col;
             float  f  = args.scale;
             if (args.dq.dtype == FA_F32) {
 #pragma unroll

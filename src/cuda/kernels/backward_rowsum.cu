@@ -3,21 +3,21 @@
  * add to. Bound by memory: each row is read once, 16 bytes a lane. FA_VARIANT 1: for backward_sm90.cu, by its tiles of queries, with LSE.
  */
 #include "backward_rows.cuh"
+#include "packed_sm90.cuh"
 
 constexpr int PIECES        = FA_HEAD_DIM_V / 8; /* of eight elements, one a lane */
 constexpr int LANES         = PIECES > 16 ? 32 : PIECES > 8 ? 16 : PIECES > 4 ? 8 : 4; /* that share a row */
 constexpr int ROWS_AT_ONCE  = 32 * FA_WARPS / LANES;
 
-/* Row i of a tile: delta and LSE to args.row_stats, zeros to a part of dQ as large as a row. Rows past the last have P = 0. */
-FA_DEVICE void store_in_tile(const fa_args &args, const sequence &s, fa_i64 head, int i, float delta)
+/* Row i of tile `tile`: delta and LSE to args.row_stats, zeros to a part of dQ as large as a row. Rows past the last have P = 0. */
+FA_DEVICE void store_in_tile(const fa_args &args, const sequence &s, fa_i64 tile, int head, int i, float delta)
 {
-    fa_i64 tile = head * args.tiles_q + i / FA_TILE_Q;
-    int    lane = threadIdx.x % LANES, row = i % FA_TILE_Q;
+    int lane = threadIdx.x % LANES, row = i % FA_TILE_Q;
     if (lane == 0) {
         float lse = infinity();
         if (i < s.seqlen_q)
-            lse = ((const float *)args.lse.data)[s.q_entry * args.lse.stride[0] + head % args.heads_q * args.lse.stride[1] +
-                                                 i * args.lse.stride[2]] * FA_LOG2E;
+            lse = ((const float *)args.lse.data)[s.q_entry * args.lse.stride[0] + head * args.lse.stride[1] +
+                                                 (s.q_row + i) * args.lse.stride[2]] * FA_LOG2E;
         args.row_stats[(2 * tile) * FA_TILE_Q + row]     = lse;
         args.row_stats[(2 * tile + 1) * FA_TILE_Q + row] = delta;
     }
@@ -25,9 +25,30 @@ FA_DEVICE void store_in_tile(const fa_args &args, const sequence &s, fa_i64 head
         *(float4 *)(args.dq_accum + (tile * FA_TILE_Q + row) * FA_HEAD_DIM + col) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
+/* A tile of all heads and sequences; those that are nobody's are not looked at again. */
+FA_DEVICE void fill_tile(const fa_args &args, unsigned n)
+{
+    tile_place at    = place_of_queries(args, n % args.all_tiles_q);
+    int        head  = n / args.all_tiles_q;
+    sequence   s     = sequence_at(args, at.b);
+    int        first = at.tile * FA_TILE_Q;
+    if (threadIdx.x == 0 && args.dq_turn)
+        args.dq_turn[n] = 0;
+    if (threadIdx.x == 0 && n == 0 && args.next_item)
+        *args.next_item = 0;
+    if (at.tile < 0 || first >= s.rows_q)
+        return;
+    for (int i = first + threadIdx.x / LANES; i < first + FA_TILE_Q; i += ROWS_AT_ONCE)
+        store_in_tile(args, s, n, head, i, row_delta<LANES>(args, s, head, i));
+}
+
 extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_rowsum(const __grid_constant__ fa_args args)
 {
-    unsigned n     = blockIdx.x;
+    unsigned n = blockIdx.x;
+    if (FA_VARIANT == 1) {
+        fill_tile(args, n);
+        return;
+    }
     unsigned tiles = (args.max_seqlen_q + FA_TILE_Q - 1) / FA_TILE_Q;
     int      first = n % tiles * FA_TILE_Q;
     n /= tiles;
@@ -35,10 +56,6 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_rowsum(cons
     sequence s    = sequence_at(args, n / args.heads_q);
     for (int i = first + threadIdx.x / LANES; i < first + FA_TILE_Q; i += ROWS_AT_ONCE) {
         float sum = row_delta<LANES>(args, s, head, i);
-        if (FA_VARIANT == 1) {
-            store_in_tile(args, s, n, i, sum);
-            continue;
-        }
         if (i >= s.rows_q)
             continue;
         fa_i64 token = (fa_i64)head * args.q_entries * args.q_rows + (fa_i64)s.q_entry * args.q_rows + s.q_row + i;

@@ -31,7 +31,8 @@ FA_DEVICE void fetch_q(const fa_args &args, const fa_maps &maps, const work &w, 
 {
     barrier_wait(q_empty(n), freed<Q_STAGES>(n));
     barrier_expect(q_full(n), Q_BYTES + STAT_BYTES);
-    fetch_tile<FA_TILE_Q, FA_HEAD_DIM>(q_tile(n), maps.q, q_full(n), w.b, at.head, at.tile * FA_TILE_Q);
+    fetch_ragged<FA_TILE_Q, FA_HEAD_DIM>(q_tile(n), maps.q, q_full(n), at.head, w.seq.q_entry * args.apart_q + w.seq.q_row + w.seq.seqlen_q,
+                                         w.seq.seqlen_q - at.tile * FA_TILE_Q);
     bulk_load(lse_at(n), args.row_stats + (fa_i64)at.number * (2 * FA_TILE_Q), STAT_BYTES, q_full(n));
 }
 
@@ -39,27 +40,28 @@ FA_DEVICE void fetch_dout(const fa_args &args, const fa_maps &maps, const work &
 {
     barrier_wait(dout_empty(n), freed<STAGES>(n));
     barrier_expect(dout_full(n), Q_BYTES + STAT_BYTES);
-    fetch_tile<FA_TILE_Q, FA_HEAD_DIM>(dout_tile(n), maps.dout, dout_full(n), w.b, at.head, at.tile * FA_TILE_Q);
+    fetch_ragged<FA_TILE_Q, FA_HEAD_DIM>(dout_tile(n), maps.dout, dout_full(n), at.head,
+                                         w.seq.q_entry * args.apart_dout + w.seq.q_row + w.seq.seqlen_q, w.seq.seqlen_q - at.tile * FA_TILE_Q);
     bulk_load(delta_at(n), args.row_stats + (fa_i64)at.number * (2 * FA_TILE_Q) + FA_TILE_Q, STAT_BYTES, dout_full(n));
 }
 
 FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
 {
     unsigned n = 0;
-    for (unsigned item = 0; has_item(args, item); item++) {
+    for (unsigned item = 0;; item++) {
         work &w = work_at(item); /* its last readers are done: nobody is WORKS items behind */
-        find_item(args, item, w);
-        barrier_arrive(found(item));
-        int  steps = steps_of(w);
+        if (!find_item(args, item, w))
+            break;
+        int  steps = steps_of(w), end = w.seq.kv_row + w.seq.seqlen_k, left = w.seq.seqlen_k - w.first_k;
         walk at    = start_walk(args, w);
         if (steps > 0) {
             fetch_q(args, maps, w, at, n);
             barrier_wait(k_empty(), freed<1>(item));
             barrier_expect(k_full(), KV_BYTES);
-            fetch_tile<FA_TILE_K, FA_HEAD_DIM>(k_tile(), maps.k, k_full(), w.b, w.kv_head, w.first_k);
+            fetch_ragged<FA_TILE_K, FA_HEAD_DIM>(k_tile(), maps.k, k_full(), w.kv_head, w.seq.kv_entry * args.apart_k + end, left);
             barrier_wait(v_empty(), freed<1>(item));
             barrier_expect(v_full(), KV_BYTES);
-            fetch_tile<FA_TILE_K, FA_HEAD_DIM>(v_tile(), maps.v, v_full(), w.b, w.kv_head, w.first_k);
+            fetch_ragged<FA_TILE_K, FA_HEAD_DIM>(v_tile(), maps.v, v_full(), w.kv_head, w.seq.kv_entry * args.apart_v + end, left);
             fetch_dout(args, maps, w, at, n++);
         } else {
             barrier_wait(k_empty(), freed<1>(item));
@@ -77,12 +79,29 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
 
 /* ---- the warp that adds dQ: once a step, from shared memory by TMA ---- */
 
+/* In the deterministic mode query tiles have a turn for each tile of keys that they see, in order. */
+FA_DEVICE void wait_for_turn(const fa_args &args, const work &w, const walk &at)
+{
+    fa_range keys = fa_keys_seen(window_of(args), w.seq.diagonal, queries_of_tile(w, at.tile), {w.seq.key_begin, w.seq.seqlen_k});
+    int      wanted = w.first_k / FA_TILE_K - keys.begin / FA_TILE_K;
+    while (load_acquire(args.dq_turn + at.number) < wanted)
+        continue;
+    fence_async_global();
+}
+
+FA_DEVICE void end_turn(const fa_args &args, int number)
+{
+    bulk_added();
+    fence_async_global();
+    add_one_release(args.dq_turn + number);
+}
+
 FA_DEVICE void add_dq(const fa_args &args)
 {
-    bool asks = threadIdx.x % 32 == 0;
-    for (unsigned item = 0; has_item(args, item); item++) {
-        barrier_wait(found(item), filled<WORKS>(item));
+    bool asks = threadIdx.x % 32 == 0, in_turns = asks && args.dq_turn;
+    for (unsigned item = 0; has_item(item); item++) {
         const work &w  = work_at(item);
+        int    before = -1; /* the query tile whose turn is not over */
         walk        at = start_walk(args, w);
 #pragma unroll 1
         for (int step = 0, steps = steps_of(w); step < steps; step++, advance(args, at)) {
@@ -90,6 +109,11 @@ FA_DEVICE void add_dq(const fa_args &args)
                 bulk_added_was_read();
             __syncwarp();
             named_arrive(DS_IS_THERE, 128 * CONSUMERS + 32);
+            if (in_turns && before >= 0)
+                end_turn(args, before);
+            if (in_turns)
+                wait_for_turn(args, w, at);
+            before = at.number;
             float *to = args.dq_accum + (fa_i64)at.number * (FA_TILE_Q * FA_HEAD_DIM);
             for (int group = 0; group < CONSUMERS; group++) {
                 named_sync(DQ_IS_THERE + group, 128 + 32);
@@ -97,6 +121,8 @@ FA_DEVICE void add_dq(const fa_args &args)
                     bulk_add(to + group * (DQ_BYTES / 4), dq_at(group), DQ_BYTES);
             }
         }
+        if (in_turns && before >= 0)
+            end_turn(args, before);
     }
     if (asks)
         bulk_added_was_read();
@@ -119,8 +145,7 @@ FA_DEVICE void inspect_tile(unsigned tile)
 FA_DEVICE void inspect(const fa_args &args)
 {
     unsigned n = 0;
-    for (unsigned item = 0; has_item(args, item); item++) {
-        barrier_wait(found(item), filled<WORKS>(item));
+    for (unsigned item = 0; has_item(item); item++) {
         const work &w  = work_at(item);
         walk        at = start_walk(args, w);
         for (int step = 0, steps = steps_of(w); step < steps; step++, n++, advance(args, at)) {
@@ -382,7 +407,7 @@ FA_DEVICE void last_products(consumer &c)
     share_dq(dq, c.group);
 }
 
-/* This thread's keys of dK or dV. */
+/* This thread's keys of dK or dV; 0 past the sequence's last that counts. */
 FA_DEVICE void store_gradient(const work &w, const fa_view &view, const float (&x)[D_COUNT], float factor, int cols, int group)
 {
     int lane = threadIdx.x % 4;
@@ -391,14 +416,14 @@ FA_DEVICE void store_gradient(const work &w, const fa_view &view, const float (&
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         int    j  = w.first_k + 64 * group + fragment_row() + 8 * h;
-        bool   in = j < w.seq.rows_k;
-        fa_i64 at = w.b * view.stride[0] + j * view.stride[1] + w.kv_head * view.stride[2];
+        bool   in = j < w.seq.rows_k, counts = j < w.keys.end;
+        fa_i64 at = w.seq.kv_entry * view.stride[0] + (w.seq.kv_row + j) * view.stride[1] + w.kv_head * view.stride[2];
         if (view.dtype == FA_F32) {
 #pragma unroll
             for (int n = 0; n < FA_HEAD_DIM / 8; n++)
                 if (in && 8 * n < cols)
                     *(float2 *)((float *)view.data + at + 8 * n + 2 * lane) =
-                        make_float2(x[4 * n + 2 * h] * factor, x[4 * n + 2 * h + 1] * factor);
+                        counts ? make_float2(x[4 * n + 2 * h] * factor, x[4 * n + 2 * h + 1] * factor) : make_float2(0.0f, 0.0f);
             continue;
         }
 #pragma unroll
@@ -406,7 +431,7 @@ FA_DEVICE void store_gradient(const work &w, const fa_view &view, const float (&
             unsigned a[4];
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                a[i] = pack<FA_DTYPE>(x[4 * (n + i) + 2 * h] * factor, x[4 * (n + i) + 2 * h + 1] * factor);
+                a[i] = counts ? pack<FA_DTYPE>(x[4 * (n + i) + 2 * h] * factor, x[4 * (n + i) + 2 * h + 1] * factor) : 0;
             transpose_quad(a);
             if (in && 8 * (n + lane) < cols)
                 *(uint4 *)((fa_u16 *)view.data + at + 8 * (n + lane)) = make_uint4(a[0], a[1], a[2], a[3]);
@@ -430,8 +455,7 @@ FA_DEVICE void consume(const fa_args &args, int group)
     consumer c;
     c.group = group;
     c.n     = 0;
-    for (unsigned item = 0; has_item(args, item); item++) {
-        barrier_wait(found(item), filled<WORKS>(item));
+    for (unsigned item = 0; same_for_all(has_item(item)); item++) {
         const work &w     = work_at(item);
         int         steps = same_for_all(steps_of(w));
 #pragma unroll
@@ -442,8 +466,9 @@ FA_DEVICE void consume(const fa_args &args, int group)
             inspect_k();
         if (steps > 0) {
             walk at   = start_walk(args, w);
-            at.begin = at.tile = same_for_all(at.begin);
-            at.end             = same_for_all(at.end);
+            at.begin  = same_for_all(at.begin);
+            at.end    = same_for_all(at.end);
+            at.tile   = at.end - 1;
             at.number = same_for_all(at.number);
             int clean_begin = same_for_all(w.clean.begin), clean_end = same_for_all(w.clean.end);
             step<true>(args, w, c, item, at.tile, at.tile < clean_begin || at.tile >= clean_end);

@@ -21,6 +21,9 @@ FA_DEVICE void barrier_init(unsigned barrier, unsigned arrivals)
 /* What this thread wrote to shared memory is seen by TMA and WGMMA once a barrier has told of it. */
 FA_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+/* What TMA did to global memory comes before what this thread tells of it, and what it has been told of before what it asks of TMA. */
+FA_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 /* Barriers set up by this thread are seen by TMA and, after a __syncthreads, by all. */
 FA_DEVICE void barrier_init_done()
 {
@@ -95,6 +98,25 @@ FA_DEVICE void fetch_tile(unsigned tile, const fa_map &map, unsigned barrier, in
         tma_load(tile + panel * (ROWS * 128), map, barrier, 64 * panel, first, head, entry);
 }
 
+/* Of a ragged map (launch.c): rows of one sequence, which ends before row `end` of the tensor (entries one behind the other), from the one on that has
+ * `left` rows before that. What is not the sequence's arrives as zeros. The map's last two dimensions cancel what its row counts too much. */
+FA_DEVICE void tma_load_ragged(unsigned to, const fa_map &map, unsigned barrier, int column, int left, int head, int end)
+{
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
+                 "[%2];" ::"r"(to),
+                 "l"(&map), "r"(barrier), "r"(column), "r"(FA_RAGGED_ROWS - left), "r"(head), "r"(end), "r"(FA_RAGGED_ROWS)
+                 : "memory");
+}
+
+/* As fetch_tile, of a ragged map. */
+template <int ROWS, int COLS>
+FA_DEVICE void fetch_ragged(unsigned tile, const fa_map &map, unsigned barrier, int head, int end, int left)
+{
+#pragma unroll
+    for (int panel = 0; panel < COLS / 64; panel++)
+        tma_load_ragged(tile + panel * (ROWS * 128), map, barrier, 64 * panel, left, head, end);
+}
+
 /* Neighbours without a tensor map, both ends and `bytes` multiples of 16: from global memory, counted at a barrier ... */
 FA_DEVICE void bulk_load(unsigned to, const void *from, unsigned bytes, unsigned barrier)
 {
@@ -103,7 +125,7 @@ FA_DEVICE void bulk_load(unsigned to, const void *from, unsigned bytes, unsigned
                  : "memory");
 }
 
-/* ... and floats added to global memory. The thread that asks must wait before the floats are overwritten. */
+/* ... and floats added to global memory. The thread that asks must wait before the floats are overwritten, and longer until they are added. */
 FA_DEVICE void bulk_add(float *to, unsigned from, unsigned bytes)
 {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n\tcp.async.bulk.commit_group;" ::"l"(to),
@@ -111,6 +133,7 @@ FA_DEVICE void bulk_add(float *to, unsigned from, unsigned bytes)
                  : "memory");
 }
 
+FA_DEVICE void bulk_added() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 FA_DEVICE void bulk_added_was_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 /* ---- matrices of 8x8 from registers to shared memory, each turned round: what lane 4 g + t holds as row g, columns 2 t and

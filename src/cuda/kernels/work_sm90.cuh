@@ -3,6 +3,7 @@
 #define FA_WORK_SM90_CUH
 
 #include "fragment_sm90.cuh"
+#include "packed_sm90.cuh"
 #include "pairs_sm90.cuh"
 
 /* A tile of queries of one head, and the key tiles that it meets. In shared memory: registers are for S and O. */
@@ -17,21 +18,31 @@ struct work {
 };
 
 /* Where every sequence is as long as the others (args.order_heads 0), causal tiles come in pairs. Otherwise a block has one tile, and the
- * longest come first over args.order_heads heads whose K and V stay in L2, then over the next heads. */
+ * longest come first over args.order_heads heads whose K and V stay in L2, then over the next heads; or, where sequences are short, it has
+ * args.block_tiles neighbours of a head's list (packed_sm90.cuh), so that one is begun while the one before ends. */
 FA_DEVICE bool in_pairs(const fa_args &args) { return FA_MASK == FA_MASK_CAUSAL && args.order_heads == 0; }
 
 /* The block's n-th tile, or pair with its first and second tile. */
 FA_DEVICE bool has_item(const fa_args &args, unsigned n)
 {
-    unsigned heads = args.heads_q * args.batch, tiles = args.tiles_q;
+    unsigned heads = args.heads_q * args.batch, tiles = args.tiles_q, own = args.block_tiles;
+    if (own > 0)
+        return n < own && blockIdx.x * own + n < (unsigned)args.all_tiles_q * args.heads_q;
     if (in_pairs(args))
         return n / 2 * gridDim.x + blockIdx.x < pairs_of(tiles, heads);
     return n * gridDim.x + blockIdx.x < tiles * heads;
 }
 
+constexpr unsigned NO_TILE = (1u << 30) / FA_TILE_Q; /* past every row */
+
 FA_DEVICE grid_place place_of(const fa_args &args, unsigned n)
 {
     unsigned tiles = args.tiles_q;
+    if (args.block_tiles > 0) {
+        unsigned   number = blockIdx.x * args.block_tiles + n, head = number / args.all_tiles_q;
+        tile_place at     = place_of_queries(args, number - head * args.all_tiles_q);
+        return {at.tile < 0 ? NO_TILE : at.tile, at.b * args.heads_q + head};
+    }
     if (in_pairs(args))
         return place_of_pair(tiles, args.heads_q * args.batch, n / 2 * gridDim.x + blockIdx.x, n % 2);
     unsigned number = n * gridDim.x + blockIdx.x;

@@ -1,0 +1,39 @@
+/* Tiles of sequences that have lengths of their own, numbered over all sequences of a head. Packed ones (cu_seqlens) have tile cu_seqlens[b] / TILE + b
+ * and as many of those that follow as their rows need, which no other sequence has; a tile may be nobody's. Others have equally many. */
+#ifndef FA_PACKED_SM90_CUH
+#define FA_PACKED_SM90_CUH
+
+#include "mask.cuh"
+
+struct tile_place {
+    int b, tile; /* the sequence's tile; below 0 or past its rows: none */
+};
+
+/* tiles: of a sequence that is not packed; rows: of the tensor. */
+template <int TILE> FA_DEVICE int first_tile(const int *cu_seqlens, int rows, int tiles, int b)
+{
+    return cu_seqlens ? clamp_int(cu_seqlens[b], 0, rows) / TILE + b : b * tiles;
+}
+
+template <int TILE> FA_DEVICE tile_place place_of_tile(const int *cu_seqlens, int rows, int tiles, int batch, int n)
+{
+    int b = 0;
+    if (!cu_seqlens)
+        b = n / tiles;
+    else
+        for (int end = batch; end - b > 1;) {
+            int middle = (b + end) / 2;
+            if (first_tile<TILE>(cu_seqlens, rows, tiles, middle) <= n)
+                b = middle;
+            else
+                end = middle;
+        }
+    return {b, n - first_tile<TILE>(cu_seqlens, rows, tiles, b)};
+}
+
+FA_DEVICE tile_place place_of_queries(const fa_args &args, int n)
+{
+    return place_of_tile<FA_TILE_Q>(args.cu_seqlens_q, args.q_rows, args.tiles_q, args.batch, n);
+}
+
+#endif
