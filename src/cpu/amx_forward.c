@@ -11,145 +11,11 @@
  *   - values: O += P V, blocks of 32 queries by 32 columns over a chunk of units.
  *
  * A chunk's values run beside the next chunk's softmax where O and all buffers fit the first-level cache together
- * (bfloat16 at head_dim 64, chunks of two units); else a chunk is 4 to 16 units and its values follow it, so that O
- * moves rarely.
+ * (bfloat16 at head_dim 64, chunks of four units); else a chunk is 4 to 16 units and its values follow it, so that O
+ * moves rarely. There, whole units are also in assembly (amx_forward_units.S).
  * What decides is cache lines: a store that misses the first level costs four cycles, a load 1.3; see docs/cpu-amx.md.
  */
-#include "cpu/amx_forward_options.h"
-#include "cpu/amx_forward_unit.h"
-
-/* P: two row tiles by units of a chunk by pieces, all twice if values run beside. */
-enum { SLOTS = 2, P_TILES = 32 };
-
-/* ---- a tile ---- */
-
-typedef struct scratch {
-    _Alignas(64) float s[SLOTS][4 * FA_AMX_TILE_FLOATS];
-    _Alignas(64) uint16_t p[P_TILES][FA_AMX_TILE_HALVES];
-    _Alignas(64) float sum[2][UNIT * 16];
-    _Alignas(64) float shift[UNIT], m[UNIT];            /* of the 32 queries at hand */
-    option_rows options;                                /* likewise */
-    _Alignas(64) float later_s[4 * FA_AMX_TILE_FLOATS]; /* redo_unit */
-    _Alignas(64) float last_o[];                        /* [32][columns]: the last rows, if they are fewer */
-} scratch;
-
-#ifndef FA_AMX_FP16
-size_t fa_amx_forward_scratch(int rows, int keys, int head_dim, int head_dim_v)
-{
-    (void)rows, (void)keys, (void)head_dim;
-    return sizeof(scratch) + (size_t)((head_dim_v + 15) / 16) * 2 * FA_AMX_TILE;
-}
-#endif
-
-typedef struct walk {
-    const fa_forward_block *block;
-    scratch                *own;
-    constants               k;
-    int                     pieces, groups, depth_steps, columns, chunk;
-    bool                    unset; /* some of the rows at hand have no shift yet */
-    bool                    fixed; /* P in fixed point */
-    bool                    risky; /* some rows may be odd: amx_fixed.h */
-    float                   bonus; /* P is computed with this factor, as a logarithm, and its sums are not: */
-    float                   inverse, margin;
-} walk;
-
-/* A unit: queries 32 * group .., keys 32 * unit ... Chunks begin at multiples of their size, so that what a row
- * computes does not depend on what its neighbours see. */
-typedef struct place {
-    int group, unit, end;    /* end: of the group's units */
-    int first, chunk_number; /* the chunk's first unit */
-} place;
-
-static int rows_of_group(const walk *w, int group) { return fa_min_int(UNIT, w->block->rows - group * UNIT); }
-
-static fa_range queries_of_group(const walk *w, int group)
-{
-    const fa_forward_block *b     = w->block;
-    int                     begin = group * UNIT % b->queries, end = begin + rows_of_group(w, group);
-    return end <= b->queries ? (fa_range){begin, end} : (fa_range){0, b->queries};
-}
-
-/* The first unit of the first group from `group` on that sees any. */
-static place group_begin(const walk *w, int group, int chunk_number)
-{
-    const fa_forward_block *b = w->block;
-    for (; group < w->groups; group++) {
-        fa_range seen = fa_keys_seen(b->window, b->diagonal, queries_of_group(w, group), (fa_range){0, b->keys});
-        if (seen.begin < seen.end) {
-            int begin = seen.begin / UNIT, end = (seen.end + UNIT - 1) / UNIT;
-            return (place){group, begin, end, begin, chunk_number};
-        }
-    }
-    return (place){.group = group, .chunk_number = chunk_number};
-}
-
-FA_AMX_INLINE place place_next(const walk *w, place at)
-{
-    if (++at.unit == at.end)
-        return group_begin(w, at.group + 1, at.chunk_number + 1);
-    if (at.unit % w->chunk == 0) {
-        at.first = at.unit;
-        at.chunk_number++;
-    }
-    return at;
-}
-
-static uint16_t *p_of_unit(const walk *w, place at, bool alternate)
-{
-    int buffer = alternate ? at.chunk_number % 2 * 2 * w->chunk : 0;
-    return w->own->p[buffer * w->pieces + at.unit % w->chunk * w->pieces];
-}
-
-static float *rows_of_o(const walk *w, int group, int *ld)
-{
-    const fa_forward_block *b    = w->block;
-    bool                    last = rows_of_group(w, group) < UNIT;
-    *ld                          = last ? w->columns * 16 : b->ldo;
-    return last ? w->own->last_o : b->o + (int64_t)group * UNIT * b->ldo;
-}
-
-static void copy_last_rows(const walk *w, bool back)
-{
-    const fa_forward_block *b = w->block;
-    for (int r = b->rows / UNIT * UNIT; r < b->rows; r++) {
-        float *theirs = b->o + (int64_t)r * b->ldo, *ours = w->own->last_o + r % UNIT * w->columns * 16;
-        memcpy(back ? theirs : ours, back ? ours : theirs, (size_t)w->columns * 64);
-    }
-}
-
-static void set_shift(const walk *w, int r, float m)
-{
-    if (w->fixed)
-        m = fixed_round(m);
-    w->own->m[r]     = m;
-    w->own->shift[r] = w->fixed ? fixed_shift(m) : m == -INFINITY ? 0.0f : is_far(m) ? NAN : w->bonus - m;
-}
-
-/* ---- masks ---- */
-
-static bool all_seen(const walk *w, place at)
-{
-    const fa_forward_block *b    = w->block;
-    fa_range                keys = {at.unit * UNIT, at.unit * UNIT + UNIT};
-    return keys.end <= b->keys && fa_window_covers(b->window, b->diagonal, queries_of_group(w, at.group), keys);
-}
-
-/* -inf where a row does not see, whatever the product was, and in rows that do not exist. */
-static void mask_unit(const walk *w, float *s, place at)
-{
-    const fa_forward_block *b     = w->block;
-    const __m512            none  = _mm512_set1_ps(-INFINITY);
-    int                     first = at.unit * UNIT, rows = rows_of_group(w, at.group), i = at.group * UNIT % b->queries;
-    for (int r = 0; r < UNIT; r++) {
-        fa_range seen  = fa_keys_seen(b->window, b->diagonal, (fa_range){i, i + 1}, (fa_range){0, b->keys});
-        int      begin = fa_max_int(seen.begin - first, 0), end = fa_min_int(seen.end - first, UNIT);
-        uint32_t bits = r < rows && begin < end ? (uint32_t)((1ull << end) - (1ull << begin)) : 0;
-        float   *row  = scores_row(s, r);
-        _mm512_mask_store_ps(row, (__mmask16)~bits, none);
-        _mm512_mask_store_ps(row + FA_AMX_TILE_FLOATS, (__mmask16)(~bits >> 16), none);
-        i = i + 1 == b->queries ? 0 : i + 1;
-    }
-}
+#include "cpu/amx_forward_walk.h"
 
 /* ---- shifts ---- */
 
@@ -343,57 +209,231 @@ FA_AMX_INLINE bool run_unit_with(int n, const unit *u, values *v, target *held, 
     return again;
 }
 
-/* Units have scores beside them even where none are left, of themselves once more, so that nothing need ask. */
-FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, bool TURNS, int CHUNK, int FIXED)
+/* ---- whole units in assembly ---- */
+
+_Static_assert(offsetof(scratch, shift) == offsetof(scratch, sum) + 2 * sizeof(float[UNIT * 16]),
+               "amx_forward_units.S finds sums before shifts");
+
+/* The place `count` units later of the same group. */
+static place place_later(const walk *w, place at, int count)
 {
-    const int lead = TURNS ? 1 : 2;
+    int chunks = (at.unit + count) / w->chunk - at.unit / w->chunk;
+    at.unit += count;
+    at.chunk_number += chunks;
+    if (chunks > 0)
+        at.first = at.unit / w->chunk * w->chunk;
+    return at;
+}
+
+static place place_after(const walk *w, place at, int count)
+{
+    int within = at.group < w->groups ? fa_min_int(count, at.end - 1 - at.unit) : 0;
+    at         = place_later(w, at, within);
+    for (int n = within; n < count && at.group < w->groups; n++)
+        at = place_next(w, at);
+    return at;
+}
+
+/* How many units from `at` on the assembly can take: those that all rows see. It reads 32 rows of Q, also of a group
+ * whose scores it computes ahead. */
+static int whole_units(const walk *w, place at)
+{
+    const fa_forward_block *b = w->block;
+    if (w->unset || w->risky || rows_of_group(w, at.group) < UNIT || !all_seen(w, at))
+        return 0;
+    int end = fa_min_int(at.end, b->keys / UNIT);
+    while (!fa_window_covers(b->window, b->diagonal, queries_of_group(w, at.group),
+                             (fa_range){at.unit * UNIT, end * UNIT}))
+        end--;
+    bool short_last = b->rows % UNIT > 0 && b->rows % UNIT <= 16;
+    if (short_last)
+        end = fa_min_int(end, at.end - 2);
+    if (at.first % w->chunk) /* values of a chunk are of all its units */
+        end = fa_min_int(end, (at.unit / w->chunk + 1) * w->chunk);
+    return fa_max_int(end - at.unit, 0);
+}
+
+/* The scores of unit number n at `at` are computed again, and those that lie in their place are taken into tiles, on
+ * their way there: as run_unit leaves both. */
+static void restore_scores(const walk *w, place at, int n, target *held)
+{
+    scores x;
+    set_scores(&x, w, at, n);
+    char *slot = (char *)x.s;
+    x.s        = w->own->later_s;
+    scores_alone(&x, held, 2, 1);
+    store_held(held);
+    x.s    = (float *)slot;
+    x.unit = n + 2;
+    *held  = scores_target(&x);
+    LOAD_FROM(held, 0);
+    LOAD_FROM(held, 1);
+    LOAD_FROM(held, 2);
+    LOAD_FROM(held, 3);
+    memcpy(slot, w->own->later_s, sizeof w->own->later_s);
+}
+
+typedef struct progress {
+    place at, ahead;
+    int   n;
+    bool  again;
+} progress;
+
+/* Of `units` units from the first of x.at's chunk on, or from where it would be, how many have an odd number. */
+static int odd_units(const walk *w, progress x, int units) { return (units + (x.n + x.at.unit % w->chunk) % 2) / 2; }
+
+/* Where the assembly begins with values. Returns whether there are any; those that it cannot take up are done here. */
+static bool set_values(fa_amx_units *f, const walk *w, progress x, values *v, target *held)
+{
+    values  mine = values_of(w, x.at, true);
+    int64_t step = mine.v_step * w->chunk;
+    int     odds = odd_units(w, x, x.at.unit % w->chunk), col = odds * w->columns / 2;
+    bool    beside = v->units == w->chunk && v->col == col && col < w->columns;
+    char   *p = (char *)p_of_unit(w, x.at, true), *chunk = p - x.at.unit % w->chunk * FA_AMX_TILE;
+    f->p_both = (int64_t)((uintptr_t)w->own->p[0] + (uintptr_t)w->own->p[2 * w->chunk]);
+    f->p      = p;
+    f->p_read = col < w->columns ? (const char *)(uintptr_t)((uintptr_t)f->p_both - (uintptr_t)chunk) : chunk;
+    f->v      = beside ? v->v + col * FA_AMX_TILE : mine.v;
+    f->o      = (const char *)(beside ? v->o + 16 * col : mine.o);
+    f->next_v = mine.v + (col < w->columns ? 0 : step);
+    f->next_o = (const char *)mine.o;
+    if (!beside)
+        finish_values(v, held, 1);
+    store_held(held);
+    return beside;
+}
+
+/* Of both units whose scores an even unit has beside it. */
+static void set_queries_and_keys(const char *q[2], const char *k[2], const walk *w, progress x, int after)
+{
+    for (int n = 0; n < 2; n++) {
+        scores later;
+        place  at = place_after(w, x.ahead, after + n);
+        set_scores(&later, w, at.group < w->groups ? at : x.at, 0);
+        q[n] = later.q;
+        k[n] = later.k;
+    }
+}
+
+/* `count` units from x.at on, or up to one in which a row outgrew its shift. Returns with the last one that was done
+ * in x.at, and v the values that it could have beside it. */
+static __attribute__((noinline)) progress run_whole(const walk *w, progress x, int count, values *v, target *held)
+{
+    const int    odd = x.n % 2, place_in_chunk = x.at.unit % w->chunk, evens = (count + 1 - odd) / 2;
+    const int    first_count = (place_in_chunk + count + w->chunk - 1) / w->chunk * w->chunk - place_in_chunk;
+    fa_amx_units f           = {.count     = first_count,
+                                .odd       = odd,
+                                .stop      = first_count - count,
+                                .last      = first_count - count + 3,
+                                .s         = w->own->s[0],
+                                .shift     = w->own->shift,
+                                .constants = &w->k};
+    bool         beside      = set_values(&f, w, x, v, held);
+    f.alone                  = beside ? INT32_MAX : first_count - (w->chunk - place_in_chunk);
+    set_queries_and_keys(f.last_q, f.last_k, w, x, fa_max_int(2 * (evens - 1), 0));
+    set_queries_and_keys(f.q, f.k, w, x, 0);
+    int done   = first_count - (int)w->whole(&f),
+        end    = place_in_chunk + done; /* of the units done, from the chunk's first */
+    int chunks = (end - 1) / w->chunk;
+    if (chunks > 0)
+        *v = values_of(w, place_later(w, x.at, chunks * w->chunk - 1 - place_in_chunk), true);
+    if (chunks > 0 || beside)
+        v->col = odd_units(w, x, end - chunks * w->chunk) * w->columns / 2;
+    x.ahead = place_after(w, x.ahead, (done + 1 - odd) / 2 * 2);
+    x.at    = place_later(w, x.at, done - 1);
+    x.n += done - 1;
+    x.again = f.again;
+    if (x.again && x.n % 2 == 0)
+        restore_scores(w, x.at, x.n, held);
+    return x;
+}
+
+/* Likewise one unit, whatever its rows see, one thing after the other. */
+FA_AMX_INLINE progress run_other(const walk *w, progress x, unit *u, target *held, const constants *k, int FIXED)
+{
+    x.again = run_unit(u, &(values){0}, held, k, 1, 0, 0, 0, FIXED);
+    for (int later = 1; later <= 2 && x.n % 2 == 0; later++) {
+        set_scores(&u->later[0], w, x.ahead.group < w->groups ? x.ahead : x.at, x.n + later);
+        scores_alone(&u->later[0], held, 2, 1);
+        x.ahead = place_after(w, x.ahead, 1);
+    }
+    return x;
+}
+
+/* ---- all units ---- */
+
+/* How units and their values take turns: values after each chunk; beside every other unit; the same with whole units in
+ * assembly. */
+typedef enum turns { VALUES_AFTER, VALUES_BESIDE, IN_ASSEMBLY } turns;
+
+/* Units have scores beside them even where none are left, of themselves once more, so that nothing need ask. */
+FA_AMX_INLINE progress run_one(const walk *w, progress x, unit *u, values *v, target *held, const constants *k,
+                               int PIECES, int KS, turns TURNS, int CHUNK, int FIXED)
+{
+    for (int later = 0; later < (TURNS == VALUES_AFTER ? 1 : x.n % 2 ? 0 : 2); later++) {
+        set_scores(&u->later[later], w, x.ahead.group < w->groups ? x.ahead : x.at,
+                   x.n + later + (TURNS == VALUES_AFTER ? 2 : 1));
+        if (x.ahead.group < w->groups)
+            x.ahead = place_next(w, x.ahead);
+    }
+    x.again = run_unit_with(x.n, u, v, held, k, PIECES, KS, TURNS, CHUNK, FIXED);
+    return x;
+}
+
+FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, turns TURNS, int CHUNK, int FIXED)
+{
     constants k    = w->k;
     target    held = {0};
     values    v    = {0};
     unit      u    = {0};
-    place     at = group_begin(w, 0, 0), ahead = at;
-    for (int n = 0; n < lead && ahead.group < w->groups; n++, ahead = place_next(w, ahead)) {
-        set_scores(&u.later[0], w, ahead, n);
+    progress  x    = {.at = group_begin(w, 0, 0)};
+    x.ahead        = x.at;
+    for (int n = 0; n < (TURNS ? 1 : 2) && x.ahead.group < w->groups; n++, x.ahead = place_next(w, x.ahead)) {
+        set_scores(&u.later[0], w, x.ahead, n);
         scores_alone(&u.later[0], &held, KS, PIECES);
     }
     if (w->block->rows % UNIT) {
         memset(w->own->last_o, 0, sizeof(float) * UNIT * 16 * (size_t)w->columns);
         copy_last_rows(w, false);
     }
-    if (at.group < w->groups)
-        begin_group(w, at.group, w->own->sum[0]);
-    for (int n = 0; at.group < w->groups; n++) {
-        if (held.unit == n && held.columns)
+    if (x.at.group < w->groups)
+        begin_group(w, x.at.group, w->own->sum[0]);
+    for (; x.at.group < w->groups; x.n++) {
+        if (held.unit == x.n && held.columns)
             store_held(&held);
-        set_softmax(&u, w, at, n, TURNS);
-        for (int later = 0; later < (!TURNS ? 1 : n % 2 ? 0 : 2); later++) {
-            set_scores(&u.later[later], w, ahead.group < w->groups ? ahead : at, n + lead + later);
-            if (ahead.group < w->groups)
-                ahead = place_next(w, ahead);
-        }
+        set_softmax(&u, w, x.at, x.n, TURNS);
         if (w->block->options)
-            apply_options_to_unit(w->block, &w->own->options, at.unit * UNIT, u.s);
-        if (!all_seen(w, at))
-            mask_unit(w, u.s, at);
+            apply_options_to_unit(w->block, &w->own->options, x.at.unit * UNIT, u.s);
+        if (!all_seen(w, x.at))
+            mask_unit(w, u.s, x.at);
         if (w->unset)
-            begin_rows(w, u.s, rows_of_group(w, at.group));
-        if (run_unit_with(n, &u, &v, &held, &k, PIECES, KS, TURNS, CHUNK, FIXED) || (FIXED && w->risky))
-            redo_unit(w, at, &u, &v, &held);
+            begin_rows(w, u.s, rows_of_group(w, x.at.group));
+        int whole = TURNS == IN_ASSEMBLY ? whole_units(w, x.at) : 0;
+        if (whole > 0) {
+            x = run_whole(w, x, whole, &v, &held);
+            set_softmax(&u, w, x.at, x.n, TURNS);
+        } else if (TURNS == IN_ASSEMBLY) {
+            x = run_other(w, x, &u, &held, &k, FIXED);
+        } else {
+            x = run_one(w, x, &u, &v, &held, &k, PIECES, KS, TURNS, CHUNK, FIXED);
+        }
+        if (x.again || (FIXED && w->risky))
+            redo_unit(w, x.at, &u, &v, &held);
         if (w->block->options && w->block->options->call->dropout.threshold)
-            drop_from_unit(w->block, at.group * UNIT, at.unit * UNIT, u.p, u.p_down, PIECES);
-        place next = place_next(w, at);
-        if (next.chunk_number != at.chunk_number) {
+            drop_from_unit(w->block, x.at.group * UNIT, x.at.unit * UNIT, u.p, u.p_down, PIECES);
+        place next = place_next(w, x.at);
+        if (next.chunk_number != x.at.chunk_number) {
             finish_values(&v, &held, PIECES);
-            v = values_of(w, at, TURNS);
-            if (!TURNS)
+            v = values_of(w, x.at, TURNS);
+            if (TURNS == VALUES_AFTER)
                 finish_values(&v, &held, PIECES);
         }
-        if (next.group != at.group) {
-            end_group(w, at.group, w->own->sum[(n + 1) % 2]);
+        if (next.group != x.at.group) {
+            end_group(w, x.at.group, w->own->sum[(x.n + 1) % 2]);
             if (next.group < w->groups)
-                begin_group(w, next.group, w->own->sum[(n + 1) % 2]);
+                begin_group(w, next.group, w->own->sum[(x.n + 1) % 2]);
         }
-        at = next;
+        x.at = next;
     }
     finish_values(&v, &held, PIECES);
     store_held(&held);
@@ -449,23 +489,48 @@ static const shape shapes[] = {{1, 2, 4, 4, run_1_2_1}, SHAPES(1, 8, 16)};
 #else
 static const shape shapes[] = {{1, 2, 4, 4, run_1_2_1}, SHAPES(1, 8, 16), SHAPES(2, 8, 8), SHAPES(3, 4, 4)};
 
-static const shape fixed_shapes[] = {{1, 2, 4, 4, run_fixed_2_1},
-                                     {1, 1, INT32_MAX, 8, run_fixed_1_0},
-                                     {1, 2, INT32_MAX, 8, run_fixed_2_0},
-                                     {1, 3, INT32_MAX, 8, run_fixed_3_0},
-                                     {1, 4, INT32_MAX, 16, run_fixed_4_0}};
+static const shape  fixed_shapes[] = {{1, 2, 4, 4, run_fixed_2_1},
+                                      {1, 1, INT32_MAX, 8, run_fixed_1_0},
+                                      {1, 2, INT32_MAX, 8, run_fixed_2_0},
+                                      {1, 3, INT32_MAX, 8, run_fixed_3_0},
+                                      {1, 4, INT32_MAX, 16, run_fixed_4_0}};
 #endif
 
-static const shape *find_shape(const shape *among, size_t count, int pieces, int depth_steps, int columns)
+static const shape *find_shape(const shape *among, size_t count, const walk *w)
 {
     for (size_t n = 0; n < count; n++) {
-        if (among[n].pieces == pieces && among[n].depth_steps == depth_steps && columns <= among[n].columns)
+        if (among[n].pieces == w->pieces && among[n].depth_steps == w->depth_steps && w->columns <= among[n].columns)
             return &among[n];
     }
     return NULL;
 }
 
-static walk walk_of(const fa_forward_block *block, int pieces, const shape *fit)
+#if defined(FA_AMX_UNITS) && !defined(FA_AMX_FP16)
+static void run_whole_exact(walk *w) { run_walk(w, 1, 2, IN_ASSEMBLY, 4, 0); }
+static void run_whole_fixed(walk *w) { run_walk(w, 1, 2, IN_ASSEMBLY, 4, 1); }
+
+/* Where the assembly runs: bfloat16 at head dims that make as many tiles as 64, without options. Shorter rows, fewer
+ * units than LEAST_UNITS, do better with run_1_2_1 and run_fixed_2_1, which give the same bits. */
+static const shape *find_whole(walk *w, bool fixed)
+{
+    enum { LEAST_UNITS = 16 };
+
+    static const shape exact = {.chunk = 4, .run = run_whole_exact}, in_fixed = {.chunk = 4, .run = run_whole_fixed};
+    const fa_forward_block *b = w->block;
+    if (w->pieces > 1 || b->options || w->depth_steps != 2 || w->columns != 4)
+        return NULL;
+    fa_range middle = {b->queries / 2, b->queries / 2 + 1};
+    fa_range seen   = fa_keys_seen(b->window, b->diagonal, middle, (fa_range){0, b->keys});
+    if (seen.end - seen.begin < LEAST_UNITS * UNIT)
+        return NULL;
+    w->whole = fixed ? fa_amx_whole_units_fixed : fa_amx_whole_units;
+    return fixed ? &in_fixed : &exact;
+}
+#else
+static const shape *find_whole(walk *w, bool fixed) { return (void)w, (void)fixed, NULL; }
+#endif
+
+static walk walk_of(const fa_forward_block *block, int pieces)
 {
     return (walk){.block       = block,
                   .own         = block->scratch,
@@ -474,13 +539,13 @@ static walk walk_of(const fa_forward_block *block, int pieces, const shape *fit)
                   .groups      = (block->rows + UNIT - 1) / UNIT,
                   .depth_steps = (block->head_dim + 31) / 32,
                   .columns     = (block->head_dim_v + 15) / 16,
-                  .chunk       = fit->chunk,
                   .inverse     = 1.0f,
                   .margin      = MARGIN};
 }
 
 static void run(const shape *fit, walk *w)
 {
+    w->chunk       = fit->chunk;
     unsigned modes = _mm_getcsr(); /* P far below its row's largest is 0: denormals would take 100 times as long */
     _mm_setcsr(modes | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
     fit->run(w);
@@ -489,14 +554,14 @@ static void run(const shape *fit, walk *w)
 
 static bool forward_block(const fa_forward_block *block, int pieces)
 {
-    int          depth_steps = (block->head_dim + 31) / 32, columns = (block->head_dim_v + 15) / 16;
-    const shape *fit     = find_shape(shapes, sizeof shapes / sizeof shapes[0], pieces, depth_steps, columns);
-    bool         dropout = block->options && block->options->call->dropout.threshold;
+    walk         w     = walk_of(block, pieces);
+    const shape *whole = find_whole(&w, false),
+                *fit   = whole ? whole : find_shape(shapes, sizeof shapes / sizeof shapes[0], &w);
+    bool dropout       = block->options && block->options->call->dropout.threshold;
     if (!fit || (dropout && !can_drop(block)) || (block->options && !alibi_is_flat(block)))
         return false;
     bool  alibi      = block->options && block->options->call->alibi_slopes.data;
     float keep_scale = dropout ? block->options->call->dropout.keep_scale : 1.0f;
-    walk  w          = walk_of(block, pieces, fit);
     w.bonus          = log2f(keep_scale) + cut_log2[pieces];
     w.inverse        = cut_inverse[pieces] / keep_scale;
     w.margin += alibi ? ALIBI_MARGIN : 0;
@@ -507,15 +572,21 @@ static bool forward_block(const fa_forward_block *block, int pieces)
 #ifdef FA_AMX_FP16
 bool fa_amx_fp16_forward_block(const fa_forward_block *block) { return forward_block(block, 1); }
 #else
+size_t              fa_amx_forward_scratch(int rows, int keys, int head_dim, int head_dim_v)
+{
+    (void)rows, (void)keys, (void)head_dim;
+    return sizeof(scratch) + (size_t)((head_dim_v + 15) / 16) * 2 * FA_AMX_TILE;
+}
+
 bool fa_amx_forward_block(const fa_forward_block *block, int pieces) { return forward_block(block, pieces); }
 
 bool fa_amx_forward_block_fixed(const fa_forward_block *block)
 {
-    int          depth_steps = (block->head_dim + 31) / 32, columns = (block->head_dim_v + 15) / 16;
-    const shape *fit = find_shape(fixed_shapes, sizeof fixed_shapes / sizeof fixed_shapes[0], 1, depth_steps, columns);
+    walk         w     = walk_of(block, 1);
+    const shape *whole = find_whole(&w, true);
+    const shape *fit   = whole ? whole : find_shape(fixed_shapes, sizeof fixed_shapes / sizeof fixed_shapes[0], &w);
     if (!fit)
         return false;
-    walk w    = walk_of(block, 1, fit);
     w.fixed   = true;
     w.risky   = !fixed_is_safe(block);
     w.k.units = _mm512_set1_ps(block->multiplier * FIXED_UNITS);

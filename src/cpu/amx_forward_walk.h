@@ -1,0 +1,140 @@
+/*
+ * The AMX forward's tile: what it works on, in which order, and which keys its rows see.
+ */
+#ifndef FA_CPU_AMX_FORWARD_WALK_H
+#define FA_CPU_AMX_FORWARD_WALK_H
+
+#include "cpu/amx_forward_options.h"
+#include "cpu/amx_forward_unit.h"
+#include "cpu/amx_forward_units.h"
+
+/* P: two row tiles by units of a chunk by pieces, all twice if values run beside. */
+enum { SLOTS = 2, P_TILES = 32 };
+
+/* ---- a tile ---- */
+
+typedef struct scratch {
+    _Alignas(64) float s[SLOTS][4 * FA_AMX_TILE_FLOATS];
+    _Alignas(64) uint16_t p[P_TILES][FA_AMX_TILE_HALVES];
+    _Alignas(64) float sum[2][UNIT * 16];
+    _Alignas(64) float shift[UNIT], m[UNIT];            /* of the 32 queries at hand */
+    option_rows options;                                /* likewise */
+    _Alignas(64) float later_s[4 * FA_AMX_TILE_FLOATS]; /* redo_unit */
+    _Alignas(64) float last_o[];                        /* [32][columns]: the last rows, if they are fewer */
+} scratch;
+
+/* amx_forward_units.S */
+typedef int64_t whole_fn(fa_amx_units *units);
+
+typedef struct walk {
+    const fa_forward_block *block;
+    scratch                *own;
+    constants               k;
+    int                     pieces, groups, depth_steps, columns, chunk;
+    bool                    unset; /* some of the rows at hand have no shift yet */
+    bool                    fixed; /* P in fixed point */
+    bool                    risky; /* some rows may be odd: amx_fixed.h */
+    float                   bonus; /* P is computed with this factor, as a logarithm, and its sums are not: */
+    float                   inverse, margin;
+    whole_fn               *whole; /* NULL: none for this shape */
+} walk;
+
+/* A unit: queries 32 * group .., keys 32 * unit ... Chunks begin at multiples of their size, so that what a row
+ * computes does not depend on what its neighbours see. */
+typedef struct place {
+    int group, unit, end;    /* end: of the group's units */
+    int first, chunk_number; /* the chunk's first unit */
+} place;
+
+static int rows_of_group(const walk *w, int group) { return fa_min_int(UNIT, w->block->rows - group * UNIT); }
+
+static fa_range queries_of_group(const walk *w, int group)
+{
+    const fa_forward_block *b     = w->block;
+    int                     begin = group * UNIT % b->queries, end = begin + rows_of_group(w, group);
+    return end <= b->queries ? (fa_range){begin, end} : (fa_range){0, b->queries};
+}
+
+/* The first unit of the first group from `group` on that sees any. */
+static place group_begin(const walk *w, int group, int chunk_number)
+{
+    const fa_forward_block *b = w->block;
+    for (; group < w->groups; group++) {
+        fa_range seen = fa_keys_seen(b->window, b->diagonal, queries_of_group(w, group), (fa_range){0, b->keys});
+        if (seen.begin < seen.end) {
+            int begin = seen.begin / UNIT, end = (seen.end + UNIT - 1) / UNIT;
+            return (place){group, begin, end, begin, chunk_number};
+        }
+    }
+    return (place){.group = group, .chunk_number = chunk_number};
+}
+
+FA_AMX_INLINE place place_next(const walk *w, place at)
+{
+    if (++at.unit == at.end)
+        return group_begin(w, at.group + 1, at.chunk_number + 1);
+    if (at.unit % w->chunk == 0) {
+        at.first = at.unit;
+        at.chunk_number++;
+    }
+    return at;
+}
+
+static uint16_t *p_of_unit(const walk *w, place at, bool alternate)
+{
+    int buffer = alternate ? at.chunk_number % 2 * 2 * w->chunk : 0;
+    return w->own->p[buffer * w->pieces + at.unit % w->chunk * w->pieces];
+}
+
+static float *rows_of_o(const walk *w, int group, int *ld)
+{
+    const fa_forward_block *b    = w->block;
+    bool                    last = rows_of_group(w, group) < UNIT;
+    *ld                          = last ? w->columns * 16 : b->ldo;
+    return last ? w->own->last_o : b->o + (int64_t)group * UNIT * b->ldo;
+}
+
+static void copy_last_rows(const walk *w, bool back)
+{
+    const fa_forward_block *b = w->block;
+    for (int r = b->rows / UNIT * UNIT; r < b->rows; r++) {
+        float *theirs = b->o + (int64_t)r * b->ldo, *ours = w->own->last_o + r % UNIT * w->columns * 16;
+        memcpy(back ? theirs : ours, back ? ours : theirs, (size_t)w->columns * 64);
+    }
+}
+
+static void set_shift(const walk *w, int r, float m)
+{
+    if (w->fixed)
+        m = fixed_round(m);
+    w->own->m[r]     = m;
+    w->own->shift[r] = w->fixed ? fixed_shift(m) : m == -INFINITY ? 0.0f : is_far(m) ? NAN : w->bonus - m;
+}
+
+/* ---- masks ---- */
+
+static bool all_seen(const walk *w, place at)
+{
+    const fa_forward_block *b    = w->block;
+    fa_range                keys = {at.unit * UNIT, at.unit * UNIT + UNIT};
+    return keys.end <= b->keys && fa_window_covers(b->window, b->diagonal, queries_of_group(w, at.group), keys);
+}
+
+/* -inf where a row does not see, whatever the product was, and in rows that do not exist. */
+static void mask_unit(const walk *w, float *s, place at)
+{
+    const fa_forward_block *b     = w->block;
+    const __m512            none  = _mm512_set1_ps(-INFINITY);
+    int                     first = at.unit * UNIT, rows = rows_of_group(w, at.group), i = at.group * UNIT % b->queries;
+    for (int r = 0; r < UNIT; r++) {
+        fa_range seen  = fa_keys_seen(b->window, b->diagonal, (fa_range){i, i + 1}, (fa_range){0, b->keys});
+        int      begin = fa_max_int(seen.begin - first, 0), end = fa_min_int(seen.end - first, UNIT);
+        uint32_t bits = r < rows && begin < end ? (uint32_t)((1ull << end) - (1ull << begin)) : 0;
+        float   *row  = scores_row(s, r);
+        _mm512_mask_store_ps(row, (__mmask16)~bits, none);
+        _mm512_mask_store_ps(row + FA_AMX_TILE_FLOATS, (__mmask16)(~bits >> 16), none);
+        i = i + 1 == b->queries ? 0 : i + 1;
+    }
+}
+
+#endif
