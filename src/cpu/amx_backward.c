@@ -33,13 +33,20 @@ typedef struct scratch {
 /* Of a strip, a part of the tile's keys. */
 FA_AMX_INLINE int strip_cells(int pieces) { return fa_amx_part_keys(pieces) / CELL; }
 
+/* P^T, dS^T and dS: tiles from one row of so many tiles to the next. With one piece an odd number, so that the lines
+ * which a row of vectors writes lie in all sets of the first-level cache, not in a quarter: they come again every 4
+ * tiles. With more, whose tiles are as many times larger, it is no faster. */
+FA_AMX_INLINE int pitch(int tiles, int pieces) { return pieces == 1 ? tiles | 1 : tiles; }
+FA_AMX_INLINE int skew(int pieces) { return pieces == 1 ? 2 : 0; } /* of dS^T behind P^T, for the same reason */
+
 #ifndef FA_AMX_FP16
 static int cells(int n) { return (n + CELL - 1) / CELL; }
 
 size_t fa_amx_backward_scratch(int rows, int pieces)
 {
-    int tiles = 3 * strip_cells(pieces) * 2 * cells(rows);
-    return sizeof(scratch) + (size_t)(tiles * pieces) * FA_AMX_TILE;
+    int p_t = 2 * strip_cells(pieces) * pitch(cells(rows), pieces),
+        ds  = 2 * cells(rows) * pitch(strip_cells(pieces), pieces);
+    return sizeof(scratch) + (size_t)((2 * p_t + skew(pieces) + ds) * pieces) * FA_AMX_TILE;
 }
 #endif
 
@@ -71,8 +78,8 @@ FA_AMX_INLINE walk walk_make(const fa_backward_block *b, int pieces)
                       .columns_v = (b->head_dim_v + 15) / 16};
     int64_t number = pieces * FA_AMX_TILE;
     w.p_t          = w.own->operands;
-    w.ds_t         = w.p_t + 2 * strip_cells(pieces) * w.groups * pieces;
-    w.ds           = w.ds_t + 2 * strip_cells(pieces) * w.groups * pieces;
+    w.ds_t         = w.p_t + (2 * strip_cells(pieces) * pitch(w.groups, pieces) + skew(pieces)) * pieces;
+    w.ds           = w.ds_t + 2 * strip_cells(pieces) * pitch(w.groups, pieces) * pieces;
     w.k_left       = b->k;
     w.k_t_left     = w.k_left + w.strips * 2 * w.depth * number;
     w.v_left       = b->v;
@@ -84,15 +91,15 @@ FA_AMX_INLINE walk walk_make(const fa_backward_block *b, int pieces)
 /* Tiles in scratch, each of so many pieces. */
 FA_AMX_INLINE uint16_t *p_t_at(const walk *w, int key_half, int group, int pieces)
 {
-    return w->p_t[(key_half * w->groups + group) * pieces];
+    return w->p_t[(key_half * pitch(w->groups, pieces) + group) * pieces];
 }
 FA_AMX_INLINE uint16_t *ds_t_at(const walk *w, int key_half, int group, int pieces)
 {
-    return w->ds_t[(key_half * w->groups + group) * pieces];
+    return w->ds_t[(key_half * pitch(w->groups, pieces) + group) * pieces];
 }
 FA_AMX_INLINE uint16_t *ds_at(const walk *w, int query_half, int strip, int pieces)
 {
-    return w->ds[(query_half * strip_cells(pieces) + strip - w->first) * pieces];
+    return w->ds[(query_half * pitch(strip_cells(pieces), pieces) + strip - w->first) * pieces];
 }
 
 /* Cells of 32 in the range, of `limit` in all; what is left out sees nothing. */
@@ -352,7 +359,7 @@ FA_AMX_INLINE void strip_sums(const walk *w, int first, const fa_range groups[MO
             float      *c     = sums + fa_tiled_at(columns * 16, (first + n) * CELL, col * 16);
             block       x     = {left,
                                  right + ((int64_t)col * w->groups + 2 * range.begin) * step,
-                                 w->groups * step,
+                                 pitch(w->groups, pieces) * step,
                                  step,
                                  step,
                                  2 * step,
@@ -489,7 +496,7 @@ FA_AMX_INLINE void dq_of_part(const walk *w, pending *last, int pieces)
                                (const char *)ds_at(w, 2 * group, strips.begin, pieces),
                                row,
                                step,
-                               strip_cells(pieces) * step,
+                               pitch(strip_cells(pieces), pieces) * step,
                                step,
                                {b->dq + fa_tiled_at(b->head_dim, group * CELL, col * 16), FA_AMX_TILE_FLOATS, next_queries},
                                true,
