@@ -308,12 +308,12 @@ static bool is_small(const fa_call *call, const fa_key *key, const fa_args *args
            !key->has_dbias && !call->dsinks.data;
 }
 
-/* Backward for Hopper: key heads whose queries' Q, dO and float dQ stay in L2 beside each other. */
-static int64_t key_heads_in_l2(const fa_call *call, const fa_key *key)
+/* Backward for Hopper: key heads, of all sequences if they are not packed, whose queries' Q, dO and float dQ stay in L2 beside each other. */
+static int64_t key_heads_in_l2(const fa_call *call, const fa_key *key, int64_t all)
 {
     enum { BYTES = 32 << 20, BYTES_OF_ELEMENT = 2 + 2 + 4 };
     int64_t bytes = call->max_seqlen_q * call->group * key->head_dim * BYTES_OF_ELEMENT, heads = bytes > 0 ? BYTES / bytes : 1;
-    return heads < 1 ? 1 : heads < call->heads_k ? heads : call->heads_k;
+    return heads < 1 ? 1 : heads < all ? heads : all;
 }
 
 /* Tiles of keys of the backward for Hopper go to who is free: where lengths differ, and where blocks wait for each other. */
@@ -336,7 +336,9 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     args->apart_k     = fa_map_entry_rows(&call->k);
     args->apart_v     = fa_map_entry_rows(&call->v);
     args->apart_dout  = fa_map_entry_rows(&call->dout);
-    args->order_heads = (int)key_heads_in_l2(call, key);
+    args->dealt_tiles = call->cu_seqlens_k ? (int)all_k : args->tiles_k;
+    args->dealt_heads = (int)(call->cu_seqlens_k ? call->heads_k : call->heads_k * call->batch);
+    args->order_heads = (int)key_heads_in_l2(call, key, args->dealt_heads);
     rowsum.tile_q  = key->tile_q;
     rowsum.variant = 1;
     plan->has_maps = true;

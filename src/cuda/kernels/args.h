@@ -78,12 +78,14 @@ typedef struct fa_args {
     fa_dropout dropout;                    /* of element (i, j): batch_head = batch index * heads_q + head */
 
     int order_heads;                       /* forward_sm90: heads whose tiles of q are dealt together, longest first; 0: lengths are
-                                              all alike. backward_sm90: key heads whose tiles are dealt together */
+                                              all alike. backward_sm90: key heads whose tiles are dealt together,
+                                              of all sequences if they are not packed */
     float *row_stats;                      /* backward_sm90, by backward_rowsum.cu: [heads_q][all_tiles_q][2][FA_TILE_Q], for the
                                               queries of a tile LSE * log2(e), then delta; past the last inf and 0. dq_accum is
                                               there [heads_q][all_tiles_q][FA_TILE_Q * FA_HEAD_DIM], in backward_sm90.cu's order */
     int   *next_item;                      /* backward_sm90: where tiles of keys are dealt one by one, how many have been; zeroed by
                                               backward_rowsum.cu. Null: each block knows its own */
+    int dealt_tiles, dealt_heads;          /* backward_sm90 with next_item: tiles and heads that order_heads is a part of */
     int all_tiles_q, all_tiles_k;          /* of a head, over all sequences (packed_sm90.cuh): backward_sm90, and forward_sm90 with block_tiles */
     int block_tiles;                       /* forward_sm90: neighbours of all_tiles_q that a block takes; 0: it has others */
     int apart_q, apart_k, apart_v, apart_dout; /* backward_sm90: rows from a batch entry to the next */

@@ -7,12 +7,15 @@
 #include "packed_sm90.cuh"
 #include "pairs_sm90.cuh"
 
-constexpr int CONSUMERS = 2, STAGES = 2 /* of dO */, Q_STAGES = 3, WORKS = 8, INSPECTORS = 2 /* warps */;
-constexpr bool DK_FIRST = FA_HEAD_DIM == 128; /* before dQ: measured (decision 0055) */
-static_assert(FA_WARPS == 4 * (CONSUMERS + 1) && FA_TILE_K == 64 * CONSUMERS, "a consumer owns 64 keys");
-static_assert(FA_TILE_Q * FA_HEAD_DIM == 2 * 64 * 64 && FA_HEAD_DIM == FA_HEAD_DIM_V, "a consumer has 64 x 64 of dQ");
+/* BY_COLUMNS: both consumers have the same 64 keys, and each a half of the columns of dK and dV; S and dP are made twice. */
+constexpr bool BY_COLUMNS = FA_HEAD_DIM == 256;
+constexpr int CONSUMERS = 2, STAGES = BY_COLUMNS ? 1 : 2 /* of dO */, Q_STAGES = BY_COLUMNS ? 2 : 3, WORKS = 8, INSPECTORS = 2 /* warps */;
+constexpr bool DK_FIRST = FA_HEAD_DIM >= 128; /* before dQ: measured (decision 0055) */
+constexpr int D_COLS = FA_HEAD_DIM / (BY_COLUMNS ? 2 : 1), DQ_ROUNDS = BY_COLUMNS ? 2 : 1; /* of dK and dV of a consumer; in which its dQ leaves */
+static_assert(FA_WARPS == 4 * (CONSUMERS + 1) && FA_TILE_K == 64 * (BY_COLUMNS ? 1 : CONSUMERS), "a consumer has 64 keys");
+static_assert(FA_TILE_Q * FA_HEAD_DIM == 2 * DQ_ROUNDS * 64 * 64 && FA_HEAD_DIM == FA_HEAD_DIM_V, "a consumer has 64 x 64 of dQ a round");
 
-constexpr int S_COUNT = FA_TILE_Q / 2, D_COUNT = FA_HEAD_DIM / 2, DQ_COUNT = 32, P_STEPS = FA_TILE_Q / 16; /* of a thread; 16 queries a step */
+constexpr int S_COUNT = FA_TILE_Q / 2, D_COUNT = D_COLS / 2, DQ_COUNT = 32, P_STEPS = FA_TILE_Q / 16; /* of a thread; 16 queries a step */
 constexpr int KV_BYTES = FA_TILE_K * FA_HEAD_DIM * 2, Q_BYTES = FA_TILE_Q * FA_HEAD_DIM * 2, DS_BYTES = FA_TILE_Q * FA_TILE_K * 2;
 constexpr int DQ_BYTES = 64 * 64 * 4 /* of a consumer */, STAT_BYTES = FA_TILE_Q * 4;
 constexpr int V_AT = KV_BYTES, Q_AT = V_AT + KV_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES, DS_AT = DO_AT + STAGES * Q_BYTES;
@@ -77,10 +80,14 @@ FA_DEVICE unsigned ds_tile(unsigned n) { return shared_address(shared) + DS_AT +
 FA_DEVICE unsigned lse_at(unsigned n) { return shared_address(shared) + LSE_AT + n % Q_STAGES * STAT_BYTES; }
 FA_DEVICE unsigned delta_at(unsigned n) { return shared_address(shared) + DELTA_AT + n % STAGES * STAT_BYTES; }
 
+/* Of a consumer: its first key in the tile, its first column of dK and dV. */
+FA_DEVICE int first_key_of(int group) { return BY_COLUMNS ? 0 : 64 * group; }
+FA_DEVICE int first_column_of(int group) { return BY_COLUMNS ? D_COLS * group : 0; }
+
 FA_DEVICE unsigned dq_at(int group) { return shared_address(shared) + DQ_AT + group * DQ_BYTES; }
 
-/* Named barriers. dQ's is one a consumer. */
-enum { DS_IS_THERE = 1, K_IS_CLEAN = 2, DQ_IS_THERE = 3 };
+/* Named barriers. dQ's are one a consumer. */
+enum { DS_IS_THERE = 1, K_IS_CLEAN = 2, DQ_IS_THERE = 3, DQ_IS_FREE = 5 };
 
 /* ---- the block's tiles of keys ---- */
 
@@ -104,19 +111,24 @@ FA_DEVICE bool own_item(const fa_args &args, unsigned n, work &w)
     return true;
 }
 
-/* Lengths that differ, or a fixed order of sums: who is free takes the next tile. Those of args.order_heads heads come together, by their numbers. So in
- * a head earlier tiles are begun first, and who waits for their dQ waits for a block that runs. */
+/* Lengths that differ, or a fixed order of sums: who is free takes the next tile. Those of args.order_heads heads (packed: of all sequences; else of one) come
+ * together, by their numbers. So in a head earlier tiles are begun first, and who waits for their dQ waits for a block that runs. */
 FA_DEVICE bool dealt_item(const fa_args &args, work &w)
 {
-    for (unsigned tiles = args.all_tiles_k;;) {
-        unsigned number = atomicAdd(args.next_item, 1), heads = args.order_heads, first = number / (heads * tiles) * heads;
-        if (number >= tiles * args.heads_k)
+    for (;;) {
+        unsigned number = atomicAdd(args.next_item, 1), heads = args.order_heads, first = number / (heads * args.dealt_tiles) * heads;
+        if (number >= (unsigned)args.dealt_tiles * args.dealt_heads)
             return false;
-        number -= first * tiles;
-        heads         = min(heads, args.heads_k - first);
-        tile_place at = place_of_tile<FA_TILE_K>(args.cu_seqlens_k, args.kv_rows, args.tiles_k, args.batch, number / heads);
-        w             = work_of(args, {(unsigned)at.tile, at.b * args.heads_k + first + number % heads});
-        if (at.tile >= 0 && w.first_k < w.seq.rows_k)
+        number -= first * args.dealt_tiles;
+        heads = min(heads, args.dealt_heads - first);
+        unsigned   tile = number / heads;
+        grid_place at   = {tile, first + number - tile * heads};
+        if (args.cu_seqlens_k) {
+            tile_place of = place_of_tile<FA_TILE_K>(args.cu_seqlens_k, args.kv_rows, 0, args.batch, tile);
+            at            = {(unsigned)of.tile, of.b * args.heads_k + at.other};
+        }
+        w = work_of(args, at);
+        if ((unsigned)w.first_k < (unsigned)w.seq.rows_k)
             return true;
     }
 }

@@ -6,7 +6,7 @@
 #include "packed_sm90.cuh"
 
 constexpr int PIECES = FA_TILE_Q / 16 * (FA_HEAD_DIM / 64); /* of a warp */
-static_assert(PIECES == 8, "two consumers of four warps");
+static_assert(PIECES % 8 == 0, "two consumers of four warps");
 
 extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_convert_sm90(const __grid_constant__ fa_args args)
 {

@@ -15,13 +15,16 @@
  *     dV += P^T dO                                                 dS^T = P^T (dP^T - delta), to shared memory for dQ
  *
  * dQ needs dS of both consumers: each makes 64 queries of 128 x 64, or 64 columns of 64 x 128. Its order in memory is that of the
- * registers, [consumer][8 columns][thread][4], undone by backward_convert_sm90.cu.
+ * registers, [64 queries or columns][8 columns][thread][4], undone by backward_convert_sm90.cu.
+ *
+ * At head_dim 256 (BY_COLUMNS) both consumers have the same 64 keys: each makes all of S and dP, and a half of the columns of dV, dK and dQ, of dQ in two
+ * rounds of 64: the first as above, the second when dS is in shared memory.
  *
  * Two things keep the products asynchronous, for the compiler serialises all where it runs out of registers: nothing is in flight
  * from one round of the loop to the next, and where registers are given from one accumulator to another a branch lies between, past which
  * nothing is moved (decision 0055).
  *
- * Shared memory: K, V, three stages of Q, two of dO, two of dS (panels as in ptx_sm90.cuh), dQ, LSE and delta of the stages, barriers, works.
+ * Shared memory: K, V, three stages of Q and two of dO (BY_COLUMNS two and one), two of dS (panels as in ptx_sm90.cuh), dQ, LSE and delta of the stages, barriers, works.
  */
 #include "backward_block_sm90.cuh"
 
@@ -105,20 +108,28 @@ FA_DEVICE void add_dq(const fa_args &args)
         walk        at = start_walk(args, w);
 #pragma unroll 1
         for (int step = 0, steps = steps_of(w); step < steps; step++, advance(args, at)) {
-            if (asks)
-                bulk_added_was_read();
-            __syncwarp();
-            named_arrive(DS_IS_THERE, 128 * CONSUMERS + 32);
-            if (in_turns && before >= 0)
-                end_turn(args, before);
-            if (in_turns)
-                wait_for_turn(args, w, at);
-            before = at.number;
             float *to = args.dq_accum + (fa_i64)at.number * (FA_TILE_Q * FA_HEAD_DIM);
-            for (int group = 0; group < CONSUMERS; group++) {
-                named_sync(DQ_IS_THERE + group, 128 + 32);
+#pragma unroll 1
+            for (int round = 0; round < DQ_ROUNDS; round++) {
                 if (asks)
-                    bulk_add(to + group * (DQ_BYTES / 4), dq_at(group), DQ_BYTES);
+                    bulk_added_was_read();
+                __syncwarp();
+                if (BY_COLUMNS) {
+                    named_arrive(DQ_IS_FREE, 128 + 32);
+                    named_arrive(DQ_IS_FREE + 1, 128 + 32);
+                } else
+                    named_arrive(DS_IS_THERE, 128 * CONSUMERS + 32);
+                if (in_turns && round == 0) {
+                    if (before >= 0)
+                        end_turn(args, before);
+                    wait_for_turn(args, w, at);
+                }
+                before = at.number;
+                for (int group = 0; group < CONSUMERS; group++) {
+                    named_sync(DQ_IS_THERE + group, 128 + 32);
+                    if (asks)
+                        bulk_add(to + (group * DQ_ROUNDS + round) * (DQ_BYTES / 4), dq_at(group), DQ_BYTES);
+                }
             }
         }
         if (in_turns && before >= 0)
@@ -182,10 +193,10 @@ FA_DEVICE void wait_for_dout(unsigned n, bool masked) { barrier_wait(masked && I
 /* s = X Y^T; x: this consumer's keys of K or V, y: a tile of Q or dO. */
 FA_DEVICE void start_scores(float (&s)[S_COUNT], unsigned x, unsigned y) { start_rows_by_rows<FA_TILE_K, FA_TILE_Q>(s, x, y); }
 
-/* c += X^T Y; x: P^T or dS^T, y: a tile of dO or Q. */
-FA_DEVICE void start_gradient(float (&c)[D_COUNT], unsigned (&x)[P_STEPS][4], unsigned y)
+/* c += X^T Y; x: P^T or dS^T, y: a tile of dO or Q, this consumer's columns. */
+FA_DEVICE void start_gradient(float (&c)[D_COUNT], unsigned (&x)[P_STEPS][4], unsigned y, int group)
 {
-    matrix b = matrix_of(y, FA_TILE_Q * 128);
+    matrix b = matrix_of(y + first_column_of(group) / 64 * (FA_TILE_Q * 128), FA_TILE_Q * 128);
     hold(c);
     hold(x);
     wgmma_fence();
@@ -195,11 +206,12 @@ FA_DEVICE void start_gradient(float (&c)[D_COUNT], unsigned (&x)[P_STEPS][4], un
     wgmma_commit();
 }
 
-/* This consumer's part of dS K. */
-FA_DEVICE void start_dq(float (&dq)[DQ_COUNT], unsigned ds, int group)
+/* This consumer's part of dS K, in a round. */
+FA_DEVICE void start_dq(float (&dq)[DQ_COUNT], unsigned ds, int group, int round = 0)
 {
     constexpr bool BY_ROWS = FA_TILE_Q == 128;
-    matrix         a = matrix_of(ds + (BY_ROWS ? group * (64 * 128) : 0), 0), b = matrix_of(k_tile() + (BY_ROWS ? 0 : group * (FA_TILE_K * 128)), 0);
+    int            panel = BY_ROWS ? 0 : group * DQ_ROUNDS + round;
+    matrix         a = matrix_of(ds + (BY_ROWS ? group * (64 * 128) : 0), 0), b = matrix_of(k_tile() + panel * (FA_TILE_K * 128), 0);
     hold(dq);
     wgmma_fence();
 #pragma unroll
@@ -221,7 +233,7 @@ FA_DEVICE columns columns_of(const fa_args &args, const work &w, int tile, int g
     int     col = tile * FA_TILE_Q + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        row_limits limits = query_limits(args, w, w.first_k + 64 * group + fragment_row() + 8 * h);
+        row_limits limits = query_limits(args, w, w.first_k + first_key_of(group) + fragment_row() + 8 * h);
         seen.first[h]     = limits.last < 0 ? FA_TILE_Q : limits.first - col;
         seen.last[h]      = limits.last - col;
     }
@@ -294,14 +306,15 @@ FA_DEVICE void pack_operand(unsigned (&a)[P_STEPS][4], const float (&s)[S_COUNT]
         a[n / 4][n % 4] = pack<FA_DTYPE>(s[2 * n], s[2 * n + 1]);
 }
 
-/* dS, queries down, for dQ: a consumer's 64 keys are one panel. */
+/* dS, queries down, for dQ: a consumer's 64 keys are one panel; BY_COLUMNS each stores half of the queries of the same one. */
 FA_DEVICE void share_ds(unsigned tile, const unsigned (&ds)[P_STEPS][4], int group)
 {
     int      lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8, chunk = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
-    unsigned to = tile + group * (FA_TILE_Q * 128) + row * 128 + ((chunk ^ row % 8) << 4);
+    unsigned to = tile + first_key_of(group) / 64 * (FA_TILE_Q * 128) + row * 128 + ((chunk ^ row % 8) << 4);
 #pragma unroll
     for (int step = 0; step < P_STEPS; step++)
-        store_matrix_transposed(to + step * 2048, ds[step]);
+        if (!BY_COLUMNS || step / (P_STEPS / 2) == group)
+            store_matrix_transposed(to + step * 2048, ds[step]);
 }
 
 /* Without a mask only keys past the last are hidden, and only their dS does harm. */
@@ -309,7 +322,7 @@ FA_DEVICE void clear_hidden_keys(const work &w, unsigned (&ds)[P_STEPS][4], int 
 {
 #pragma unroll
     for (int h = 0; h < 2; h++)
-        if (w.first_k + 64 * group + fragment_row() + 8 * h >= w.keys.end)
+        if (w.first_k + first_key_of(group) + fragment_row() + 8 * h >= w.keys.end)
 #pragma unroll
             for (int n = 0; n < P_STEPS; n++)
                 ds[n][h] = ds[n][2 + h] = 0;
@@ -319,6 +332,8 @@ FA_DEVICE void clear_hidden_keys(const work &w, unsigned (&ds)[P_STEPS][4], int 
 FA_DEVICE void share_dq(const float (&dq)[DQ_COUNT], int group)
 {
     unsigned to = dq_at(group) + threadIdx.x % 128 * 16;
+    if (BY_COLUMNS)
+        named_sync(DQ_IS_FREE + group, 128 + 32);
 #pragma unroll
     for (int j = 0; j < DQ_COUNT / 4; j++)
         shared_store(to + j * (128 * 16), make_uint4(__float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]),
@@ -327,11 +342,11 @@ FA_DEVICE void share_dq(const float (&dq)[DQ_COUNT], int group)
     named_arrive(DQ_IS_THERE + group, 128 + 32);
 }
 
-/* Until dS of both consumers is there, and the memory of dQ free. */
+/* Until dS of both consumers is there, and, but for BY_COLUMNS, the memory of dQ free. */
 FA_DEVICE void wait_for_ds()
 {
     fence_async();
-    named_sync(DS_IS_THERE, 128 * CONSUMERS + 32);
+    named_sync(DS_IS_THERE, 128 * CONSUMERS + (BY_COLUMNS ? 0 : 32));
 }
 
 /* Step `tile`. FIRST of an item: there is no step before. Ends with nothing in flight: else the compiler serialises all products. */
@@ -341,14 +356,14 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
     float     s[S_COUNT], dp[S_COUNT], dq[DQ_COUNT];
     row_stats rows;
     wait_for_q(c.n, masked);
-    start_scores(s, k_tile() + c.group * (64 * 128), q_tile(c.n));
+    start_scores(s, k_tile() + first_key_of(c.group) * 128, q_tile(c.n));
     if constexpr (!FIRST) {
         if (DK_FIRST)
-            start_gradient(c.dk, c.ds, q_tile(c.n - 1));
+            start_gradient(c.dk, c.ds, q_tile(c.n - 1), c.group);
         wait_for_ds();
         start_dq(dq, ds_tile(c.n - 1), c.group);
         if (!DK_FIRST)
-            start_gradient(c.dk, c.ds, q_tile(c.n - 1));
+            start_gradient(c.dk, c.ds, q_tile(c.n - 1), c.group);
     }
     wgmma_wait<FIRST ? 0 : 2>();
     hold(s);
@@ -370,8 +385,8 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
     wait_for_dout(c.n, masked); /* here, for a branch keeps products from being started before dQ's registers are free */
     if (INSPECTED && masked)
         give_back_nonfinite(c.p, columns_of(args, w, tile, c.group), delta_at(c.n));
-    start_scores(dp, v_tile() + c.group * (64 * 128), dout_tile(c.n));
-    start_gradient(c.dv, c.p, dout_tile(c.n));
+    start_scores(dp, v_tile() + first_key_of(c.group) * 128, dout_tile(c.n));
+    start_gradient(c.dv, c.p, dout_tile(c.n), c.group);
     wgmma_wait<1>();
     hold(dp);
     load_stats(rows, delta_at(c.n));
@@ -382,10 +397,16 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
     if (!INSPECTED && masked)
         clear_hidden_keys(w, c.ds, c.group);
     share_ds(ds_tile(c.n), c.ds, c.group);
+    if constexpr (BY_COLUMNS && !FIRST)
+        start_dq(dq, ds_tile(c.n - 1), c.group, 1);
     wgmma_wait<0>();
     hold(c.dv);
     hold(c.p);
     release(dout_empty(c.n));
+    if constexpr (BY_COLUMNS && !FIRST) {
+        hold(dq);
+        share_dq(dq, c.group);
+    }
     c.n++;
 }
 
@@ -394,7 +415,7 @@ FA_DEVICE void last_products(consumer &c)
 {
     float dq[DQ_COUNT];
     release(v_empty());
-    start_gradient(c.dk, c.ds, q_tile(c.n - 1));
+    start_gradient(c.dk, c.ds, q_tile(c.n - 1), c.group);
     wait_for_ds();
     start_dq(dq, ds_tile(c.n - 1), c.group);
     wgmma_wait<1>();
@@ -403,6 +424,12 @@ FA_DEVICE void last_products(consumer &c)
     release(q_empty(c.n - 1));
     wgmma_wait<0>();
     hold(dq);
+    if constexpr (BY_COLUMNS) {
+        share_dq(dq, c.group);
+        start_dq(dq, ds_tile(c.n - 1), c.group, 1);
+        wgmma_wait<0>();
+        hold(dq);
+    }
     release(k_empty());
     share_dq(dq, c.group);
 }
@@ -410,30 +437,30 @@ FA_DEVICE void last_products(consumer &c)
 /* This thread's keys of dK or dV; 0 past the sequence's last that counts. */
 FA_DEVICE void store_gradient(const work &w, const fa_view &view, const float (&x)[D_COUNT], float factor, int cols, int group)
 {
-    int lane = threadIdx.x % 4;
+    int lane = threadIdx.x % 4, col = first_column_of(group);
     if (!view.data)
         return;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        int    j  = w.first_k + 64 * group + fragment_row() + 8 * h;
+        int    j  = w.first_k + first_key_of(group) + fragment_row() + 8 * h;
         bool   in = j < w.seq.rows_k, counts = j < w.keys.end;
-        fa_i64 at = w.seq.kv_entry * view.stride[0] + (w.seq.kv_row + j) * view.stride[1] + w.kv_head * view.stride[2];
+        fa_i64 at = w.seq.kv_entry * view.stride[0] + (w.seq.kv_row + j) * view.stride[1] + w.kv_head * view.stride[2] + col;
         if (view.dtype == FA_F32) {
 #pragma unroll
-            for (int n = 0; n < FA_HEAD_DIM / 8; n++)
-                if (in && 8 * n < cols)
+            for (int n = 0; n < D_COLS / 8; n++)
+                if (in && col + 8 * n < cols)
                     *(float2 *)((float *)view.data + at + 8 * n + 2 * lane) =
                         counts ? make_float2(x[4 * n + 2 * h] * factor, x[4 * n + 2 * h + 1] * factor) : make_float2(0.0f, 0.0f);
             continue;
         }
 #pragma unroll
-        for (int n = 0; n < FA_HEAD_DIM / 8; n += 4) {
+        for (int n = 0; n < D_COLS / 8; n += 4) {
             unsigned a[4];
 #pragma unroll
             for (int i = 0; i < 4; i++)
                 a[i] = counts ? pack<FA_DTYPE>(x[4 * (n + i) + 2 * h] * factor, x[4 * (n + i) + 2 * h + 1] * factor) : 0;
             transpose_quad(a);
-            if (in && 8 * (n + lane) < cols)
+            if (in && col + 8 * (n + lane) < cols)
                 *(uint4 *)((fa_u16 *)view.data + at + 8 * (n + lane)) = make_uint4(a[0], a[1], a[2], a[3]);
         }
     }
