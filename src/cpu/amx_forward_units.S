@@ -12,6 +12,9 @@
  * softmax; step.
  */
 #include "cpu/amx_forward_units.h"
+#ifdef __CET__ /* says that this file is made for it */
+#include <cet.h>
+#endif
 
 #define FRAME %rdi
 #define STRIDE %rax      /* of packed tiles and of S: 64 */
