@@ -99,6 +99,7 @@ const char *cli_isa_name(flash_attn_isa isa)
     case FLASH_ATTN_ISA_AVX512: return "avx512";
     case FLASH_ATTN_ISA_AMX: return "amx";
     case FLASH_ATTN_ISA_AMX_FP16: return "amx-fp16";
+    case FLASH_ATTN_ISA_NEON_BF16: return "neon-bf16";
     }
     return "?";
 }

@@ -13,7 +13,8 @@ static const struct {
     flash_attn_isa isa;
 } isa_names[] = {{"scalar", FLASH_ATTN_ISA_SCALAR}, {"neon", FLASH_ATTN_ISA_NEON},
                  {"avx2", FLASH_ATTN_ISA_AVX2},     {"avx512", FLASH_ATTN_ISA_AVX512},
-                 {"amx", FLASH_ATTN_ISA_AMX},       {"amx-fp16", FLASH_ATTN_ISA_AMX_FP16}};
+                 {"amx", FLASH_ATTN_ISA_AMX},       {"amx-fp16", FLASH_ATTN_ISA_AMX_FP16},
+                 {"neon-bf16", FLASH_ATTN_ISA_NEON_BF16}};
 
 /* NULL when unset, empty, or when the process runs with raised privileges. */
 static const char *environment(const char *name)
@@ -48,8 +49,8 @@ static flash_attn_status isa_from_environment(flash_attn_isa *max_isa)
             return FLASH_ATTN_OK;
         }
     return fa_fail(FLASH_ATTN_INVALID,
-                   "the environment's FLASH_ATTN_MAX_ISA is \"%.40s\", expected scalar, neon, avx2, avx512, amx or "
-                   "amx-fp16",
+                   "the environment's FLASH_ATTN_MAX_ISA is \"%.40s\", expected scalar, neon, neon-bf16, avx2, avx512, "
+                   "amx or amx-fp16",
                    text);
 }
 
@@ -80,9 +81,9 @@ static flash_attn_status resolve_options(const flash_attn_options *given, flash_
     if (out->num_threads < 0 || out->num_threads > MAX_THREADS)
         return fa_fail(FLASH_ATTN_INVALID, "options.num_threads is %d, expected 0 to %d", out->num_threads,
                        MAX_THREADS);
-    if ((unsigned)out->max_isa > FLASH_ATTN_ISA_AMX_FP16)
+    if ((unsigned)out->max_isa > FLASH_ATTN_ISA_NEON_BF16)
         return fa_fail(FLASH_ATTN_INVALID, "options.max_isa is %d, expected 0 to %d", (int)out->max_isa,
-                       (int)FLASH_ATTN_ISA_AMX_FP16);
+                       (int)FLASH_ATTN_ISA_NEON_BF16);
     if (out->pool && !out->parallel_for)
         return fa_fail(FLASH_ATTN_INVALID,
                        "options.pool is given without options.parallel_for, expected both or neither");

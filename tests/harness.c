@@ -18,7 +18,7 @@ static void find_tiers(void)
     if (tier_count > 0)
         return;
     setenv("FLASH_ATTN_ASSUME", "amx-fp16", 1); /* it is tried, so where it is not it is not used */
-    for (int isa = FLASH_ATTN_ISA_SCALAR; isa <= FLASH_ATTN_ISA_AMX_FP16; isa++) {
+    for (int isa = FLASH_ATTN_ISA_SCALAR; isa <= FLASH_ATTN_ISA_NEON_BF16; isa++) {
         flash_attn_options     options = {.num_threads = HARNESS_THREADS, .max_isa = (flash_attn_isa)isa};
         flash_attn_device_info info;
         tier                  *next = &tiers[tier_count];
@@ -49,6 +49,8 @@ const tier *tier_at(int n)
 
 bool tier_differs(const tier *t, flash_attn_dtype dtype)
 {
+    if (t->isa == FLASH_ATTN_ISA_NEON_BF16)
+        return dtype == FLASH_ATTN_BF16;
     return t->isa != FLASH_ATTN_ISA_AMX_FP16 || dtype == FLASH_ATTN_F16;
 }
 

@@ -5,17 +5,6 @@
 #include "cpu/amx_multiply.h"
 #include "cpu/amx_pack_pieces.h"
 
-/* Where a is 0, b counts as 0 whatever it holds. */
-static float dot_of_nonzero(const fa_rows *a, const fa_rows *b, int row)
-{
-    float sum = 0.0f;
-    for (int col = 0; col < a->cols; col++) {
-        float x = fa_load(a->row[row], col * a->stride, a->dtype);
-        sum += x == 0.0f ? 0.0f : x * fa_load(b->row[row], col * b->stride, b->dtype);
-    }
-    return sum;
-}
-
 /* Row r of b times row r of a by the products of S and dP, added up in their order: where a is V's row of a key that
  * has all the weight, dP - Delta is 0 exactly. b is cut into as many pieces as dP's operand is, for what that drops dP
  * drops too; a, which nothing cuts elsewhere, into three where b has fewer. */
@@ -43,7 +32,7 @@ FA_AMX_INLINE void row_dots_pieces(float *out, const fa_rows *a, const fa_rows *
             }
         }
         for (int r = 0; r < 16 && first + r < a->count; r++)
-            out[first + r] = isfinite(c[17 * r]) ? c[17 * r] : dot_of_nonzero(a, b, first + r);
+            out[first + r] = isfinite(c[17 * r]) ? c[17 * r] : fa_dot_of_nonzero(a, b, first + r);
     }
 }
 
@@ -54,7 +43,7 @@ static void diagonals(float *out, const fa_rows *a, const fa_rows *b, int first,
 {
     for (int r = 0; r < DOTS_AT_ONCE && first + r < a->count; r++) {
         float sum      = c[r / 16 * FA_AMX_TILE_FLOATS + 17 * (r % 16)];
-        out[first + r] = isfinite(sum) ? sum : dot_of_nonzero(a, b, first + r);
+        out[first + r] = isfinite(sum) ? sum : fa_dot_of_nonzero(a, b, first + r);
     }
 }
 

@@ -34,6 +34,10 @@ static const struct {
     {FA_TABLE_NEON, FORWARD, INT_MAX, {96, 64}},
     {FA_TABLE_NEON, BACKWARD, 128, {96, 128}},
     {FA_TABLE_NEON, BACKWARD, INT_MAX, {96, 64}},
+    {FA_TABLE_NEON_BF16, FORWARD, 128, {96, 128}},
+    {FA_TABLE_NEON_BF16, FORWARD, INT_MAX, {96, 64}},
+    {FA_TABLE_NEON_BF16, BACKWARD, 128, {96, 128}},
+    {FA_TABLE_NEON_BF16, BACKWARD, INT_MAX, {96, 64}},
     {FA_TABLE_SCALAR, FORWARD, INT_MAX, {48, 64}},
     {FA_TABLE_SCALAR, BACKWARD, INT_MAX, {48, 64}},
     /* Many units of 32 x 32 a call keep the fused kernel's pipeline full, and O moves once a call or two (0030). */
@@ -95,6 +99,7 @@ fa_table fa_table_of(const fa_kernels *kernels, flash_attn_dtype dtype)
 {
     switch (kernels->isa) {
     case FLASH_ATTN_ISA_NEON: return FA_TABLE_NEON;
+    case FLASH_ATTN_ISA_NEON_BF16: return FA_TABLE_NEON_BF16;
     case FLASH_ATTN_ISA_AVX2: return FA_TABLE_AVX2;
     case FLASH_ATTN_ISA_AVX512: return FA_TABLE_AVX512;
     case FLASH_ATTN_ISA_AMX:

@@ -13,6 +13,7 @@ static const struct {
 } isa_names[] = {
     {"scalar", FLASH_ATTN_ISA_SCALAR}, {"neon", FLASH_ATTN_ISA_NEON}, {"avx2", FLASH_ATTN_ISA_AVX2},
     {"avx512", FLASH_ATTN_ISA_AVX512}, {"amx", FLASH_ATTN_ISA_AMX},   {"amx-fp16", FLASH_ATTN_ISA_AMX_FP16},
+    {"neon-bf16", FLASH_ATTN_ISA_NEON_BF16},
 };
 
 /* The highest tier under the cap that this library has and this machine runs. */
@@ -34,20 +35,24 @@ static void choose_tables(fa_cpu *cpu)
 #endif
     cpu->tier = cpu->vector->isa;
     for (int dtype = 0; dtype < 4; dtype++) {
-        const fa_kernels *amx = NULL;
+        const fa_kernels *products = NULL; /* whose matrix products are of this type */
 #if defined(__x86_64__) && defined(FA_HAVE_AMX)
         if (best >= FLASH_ATTN_ISA_AMX && (dtype == FLASH_ATTN_BF16 || !cpu->no_amx_split))
-            amx = fa_kernels_amx(cpu->vector, (flash_attn_dtype)dtype);
-        if (amx && dtype == FLASH_ATTN_BF16)
+            products = fa_kernels_amx(cpu->vector, (flash_attn_dtype)dtype);
+        if (products && dtype == FLASH_ATTN_BF16)
             cpu->fixed = fa_kernels_amx_fixed();
         if (best >= FLASH_ATTN_ISA_AMX_FP16 && dtype == FLASH_ATTN_F16) {
-            cpu->wide_f16 = amx ? amx : cpu->vector;
-            amx           = fa_kernels_amx_fp16();
+            cpu->wide_f16 = products ? products : cpu->vector;
+            products      = fa_kernels_amx_fp16();
         }
 #endif
-        cpu->kernels[dtype] = amx ? amx : cpu->vector;
-        if (amx && amx->isa > cpu->tier)
-            cpu->tier = amx->isa;
+#if defined(__aarch64__)
+        if (best >= FLASH_ATTN_ISA_NEON_BF16 && dtype == FLASH_ATTN_BF16)
+            products = fa_kernels_neon_bf16();
+#endif
+        cpu->kernels[dtype] = products ? products : cpu->vector;
+        if (products && products->isa > cpu->tier)
+            cpu->tier = products->isa;
     }
 }
 
@@ -71,7 +76,7 @@ flash_attn_status fa_cpu_create(fa_cpu **cpu, const flash_attn_options *options,
     }
     made->num_threads = num_threads;
     made->by_shape    = options->max_isa == FLASH_ATTN_ISA_AUTO;
-    made->cap         = made->by_shape ? FLASH_ATTN_ISA_AMX_FP16 : options->max_isa;
+    made->cap         = made->by_shape ? FLASH_ATTN_ISA_NEON_BF16 : options->max_isa;
     made->no_amx_split    = options->no_amx_split;
     made->assume_amx_fp16 = assume_amx_fp16;
     fa_isa_detect(&made->isa);

@@ -212,12 +212,17 @@ typedef struct fa_kernels {
     void (*leave)(void);
 } fa_kernels;
 
+/* Row `row` of a times that of b; where a is 0, b counts as 0 whatever it holds. For rows_dots whose products cannot. */
+float fa_dot_of_nonzero(const fa_rows *a, const fa_rows *b, int row);
+
 /* One table a tier; NULL if the library was built without it. AMX: `base` is the AVX-512 table, from which it takes
  * what it does not have; dtype F32 and F16 by exact bfloat16 pieces. NULL: no table for this dtype, use base. */
 const fa_kernels *fa_kernels_scalar(void);
 const fa_kernels *fa_kernels_avx2(void);
 const fa_kernels *fa_kernels_avx512(void);
 const fa_kernels *fa_kernels_neon(void);
+/* For bfloat16 alone. */
+const fa_kernels *fa_kernels_neon_bf16(void);
 const fa_kernels *fa_kernels_amx(const fa_kernels *base, flash_attn_dtype dtype);
 /* As that of bfloat16, for a forward without LSE and options and with head dims up to FA_FIXED_HEAD_DIM alone: P in
  * 16-bit fixed point. Packed V serves forward_block only. */
@@ -269,6 +274,7 @@ typedef enum fa_table {
     FA_TABLE_AMX_F16,
     FA_TABLE_AMX_F32,
     FA_TABLE_AMX_FP16,
+    FA_TABLE_NEON_BF16,
     FA_TABLES
 } fa_table;
 

@@ -55,3 +55,13 @@ void fa_softcap_gradient(const fa_tile_gradient *t)
             ds[n] = ds[n] == 0.0f ? 0.0f : ds[n] * slope[n];
     }
 }
+
+float fa_dot_of_nonzero(const fa_rows *a, const fa_rows *b, int row)
+{
+    float sum = 0.0f;
+    for (int col = 0; col < a->cols; col++) {
+        float x = fa_load(a->row[row], col * a->stride, a->dtype);
+        sum += x == 0.0f ? 0.0f : x * fa_load(b->row[row], col * b->stride, b->dtype);
+    }
+    return sum;
+}

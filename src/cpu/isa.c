@@ -7,6 +7,9 @@
 #include <sys/wait.h>
 #include <signal.h>
 #include <unistd.h>
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -165,10 +168,22 @@ static void detect_name(fa_isa *isa)
 
 #elif defined(__aarch64__)
 
+static bool reports_bf16(void)
+{
+#if defined(__linux__)
+    enum { BF16 = 1 << 14 }; /* HWCAP2_BF16 of the kernel's asm/hwcap.h */
+    return getauxval(AT_HWCAP2) & BF16;
+#else
+    return false;
+#endif
+}
+
 static void detect_features(fa_isa *isa)
 {
-    isa->best = FLASH_ATTN_ISA_NEON; /* part of the architecture */
-    snprintf(isa->features, sizeof isa->features, "neon");
+    /* NEON is part of the architecture. */
+    bool bf16 = fa_kernels_neon_bf16() && reports_bf16();
+    isa->best = bf16 ? FLASH_ATTN_ISA_NEON_BF16 : FLASH_ATTN_ISA_NEON;
+    snprintf(isa->features, sizeof isa->features, "neon%s", bf16 ? " bf16" : "");
 }
 
 static void detect_name(fa_isa *isa) { snprintf(isa->name, sizeof isa->name, "aarch64"); }

@@ -196,7 +196,7 @@ static flash_attn_status measure_tile(tuner *t, const fa_kernels *kernels, flash
 {
     static const int vector_q[] = {48, 96, 144, 192, 288}, amx_q[] = {64, 128, 192, 256, 384},
                      keys[] = {64, 128, 256, 512, 1024};
-    bool          amx       = kernels->isa >= FLASH_ATTN_ISA_AMX;
+    bool          amx       = kernels->isa == FLASH_ATTN_ISA_AMX || kernels->isa == FLASH_ATTN_ISA_AMX_FP16;
     fa_table      table     = fa_table_of(kernels, dtype);
     int           d = fa_head_class_most(head_class), heads = t->cpu.num_threads;
     fa_tile_shape usual = fa_usual_tile(table, pass, d);

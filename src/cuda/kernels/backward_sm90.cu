@@ -164,11 +164,13 @@ FA_DEVICE void inspect(const fa_args &args)
             barrier_wait(q_full(n), filled<Q_STAGES>(n));
             if (masked)
                 inspect_tile(q_tile(n));
+            barrier_wait(q_ready(n), freed<Q_STAGES>(n)); /* over; but nobody waited if that tile was not masked, which synccheck calls an error */
             release(q_ready(n));
             release(q_empty(n));
             barrier_wait(dout_full(n), filled<STAGES>(n));
             if (masked)
                 inspect_tile(dout_tile(n));
+            barrier_wait(dout_ready(n), freed<STAGES>(n));
             release(dout_ready(n));
             release(dout_empty(n));
         }
