@@ -104,22 +104,29 @@ FA_AMX_INLINE layout layout_by_columns(int rows, int pieces)
     return (layout){2 * tile, tiles_of(rows, 32) * 2 * tile};
 }
 
-/* 32 rows of 32 columns as values, two tiles: pairs (r, r + 16). Returns the largest magnitude's bits with `largest`.
- */
-FA_AMX_INLINE __m512i fa_amx_pair_rows(char *out, const void *const *row, int col, __m512i largest)
+/* Rows r (x) and r + 16 (y) of 32 columns as values, a row of two tiles. Returns the largest magnitude's bits with
+ * `largest`. */
+FA_AMX_INLINE __m512i fa_amx_pair_row(char *out, int r, __m512i x, __m512i y, __m512i largest)
 {
     const __m512i spread    = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     const __m512i magnitude = _mm512_set1_epi16(0x7FFF);
+    largest                 = _mm512_max_epu16(largest, _mm512_and_si512(x, magnitude));
+    largest                 = _mm512_max_epu16(largest, _mm512_and_si512(y, magnitude));
+    x                       = _mm512_permutexvar_epi64(spread, x);
+    y                       = _mm512_permutexvar_epi64(spread, y);
+    _mm512_store_si512(out + 64 * r, _mm512_unpacklo_epi16(x, y));
+    _mm512_store_si512(out + FA_AMX_TILE + 64 * r, _mm512_unpackhi_epi16(x, y));
+    return largest;
+}
+
+/* 32 rows of 32 columns as values, two tiles: pairs (r, r + 16). */
+FA_AMX_INLINE __m512i fa_amx_pair_rows(char *out, const void *const *row, int col, __m512i largest)
+{
     _Pragma("GCC unroll 16") for (int r = 0; r < 16; r++)
     {
         __m512i x = _mm512_loadu_si512((const uint16_t *)row[r] + col);
         __m512i y = _mm512_loadu_si512((const uint16_t *)row[r + 16] + col);
-        largest   = _mm512_max_epu16(largest, _mm512_and_si512(x, magnitude));
-        largest   = _mm512_max_epu16(largest, _mm512_and_si512(y, magnitude));
-        x         = _mm512_permutexvar_epi64(spread, x);
-        y         = _mm512_permutexvar_epi64(spread, y);
-        _mm512_store_si512(out + 64 * r, _mm512_unpacklo_epi16(x, y));
-        _mm512_store_si512(out + FA_AMX_TILE + 64 * r, _mm512_unpackhi_epi16(x, y));
+        largest   = fa_amx_pair_row(out, r, x, y, largest);
     }
     return largest;
 }
@@ -129,8 +136,6 @@ FA_AMX_INLINE __m512i fa_amx_pair_rows(char *out, const void *const *row, int co
 FA_AMX_INLINE __m512i fa_amx_pack_both(char *values, char *keys, int64_t key_row, const void *const *row, int col,
                                        __m512i largest)
 {
-    const __m512i     spread    = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-    const __m512i     magnitude = _mm512_set1_epi16(0x7FFF);
     _Alignas(64) char copy[2][FA_AMX_TILE];
     _Pragma("GCC unroll 16") for (int r = 0; r < 16; r++)
     {
@@ -138,12 +143,7 @@ FA_AMX_INLINE __m512i fa_amx_pack_both(char *values, char *keys, int64_t key_row
         __m512i y = _mm512_loadu_si512((const uint16_t *)row[r + 16] + col);
         _mm512_store_si512(copy[0] + 64 * r, x);
         _mm512_store_si512(copy[1] + 64 * r, y);
-        largest = _mm512_max_epu16(largest, _mm512_and_si512(x, magnitude));
-        largest = _mm512_max_epu16(largest, _mm512_and_si512(y, magnitude));
-        x       = _mm512_permutexvar_epi64(spread, x);
-        y       = _mm512_permutexvar_epi64(spread, y);
-        _mm512_store_si512(values + 64 * r, _mm512_unpacklo_epi16(x, y));
-        _mm512_store_si512(values + FA_AMX_TILE + 64 * r, _mm512_unpackhi_epi16(x, y));
+        largest = fa_amx_pair_row(values, r, x, y, largest);
     }
     for (int half = 0; half < 2; half++) {
         _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++)

@@ -74,15 +74,16 @@ flash_attn_status fa_cpu_create(fa_cpu **cpu, const flash_attn_options *options,
         fa_cpu_destroy(made);
         return fa_fail(FLASH_ATTN_NO_MEMORY, "no memory for a context of %d threads", num_threads);
     }
-    made->num_threads = num_threads;
-    made->by_shape    = options->max_isa == FLASH_ATTN_ISA_AUTO;
-    made->cap         = made->by_shape ? FLASH_ATTN_ISA_NEON_BF16 : options->max_isa;
+    made->num_threads     = num_threads;
+    made->by_shape        = options->max_isa == FLASH_ATTN_ISA_AUTO;
+    made->cap             = made->by_shape ? FLASH_ATTN_ISA_NEON_BF16 : options->max_isa;
     made->no_amx_split    = options->no_amx_split;
     made->assume_amx_fp16 = assume_amx_fp16;
     fa_isa_detect(&made->isa);
     fa_tuning tuning;
     made->tuned = fa_tuning_load(&made->isa, options->tune_file, &tuning);
-    if (assume_amx_fp16 || tuning.amx_fp16) /* tuned or not: the processor may be another one of that name */
+    /* Tuned or not: the processor may be another one of that name. */
+    if (assume_amx_fp16 || (tuning.amx_fp16 && made->cap >= FLASH_ATTN_ISA_AMX_FP16))
         fa_isa_try_amx_fp16(&made->isa);
     fa_cpu_use_tuning(made, &tuning);
     *cpu = made;

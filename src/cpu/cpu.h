@@ -212,7 +212,7 @@ typedef struct fa_kernels {
     void (*leave)(void);
 } fa_kernels;
 
-/* Row `row` of a times that of b; where a is 0, b counts as 0 whatever it holds. For rows_dots whose products cannot. */
+/* Row `row` of a times that of b; where a is 0, b counts as 0 whatever it holds. For row_dots whose products cannot. */
 float fa_dot_of_nonzero(const fa_rows *a, const fa_rows *b, int row);
 
 /* One table a tier; NULL if the library was built without it. AMX: `base` is the AVX-512 table, from which it takes

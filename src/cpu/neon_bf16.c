@@ -28,8 +28,7 @@ static bool is_along_rows(fa_role role)
 
 static size_t packed_bytes(fa_role role, int rows, int cols)
 {
-    size_t bytes = is_along_rows(role) ? operand_bytes(cols, rows) : operand_bytes(rows, cols);
-    return (bytes + 63) / 64 * 64;
+    return is_along_rows(role) ? operand_bytes(cols, rows) : operand_bytes(rows, cols);
 }
 
 /* ---- packing ---- */
