@@ -215,6 +215,13 @@ FA_AMX_INLINE step values_step(const values *v, const target *home, int unit, in
                   .home  = home};
 }
 
+/* Line number n of the next block of O is asked for, one beside each product. After the last block, those of the first. */
+FA_AMX_INLINE void fetch_line(const values *v, int n)
+{
+    int col = v->col + 2 < v->columns ? v->col + 2 : 0;
+    __builtin_prefetch(v->o + n % 32 * (int64_t)v->ldo + 16 * (col + n / 32 % 2));
+}
+
 FA_AMX_INLINE void finish_values_of(values *v, target *held, int PIECES)
 {
     const int steps = 2 * num_products(false, PIECES);
@@ -227,7 +234,12 @@ FA_AMX_INLINE void finish_values_of(values *v, target *held, int PIECES)
             {
                 now        = values_step(v, &home, unit, n, PIECES);
                 step after = values_step(v, &home, unit, n + 1, PIECES);
-                UNROLL(4) for (int t = 0; t < 4; t++) product(t, n % 2, &now, &after, held);
+                UNROLL(4) for (int t = 0; t < 4; t++)
+                {
+                    product(t, n % 2, &now, &after, held);
+                    if (PIECES == 1)
+                        fetch_line(v, 4 * (unit + n) + t);
+                }
             }
         }
     }

@@ -131,6 +131,11 @@
 
 /* ---- tiles ---- */
 
+/* As in amx.h. */
+.macro GAP
+    .fill       4, 1, 0x90
+.endm
+
 /* Tile 4 or 5, the left operand's first or second 16 rows at step s. */
 .macro LEFT t, s
     .set now, (\s) & (2 * STEPS - 1)
@@ -141,6 +146,7 @@
     .else
     tileloadd   0 + ((\t - 4) * CHUNK + now - STEPS) * TILE(P_READ, STRIDE), %tmm\t
     .endif
+    GAP
 .endm
 
 /* Tile 6 or 7, the right operand's. K and V come from the second-level cache and are not to stay in the first. */
@@ -153,6 +159,7 @@
     .else
     tileloaddt1 0 + ((now - STEPS) * 4 + \t - 6) * TILE(V, STRIDE), %tmm\t
     .endif
+    GAP
 .endm
 
 #define TILE_OF_O(t) (t >> 1) * 16 * 256 + (t & 1) * 64
