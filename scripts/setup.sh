@@ -34,6 +34,7 @@ for goal in "$@"; do
         need git program git
         need pkg-config program pkg-config
         need clang program clang
+        need ccache program ccache
         need valgrind program valgrind
         need binutils program strip
         need qemu-user either qemu-aarch64 qemu-aarch64-static
