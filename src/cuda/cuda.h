@@ -17,7 +17,7 @@ typedef struct fa_launch {
     fa_key  key;
     int64_t blocks;  /* 0: nothing to do. For upload: 1 */
     int     cluster; /* so many neighbouring blocks run at the same time; divides blocks */
-    bool    stays;   /* a block takes one piece of work after the other: one a multiprocessor is enough */
+    bool    stays;   /* a block takes one piece of work after the other: as many as run at once are enough */
 } fa_launch;
 
 struct fa_rung; /* ladder.h */

@@ -13,8 +13,10 @@ const fa_kernel_names fa_kernels[FA_NUM_KERNELS] = {
 const fa_tune_row fa_tune_rows[] = {
     /* arch   kernel                dtypes       head  masks     only      few tile_q tile_k warps stages blocks variant
        spill why */
-    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_CAUSAL, FA_FOR_TMA, 1024, 128, 128, 12, 2, 1, 1, 0,
-     "short and causal: two consumers waste less of the diagonal than three (decision 0047)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_CAUSAL, FA_FOR_SHORT_TMA, 2048, 128, 64, 12, 4, 2, 1, 0,
+     "short and causal: two blocks a multiprocessor hide each other's starts and ends; 64 keys waste less of the diagonal (decision 0047)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_NONE, FA_FOR_TMA, 1024, 192, 128, 16, 3, 1, 1, 528,
+     "short: two stages of Q, so that the walk does not stop between tiles of queries; O in float32 spills on its way out (decision 0047)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_NONE, FA_FOR_TMA, 0, 192, 128, 16, 3, 1, 0, 0,
      "three consumers of 64 rows share each tile of K and V; a third stage helps short ones (decision 0047)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_CAUSAL | FA_ON_WINDOW, FA_FOR_TMA, 0, 192, 128, 16, 2, 1, 0, 0,
@@ -120,7 +122,9 @@ static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *ke
 {
     bool plain = !(key->has_softcap || key->has_bias || key->has_alibi || key->has_dropout || key->has_slices ||
                    key->has_paged);
-    if (row->only == FA_FOR_TMA && !fa_tune_takes_tma(call))
+    if (row->only >= FA_FOR_TMA && !fa_tune_takes_tma(call))
+        return false;
+    if (row->only == FA_FOR_SHORT_TMA && call->max_seqlen_k > row->max_queries)
         return false;
     return row->only == FA_FOR_ANY || (key->aligned && (plain || row->only == FA_FOR_ALIGNED));
 }

@@ -61,7 +61,8 @@ enum fa_row_for {
     FA_FOR_ANY,
     FA_FOR_ALIGNED, /* with FA_ALIGNED */
     FA_FOR_PLAIN,   /* and without softcap, bias, ALiBi, dropout, slices and pages */
-    FA_FOR_TMA      /* and with what forward_sm90 asks for besides: fa_tune_takes_tma */
+    FA_FOR_TMA,     /* and with what forward_sm90 asks for besides: fa_tune_takes_tma */
+    FA_FOR_SHORT_TMA /* and with no more keys than max_queries */
 };
 
 typedef struct fa_tune_row {

@@ -12,8 +12,11 @@
  *
  * Key tiles are walked from right to left: those on the mask's right edge, then the clean ones in a loop without mask code, then
  * the window's left edge. With two stages of Q the walk does not stop between tiles of queries: S' of the next one's first
- * key tile goes with P V of the last (FA_VARIANT bit 0); with one, a consumer passes by key tiles that only rows below its own see. A block stays on its multiprocessor and takes one tile of queries after
- * the other.
+ * key tile goes with P V of the last (FA_VARIANT bit 0); with one, a consumer passes by key tiles that only rows below its own see. A block
+ * stays on its multiprocessor and takes one tile of queries after the other.
+ *
+ * With FA_MIN_BLOCKS 2 two such blocks share a multiprocessor, which has no registers for S' beside P then: a step is S, softmax, P V, one after the
+ * other and without turns, and what fills the waits is the other three consumers'. Starts and ends of tiles hide likewise.
  *
  * Shared memory: FA_Q stages of Q, FA_STAGES tiles of K, as many of V (panels as in ptx_sm90.cuh), barriers, works.
  */
@@ -22,6 +25,10 @@
 
 constexpr int CONSUMERS = FA_WARPS / 4 - 1; /* warpgroups */
 constexpr int Q_STAGES = FA_VARIANT & 1 ? 2 : 1, WORKS = 8, INSPECTORS = 2; /* warps */
+constexpr bool BESIDE_ANOTHER = FA_MIN_BLOCKS > 1; /* two blocks a multiprocessor */
+/* Of the registers that a lane of each of a block's warpgroups has in all: 512 with 3 consumers, 504 with 2, 240 if there are two blocks. */
+constexpr int PRODUCER_REGISTERS = BESIDE_ANOTHER || CONSUMERS == 3 ? 32 : 40;
+constexpr int CONSUMER_REGISTERS = BESIDE_ANOTHER ? 104 : CONSUMERS == 3 ? 160 : 232; /* each */
 static_assert(FA_TILE_Q == 64 * CONSUMERS && CONSUMERS > 1, "a consumer owns 64 rows, and takes turns with another");
 static_assert(FA_DTYPE != FA_F32 && FA_HEAD_DIM % 64 == 0 && FA_HEAD_DIM_V % 64 == 0, "tiles are made of panels");
 
@@ -181,8 +188,16 @@ struct consumer {
 };
 
 /* Named barrier 1 + c: consumer c waits there, and the one before it arrives. The last one's first arrival starts the round. */
-FA_DEVICE void await_turn(int group) { named_sync(1 + group, 256); }
-FA_DEVICE void pass_turn(int group) { named_arrive(1 + (group + 1) % CONSUMERS, 256); }
+FA_DEVICE void await_turn(int group)
+{
+    if (!BESIDE_ANOTHER)
+        named_sync(1 + group, 256);
+}
+FA_DEVICE void pass_turn(int group)
+{
+    if (!BESIDE_ANOTHER)
+        named_arrive(1 + (group + 1) % CONSUMERS, 256);
+}
 
 /* S of keys that a row does not see becomes -inf. */
 FA_DEVICE void mask_scores(const fa_args &args, const work &w, float (&s)[S_COUNT], int group, int step)
@@ -201,24 +216,34 @@ FA_DEVICE void mask_scores(const fa_args &args, const work &w, float (&s)[S_COUN
     }
 }
 
-/* Line 9: S becomes P = exp2(unit * (S - max)), and the row's maximum and sum take it in. The maximum may lag behind (softmax.cuh);
- * where it moves, alpha is what O has to be multiplied with: true then, for some row of the warp. GUARD: a row may have seen nothing. */
+/* Line 9: S becomes P = exp2(unit * (S - max)), and the row's maximum and sum take it in. The maximum may lag behind (softmax.cuh), so lanes
+ * tell each other theirs only where one has moved too far: true then, and alpha is what O has to be multiplied with. A row that has not moved
+ * keeps its bits, whatever the warp's others do. GUARD: a row may have seen nothing. */
 template <bool GUARD>
 FA_DEVICE bool softmax_step(float (&s)[S_COUNT], row_state &rows, float (&alpha)[2], float unit)
 {
-    bool moved = false;
+    float highest[2]; /* of this lane */
+    bool  far = false;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        float highest = fmaxf(s[2 * h], s[2 * h + 1]);
+        highest[h] = fmaxf(s[2 * h], s[2 * h + 1]);
 #pragma unroll
         for (int j = 1; j < FA_TILE_K / 8; j++)
-            highest = fmaxf(highest, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-        highest   = quad_max(highest);
-        float old = rows.max[h];
-        bool  far = (highest - old) * unit > MAX_LAG; /* -inf - -inf is NaN: not far */
-        rows.max[h] = far ? highest : old;
-        alpha[h]    = far ? exp2_fast((old - highest) * unit) : 1.0f;
-        moved |= far;
+            highest[h] = fmaxf(highest[h], fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+        far |= (highest[h] - rows.max[h]) * unit > MAX_LAG; /* -inf - -inf is NaN: not far */
+        alpha[h] = 1.0f;
+    }
+    bool moved = __any_sync(0xFFFFFFFFu, far);
+    if (moved) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float top = quad_max(highest[h]), old = rows.max[h];
+            if ((top - old) * unit > MAX_LAG) {
+                rows.max[h] = top;
+                alpha[h]    = exp2_fast((old - top) * unit);
+            }
+            rows.sum[h] *= alpha[h];
+        }
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -232,9 +257,9 @@ FA_DEVICE bool softmax_step(float (&s)[S_COUNT], row_state &rows, float (&alpha)
                 s[4 * j + e] = exp2_fast(s[4 * j + e] * unit - shift);
                 sum += s[4 * j + e];
             }
-        rows.sum[h] = rows.sum[h] * alpha[h] + sum;
+        rows.sum[h] += sum;
     }
-    return __any_sync(0xFFFFFFFFu, moved);
+    return moved;
 }
 
 FA_DEVICE row_state no_rows() { return {{-infinity(), -infinity()}, {0.0f, 0.0f}}; }
@@ -252,6 +277,15 @@ FA_DEVICE int blind_steps(const fa_args &args, const work &w, int group)
     return last < w.keys.begin ? w.tiles : w.right - last / FA_TILE_K;
 }
 
+/* Steps that need no mask for this consumer's rows. */
+FA_DEVICE fa_range clean_steps(const fa_args &args, const work &w, int group)
+{
+    int      begin = w.first_q + 64 * group, end = fa_min_int(begin + 64, w.seq.seqlen_q);
+    fa_range clean = clean_tiles<FA_TILE_K>(args, w.seq, {begin, end}, w.keys);
+    int      first = clamp_int(w.right + 1 - clean.end, 0, w.tiles);
+    return {first, clamp_int(w.right + 1 - clean.begin, first, w.tiles)};
+}
+
 /* A step without work: only its stages and its turn are passed on. */
 FA_DEVICE void blind_step(const work &w, consumer &c, unsigned item, int n)
 {
@@ -266,10 +300,9 @@ FA_DEVICE void blind_step(const work &w, consumer &c, unsigned item, int n)
     c.tile++;
 }
 
-/* Step n, the first of an item, with nothing to overlap. */
-FA_DEVICE void first_tile(const fa_args &args, const work &w, consumer &c, unsigned item, int n)
+/* Q K^T with nothing under way beside it. */
+FA_DEVICE void scores_alone(const work &w, float (&s)[S_COUNT], const consumer &c, unsigned item, int n)
 {
-    float s[S_COUNT], alpha[2];
     wait_for_k(c.tile);
     start_scores(s, q_tile(item) + c.group * (64 * 128), k_tile(c.tile));
     wgmma_wait<0>();
@@ -277,6 +310,13 @@ FA_DEVICE void first_tile(const fa_args &args, const work &w, consumer &c, unsig
     release(k_empty(c.tile));
     if (n + 1 == w.tiles)
         release(q_empty(item));
+}
+
+/* Step n, the first of an item, with nothing to overlap. */
+FA_DEVICE void first_tile(const fa_args &args, const work &w, consumer &c, unsigned item, int n)
+{
+    float s[S_COUNT], alpha[2];
+    scores_alone(w, s, c, item, n);
     if (is_masked(w, n))
         mask_scores(args, w, s, c.group, n);
     c.rows  = no_rows();
@@ -314,6 +354,25 @@ template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, c
     if (moved)
         scale_output(c.o, alpha);
     pack_p(c.p, s);
+    c.tile++;
+}
+
+/* A step with nothing of its own under way beside it, but other consumers': scores, P, O. O is zero at first. */
+template <bool MASKED> FA_DEVICE void whole_step(const fa_args &args, const work &w, consumer &c, unsigned item, int n)
+{
+    float s[S_COUNT], alpha[2];
+    scores_alone(w, s, c, item, n);
+    if (MASKED)
+        mask_scores(args, w, s, c.group, n);
+    if (softmax_step<MASKED>(s, c.rows, alpha, args.scale_log2))
+        scale_output(c.o, alpha);
+    pack_p(c.p, s);
+    wait_for_v(c.tile);
+    start_output(c.o, c.p, v_tile(c.tile), true);
+    wgmma_wait<0>();
+    hold(c.o);
+    hold(c.p);
+    release(v_empty(c.tile));
     c.tile++;
 }
 
@@ -458,14 +517,44 @@ FA_DEVICE void consume(const fa_args &args, int group)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 1)
+/* As consume, for a block that has another one on its multiprocessor: four consumers hide each other's waits, and a step needs few registers. */
+FA_DEVICE void consume_beside(const fa_args &args, int group)
+{
+    consumer c;
+    c.group = group;
+    c.tile  = 0;
+    for (unsigned item = 0; has_item(args, item); item++) {
+        const work &w = work_at(item);
+        barrier_wait(q_full(item), filled<Q_STAGES>(item));
+        int tiles = same_for_all(w.tiles), n = 0;
+        if (tiles == 0)
+            release(q_empty(item));
+        for (int end = same_for_all(tiles > 0 ? blind_steps(args, w, group) : 0); n < end; n++)
+            blind_step(w, c, item, n);
+        c.rows = no_rows();
+#pragma unroll
+        for (int i = 0; i < O_COUNT; i++)
+            c.o[i] = 0.0f;
+        fa_range clean = clean_steps(args, w, group);
+        for (int end = same_for_all(clean.begin); n < end; n++)
+            whole_step<true>(args, w, c, item, n);
+        for (int end = same_for_all(clean.end); n < end; n++)
+            whole_step<false>(args, w, c, item, n);
+        for (; n < tiles; n++)
+            whole_step<true>(args, w, c, item, n);
+        far_rows far = store_result(args, w, c.o, c.rows, group);
+        store_rare(args, w, far, group);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, FA_MIN_BLOCKS)
     forward_sm90(const __grid_constant__ fa_args args, const __grid_constant__ fa_maps maps)
 {
     if (threadIdx.x == 0)
         start_barriers();
     __syncthreads(); /* the barriers are set up */
     if (threadIdx.x < 128) {
-        registers_down<CONSUMERS == 3 ? 32 : 40>(); /* of the 512 (3 consumers) or 504 that four or three threads have */
+        registers_down<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0)
             plan(args, maps);
         else if (threadIdx.x == 32)
@@ -473,7 +562,11 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 1)
         else if (threadIdx.x >= 64)
             inspect(args);
     } else {
-        registers_up<CONSUMERS == 3 ? 160 : 232>();
-        consume(args, same_for_all(threadIdx.x / 128 - 1));
+        registers_up<CONSUMER_REGISTERS>();
+        int group = same_for_all(threadIdx.x / 128 - 1);
+        if constexpr (BESIDE_ANOTHER)
+            consume_beside(args, group);
+        else
+            consume(args, group);
     }
 }
