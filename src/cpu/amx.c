@@ -22,14 +22,14 @@ FA_AMX_INLINE bool has_turned_form(fa_role role) { return role == FA_ROLE_Q_RIGH
 
 FA_AMX_INLINE size_t bytes_of(fa_role role, int rows, int cols, int pieces)
 {
-    int turned = has_turned_form(role) ? tiles_of(rows, 32) * 2 * tiles_of(cols, 32) : 0;
-    int tiles  = is_left(role) || is_keys(role) ? tiles_of(rows, 16) * tiles_of(cols, 32)
-                                                : tiles_of(rows, 32) * tiles_of(cols, 16);
+    int turned = has_turned_form(role) ? fa_tiles_of(rows, 32) * 2 * fa_tiles_of(cols, 32) : 0;
+    int tiles  = is_left(role) || is_keys(role) ? fa_tiles_of(rows, 16) * fa_tiles_of(cols, 32)
+                                                : fa_tiles_of(rows, 32) * fa_tiles_of(cols, 16);
     if (has_turned_form(role))
-        tiles = tiles_of(rows, 32) * tiles_of(cols, 32) * 2;
+        tiles = fa_tiles_of(rows, 32) * fa_tiles_of(cols, 32) * 2;
     if (role == FA_ROLE_K_RIGHT) { /* K and K^T: as many tiles */
-        turned = tiles_of(rows, 32) * 4 * tiles_of(cols, 32);
-        tiles  = tiles_of(cols, 16);
+        turned = fa_tiles_of(rows, 32) * 4 * fa_tiles_of(cols, 32);
+        tiles  = fa_tiles_of(cols, 16);
     }
     int largest = pieces == 1 && (role == FA_ROLE_Q || role == FA_ROLE_K) ? 64 : 0;
     return (size_t)(turned + tiles) * (size_t)pieces * FA_AMX_TILE + (size_t)largest;
@@ -162,13 +162,13 @@ FA_AMX_COPIES int pack_along_rows(char *packed, const fa_rows *src, int pieces, 
  * same dwords, turned. */
 static void turn_strip(char *out, const char *values, int strip, int strips, int cols, int pieces)
 {
-    for (int col = 0; col < tiles_of(cols, 32) * 2; col++) {
+    for (int col = 0; col < fa_tiles_of(cols, 32) * 2; col++) {
         for (int n = 0; n < pieces; n++) {
             __m512i     tile[16];
             const char *from = values + ((int64_t)col * pieces + n) * FA_AMX_TILE;
             char       *to   = out + (((int64_t)col * strips + strip) * pieces + n) * FA_AMX_TILE;
             for (int r = 0; r < 16; r++)
-                tile[r] = col < tiles_of(cols, 16) ? _mm512_load_si512(from + 64 * r) : _mm512_setzero_si512();
+                tile[r] = col < fa_tiles_of(cols, 16) ? _mm512_load_si512(from + 64 * r) : _mm512_setzero_si512();
             fa_amx_transpose(tile);
             for (int r = 0; r < 16; r++)
                 _mm512_store_si512(to + 64 * r, tile[r]);
@@ -178,8 +178,8 @@ static void turn_strip(char *out, const char *values, int strip, int strips, int
 
 FA_AMX_COPIES int pack_keys_backward(char *packed, const fa_rows *src, int *bad, int pieces, short infinity)
 {
-    int     strips = tiles_of(src->count, 32), num_bad = 0;
-    int64_t form   = (int64_t)strips * 2 * tiles_of(src->cols, 32) * pieces * FA_AMX_TILE;
+    int     strips = fa_tiles_of(src->count, 32), num_bad = 0;
+    int64_t form   = (int64_t)strips * 2 * fa_tiles_of(src->cols, 32) * pieces * FA_AMX_TILE;
     char   *turned = packed + form, *values = turned + form;
     pack_along_columns(packed, src, pieces, false);
     for (int strip = 0; strip < strips; strip++) {
@@ -206,7 +206,7 @@ typedef struct pack_form {
 static __attribute__((noinline)) bool pack_both_16_bit(char *keys, char *values, const fa_rows *src, layout at,
                                                        short infinity)
 {
-    int64_t key_row = (int64_t)tiles_of(src->cols, 32) * FA_AMX_TILE;
+    int64_t key_row = (int64_t)fa_tiles_of(src->cols, 32) * FA_AMX_TILE;
     __m512i largest = _mm512_setzero_si512();
     if (src->stride != 1 || src->dtype != FLASH_ATTN_BF16 || src->cols % 32 || src->count % 32 ||
         !fa_amx_rows_exist(src, 0, src->count))
@@ -227,7 +227,7 @@ static fa_rows rows_in_order(const fa_rows *src, const void **row, int (*order)(
 {
     fa_rows ordered = *src;
     ordered.row     = row;
-    ordered.count   = tiles_of(src->count, 32) * 32;
+    ordered.count   = fa_tiles_of(src->count, 32) * 32;
     for (int r = 0; r < ordered.count; r++) {
         int from = r / 32 * 32 + order(r % 32);
         row[r]   = from < src->count ? src->row[from] : NULL;
@@ -251,7 +251,7 @@ FA_AMX_INLINE int pack_any(fa_role role, void *packed, const fa_rows *src, int *
         return pack_keys_backward(packed, src, bad, pieces, form.infinity);
     if (has_turned_form(role)) {
         layout by_columns = layout_by_columns(src->count, pieces);
-        char  *keys       = (char *)packed + tiles_of(src->cols, 32) * by_columns.columns;
+        char  *keys       = (char *)packed + fa_tiles_of(src->cols, 32) * by_columns.columns;
         if (pack_whole_both(keys, packed, src, by_columns, pieces))
             return 0;
         if (pieces == 1 && !form.order && pack_both_16_bit(keys, packed, src, by_columns, form.infinity))
@@ -328,8 +328,8 @@ int fa_amx_pack_fp16(fa_role role, void *packed, const fa_rows *src, int *bad)
 FA_AMX_INLINE void scores_pieces(float *s, int lds, const void *left, const void *right, int rows, int keys, int depth,
                                  int pieces)
 {
-    int64_t steps = tiles_of(depth, 32), step = (int64_t)pieces * FA_AMX_TILE;
-    matrix  c = {s, lds, rows, tiles_of(keys, 16) * 16};
+    int64_t steps = fa_tiles_of(depth, 32), step = (int64_t)pieces * FA_AMX_TILE;
+    matrix  c = {s, lds, rows, fa_tiles_of(keys, 16) * 16};
     operand a = {left, steps * step, step}, b = {right, steps * step, step};
     multiply(&c, &a, &b, (int)steps, pieces, false);
 }
@@ -381,7 +381,7 @@ static void scale_rows(float *c, int ldc, const float *rescale, int rows, int co
 FA_AMX_INLINE void accumulate_pieces(float *c, int ldc, const float *rescale, const float *p, int ldp,
                                      const void *right, int rows, int keys, int cols, void *scratch, int pieces)
 {
-    int64_t steps = tiles_of(keys, 32), columns = tiles_of(cols, 16), step = (int64_t)pieces * FA_AMX_TILE;
+    int64_t steps = fa_tiles_of(keys, 32), columns = fa_tiles_of(cols, 16), step = (int64_t)pieces * FA_AMX_TILE;
     matrix  out = {c, ldc, rows, (int)columns * 16};
     operand a = {scratch, steps * step, step}, b = {right, step, columns * step};
     if (rescale)
@@ -392,7 +392,7 @@ FA_AMX_INLINE void accumulate_pieces(float *c, int ldc, const float *rescale, co
 
 FA_AMX_INLINE size_t p_bytes(int rows, int keys, int pieces)
 {
-    return (size_t)tiles_of(rows, 32) * 2 * (size_t)tiles_of(keys, 32) * 2 * (size_t)pieces * FA_AMX_TILE;
+    return (size_t)fa_tiles_of(rows, 32) * 2 * (size_t)fa_tiles_of(keys, 32) * 2 * (size_t)pieces * FA_AMX_TILE;
 }
 
 /* float16: a float32 dO is rounded before it is multiplied, so Delta's has to be. */

@@ -9,12 +9,10 @@
 #include <float.h>
 #include <pthread.h>
 
-static int tiles_of(int n, int step) { return (n + step - 1) / step; }
-
 static void scores(float *s, int lds, const void *left, const void *right, int rows, int keys, int depth)
 {
-    int64_t steps = tiles_of(depth, 32);
-    matrix  c     = {s, lds, rows, tiles_of(keys, 16) * 16};
+    int64_t steps = fa_tiles_of(depth, 32);
+    matrix  c     = {s, lds, rows, fa_tiles_of(keys, 16) * 16};
     operand a = {left, steps * FA_AMX_TILE, FA_AMX_TILE}, b = {right, steps * FA_AMX_TILE, FA_AMX_TILE};
     multiply(&c, &a, &b, (int)steps, 1, false);
 }
@@ -65,7 +63,7 @@ static void accumulate(float *c, int ldc, const float *rescale, const float *p, 
                        int keys, int cols, void *scratch)
 {
     float   factor[FA_MAX_TILE];
-    int64_t steps = tiles_of(keys, 32), columns = tiles_of(cols, 16);
+    int64_t steps = fa_tiles_of(keys, 32), columns = fa_tiles_of(cols, 16);
     matrix  out = {c, ldc, rows, (int)columns * 16};
     operand a = {scratch, steps * FA_AMX_TILE, FA_AMX_TILE}, b = {right, FA_AMX_TILE, columns * FA_AMX_TILE};
     for (int r = 0; r < rows; r++) {

@@ -83,8 +83,6 @@ FA_AMX_INLINE void fa_amx_transpose_tile(char *out, const void *const *row, int 
     }
 }
 
-static inline int tiles_of(int n, int step) { return (n + step - 1) / step; }
-
 /* Where tiles of values lie: bytes from 32 rows to the next, and from two tiles of columns to the next two. */
 typedef struct layout {
     int64_t rows, columns;
@@ -93,7 +91,7 @@ typedef struct layout {
 FA_AMX_INLINE layout layout_by_rows(int cols, int pieces)
 {
     int64_t tile = (int64_t)pieces * FA_AMX_TILE;
-    return (layout){tiles_of(cols, 16) * tile, 2 * tile};
+    return (layout){fa_tiles_of(cols, 16) * tile, 2 * tile};
 }
 
 /* Two tiles of columns of all rows side by side, for whoever reads just these, again and again: they then spread over
@@ -101,7 +99,7 @@ FA_AMX_INLINE layout layout_by_rows(int cols, int pieces)
 FA_AMX_INLINE layout layout_by_columns(int rows, int pieces)
 {
     int64_t tile = (int64_t)pieces * FA_AMX_TILE;
-    return (layout){2 * tile, tiles_of(rows, 32) * 2 * tile};
+    return (layout){2 * tile, fa_tiles_of(rows, 32) * 2 * tile};
 }
 
 /* Rows r (x) and r + 16 (y) of 32 columns as values, a row of two tiles. Returns the largest magnitude's bits with

@@ -64,7 +64,7 @@ FA_AMX_INLINE bool pack_both_forms(char *keys, char *values, const fa_rows *src,
 {
     const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
     __m512i       largest   = _mm512_setzero_si512();
-    int64_t       row_tile  = (int64_t)tiles_of(src->cols, 32) * pieces * FA_AMX_TILE;
+    int64_t       row_tile  = (int64_t)fa_tiles_of(src->cols, 32) * pieces * FA_AMX_TILE;
     for (int col = 0; col < src->cols; col += 16) {
         char *out    = values + col / 32 * at.columns + (int64_t)(col % 32 / 16 * pieces) * FA_AMX_TILE;
         char *turned = keys + (int64_t)(col / 32 * pieces) * FA_AMX_TILE + col % 32 / 2 * 64;
@@ -99,7 +99,7 @@ FA_AMX_INLINE bool pack_both_forms(char *keys, char *values, const fa_rows *src,
 /* False: not such rows. */
 FA_AMX_COPIES bool pack_whole_both(char *keys, char *values, const fa_rows *src, layout at, int pieces)
 {
-    int64_t key_rows = 2 * (int64_t)tiles_of(src->cols, 32) * pieces * FA_AMX_TILE;
+    int64_t key_rows = 2 * (int64_t)fa_tiles_of(src->cols, 32) * pieces * FA_AMX_TILE;
     bool    whole    = pieces > 1 && src->stride == 1 && src->dtype != FLASH_ATTN_F8E4M3 && src->cols % 32 == 0 &&
                  src->count % 32 == 0 && fa_amx_rows_exist(src, 0, src->count);
     for (int first = 0; whole && first < src->count; first += 32)

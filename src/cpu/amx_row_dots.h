@@ -51,12 +51,12 @@ static void diagonals(float *out, const fa_rows *a, const fa_rows *b, int first,
 FA_AMX_INLINE void packed_row_dots(float *out, const fa_rows *a, const fa_rows *b, const void *packed)
 {
     enum { ROWS = DOTS_AT_ONCE };
-    int         depth = tiles_of(b->cols, 32);
+    int         depth = fa_tiles_of(b->cols, 32);
     const char *keys  = (const char *)packed + depth * layout_by_columns(b->count, MAX_PIECES).columns;
     for (int first = 0; first < a->count; first += ROWS) {
         _Alignas(64) __m512i left[4][MAX_PIECES][16];
         _Alignas(64) float   c[4][FA_AMX_TILE_FLOATS];
-        int                  tiles = fa_min_int(4, tiles_of(a->count - first, 16));
+        int                  tiles = fa_min_int(4, fa_tiles_of(a->count - first, 16));
         TILE_ZERO(0);
         TILE_ZERO(1);
         TILE_ZERO(2);
@@ -92,11 +92,11 @@ FA_AMX_INLINE void packed_row_dots(float *out, const fa_rows *a, const fa_rows *
 /* The same of one piece; a is bfloat16. */
 static void packed_row_dots_of_one(float *out, const fa_rows *a, const fa_rows *b, const void *packed)
 {
-    int         depth = tiles_of(b->cols, 32);
+    int         depth = fa_tiles_of(b->cols, 32);
     const char *keys  = (const char *)packed + depth * layout_by_columns(b->count, 1).columns;
     for (int first = 0; first < a->count; first += DOTS_AT_ONCE) {
         _Alignas(64) float c[4][FA_AMX_TILE_FLOATS];
-        for (int t = 0; t < tiles_of(fa_min_int(a->count - first, DOTS_AT_ONCE), 16); t++) {
+        for (int t = 0; t < fa_tiles_of(fa_min_int(a->count - first, DOTS_AT_ONCE), 16); t++) {
             const int at = first + 16 * t;
             TILE_ZERO(0);
             for (int step = 0; step < depth; step++) {

@@ -212,6 +212,9 @@ typedef struct fa_kernels {
     void (*leave)(void);
 } fa_kernels;
 
+/* How many tiles of `step` hold n. */
+static inline int fa_tiles_of(int n, int step) { return (n + step - 1) / step; }
+
 /* Row `row` of a times that of b; where a is 0, b counts as 0 whatever it holds. For row_dots whose products cannot. */
 float fa_dot_of_nonzero(const fa_rows *a, const fa_rows *b, int row);
 

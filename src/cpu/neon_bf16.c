@@ -14,11 +14,9 @@
 
 enum { SIDE = 8, STEP = 4, STEP_HALVES = SIDE * STEP };
 
-static int tiles_of(int n, int step) { return (n + step - 1) / step; }
-
 static size_t operand_bytes(int count, int depth)
 {
-    return (size_t)tiles_of(count, SIDE) * (size_t)tiles_of(depth, STEP) * STEP_HALVES * sizeof(uint16_t);
+    return (size_t)fa_tiles_of(count, SIDE) * (size_t)fa_tiles_of(depth, STEP) * STEP_HALVES * sizeof(uint16_t);
 }
 
 static bool is_along_rows(fa_role role)
@@ -74,7 +72,7 @@ static void store_turned(uint16_t *out, uint16x8_t a, uint16x8_t b, uint16x8_t c
 
 static int pack_along_rows(uint16_t *out, const fa_rows *src, int *bad)
 {
-    int64_t panel   = (int64_t)tiles_of(src->count, STEP) * STEP_HALVES;
+    int64_t panel   = (int64_t)fa_tiles_of(src->count, STEP) * STEP_HALVES;
     int     num_bad = 0;
     for (int first = 0; first < src->count; first += STEP, out += STEP_HALVES) {
         const void *row[STEP];
@@ -182,7 +180,7 @@ static inline void product_block(const product *to, int col, const uint16_t *a, 
 static void product_panel(const product *to, const uint16_t *a, const uint16_t *b, int cols, int depth,
                           bool may_be_zero)
 {
-    int     first = 0, steps = tiles_of(depth, STEP), last = steps;
+    int     first = 0, steps = fa_tiles_of(depth, STEP), last = steps;
     int64_t panel = (int64_t)steps * STEP_HALVES;
     while (may_be_zero && first < last && step_is_zero(a + (int64_t)first * STEP_HALVES))
         first++;
@@ -196,7 +194,7 @@ static void product_panel(const product *to, const uint16_t *a, const uint16_t *
 static void multiply(float *c, int ldc, const float *rescale, const uint16_t *left, const uint16_t *right, int rows,
                      int cols, int depth, bool add)
 {
-    int64_t panel = (int64_t)tiles_of(depth, STEP) * STEP_HALVES;
+    int64_t panel = (int64_t)fa_tiles_of(depth, STEP) * STEP_HALVES;
     for (int r = 0; r < rows; r += SIDE, left += panel) {
         product to = {c + (int64_t)r * ldc, ldc, fa_min_int(SIDE, rows - r), rescale ? rescale + r : NULL, add};
         product_panel(&to, left, right, cols, depth, add);
@@ -239,12 +237,8 @@ static void load_pieces(uint16_t out[][STEP], const fa_rows *src, int r, int col
     for (int n = 0; n < STEP; n++) {
         float x = col + n < src->cols ? fa_load(src->row[r], (col + n) * src->stride, src->dtype) : 0.0f;
         for (int piece = 0; piece < pieces; piece++) {
-            uint16_t half  = fa_bf16_of_float(x);
-            uint32_t bits  = (uint32_t)half << 16;
-            float    value = 0.0f;
-            memcpy(&value, &bits, sizeof value);
-            out[piece][n] = half;
-            x -= value;
+            out[piece][n] = fa_bf16_of_float(x);
+            x -= fa_float_of_bf16(out[piece][n]);
         }
     }
 }
