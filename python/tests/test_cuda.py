@@ -286,6 +286,10 @@ def test_new_keys_that_do_not_fit_are_refused_before_any_is_written():
     test_variants.test_new_keys_that_do_not_fit_are_refused_before_any_is_written()
 
 
+def test_float8_inputs_with_descales():
+    test_interface.test_float8_inputs_with_descales()
+
+
 # ---- clients ----
 
 

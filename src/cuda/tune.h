@@ -50,6 +50,7 @@ enum {
     FA_IN_BF16   = 1 << FLASH_ATTN_BF16,
     FA_IN_F8     = 1 << FLASH_ATTN_F8E4M3,
     FA_IN_16_BIT = FA_IN_F16 | FA_IN_BF16,
+    FA_IN_16_OR_8 = FA_IN_16_BIT | FA_IN_F8,
     FA_ON_NONE   = 1, /* FA_MASK_* (constants.h) */
     FA_ON_CAUSAL = 2,
     FA_ON_WINDOW = 4,

@@ -23,7 +23,7 @@ template <typename WORK> FA_DEVICE double far_score(const fa_args &args, const W
     for (int d = 0; d < args.head_dim; d++)
         dot += (double)load_element(args.q.data, q + d * args.q.stride[3], FA_DTYPE) *
                (double)load_element(k, d * args.k.stride[3], FA_DTYPE);
-    return dot * args.scale_log2;
+    return dot * args.scale_log2 * descale_of_scores(args, w.b, w.kv_head);
 }
 
 FA_DEVICE double warp_max(double x)

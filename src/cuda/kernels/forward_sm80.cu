@@ -1,6 +1,6 @@
 /*
  * FlashAttention-2 forward (Algorithm 1) by mma.sync, for every GPU from Ampere on; float16, bfloat16, and float32 in three
- * pieces of bfloat16 (numbers.cuh).
+ * pieces of bfloat16 (numbers.cuh), FP8 as float16: its bytes are copied like other rows, and each thread widens its own.
  *
  *              head_dim                 A block owns FA_TILE_Q rows of Q of one head and walks its key tiles from right to
  *           +-----------+               left: first the tiles on the mask's edge, then the clean ones in a loop without any
@@ -61,6 +61,11 @@ FA_DEVICE kv_source kv_source_of(const fa_args &args, const fa_view &view, const
     return {data + w.seq.kv_entry * view.stride[0] + w.seq.kv_row * view.stride[1], nullptr};
 }
 
+FA_DEVICE float scale_log2_of(const fa_args &args, const work &w)
+{
+    return args.scale_log2 * descale_of_scores(args, w.b, w.kv_head);
+}
+
 FA_DEVICE work work_of(const fa_args &args)
 {
     work       w;
@@ -88,7 +93,7 @@ FA_DEVICE work work_of(const fa_args &args)
         w.keys.end = w.keys.begin;
     w.clean      = clean_tiles<FA_TILE_K>(args, w.seq, w.queries, w.keys);
     w.first_tile = w.keys.begin / FA_TILE_K;
-    w.unit       = MODIFIED || args.scale_log2 == 0 ? 1.0f : fabsf(args.scale_log2);
+    w.unit       = MODIFIED || scale_log2_of(args, w) == 0 ? 1.0f : fabsf(scale_log2_of(args, w));
     w.k          = kv_source_of(args, args.k, w);
     w.v          = kv_source_of(args, args.v, w);
     return w;
@@ -258,14 +263,14 @@ FA_DEVICE bool store_result(float (&o)[ROWS16][COLS8][4], float (&maximum)[2 * R
                             const fa_args &args, work &w, unsigned shared)
 {
     int    warp = threadIdx.x / 32, warp_row = w.first_q + warp * 16 * ROWS16;
-    float  sink_log2 = sink_log2_of(args, w), scale[2 * ROWS16];
+    float  sink_log2 = sink_log2_of(args, w), descale = descale_of(args.descale_v, w.b, w.kv_head), scale[2 * ROWS16];
     bool   far = false;
 #pragma unroll
     for (int r = 0; r < 2 * ROWS16; r++) {
         int     i   = w.first_q + row_of(r / 2, r % 2);
         float   top = maximum[r] * unit;
         row_end end = end_of_row(top, quad_sum(sum[r]), sink_log2, i >= w.seq.seqlen_q);
-        scale[r]    = end.scale;
+        scale[r]    = end.scale * descale;
         if (FA_HAS_DROPOUT)
             scale[r] *= args.dropout.keep_scale;
         if (threadIdx.x % 4 == 0 && i < w.seq.rows_q)
@@ -310,7 +315,8 @@ static __device__ __noinline__ void redo_far_rows(const fa_args &args, const wor
         double        o[COLS], peak, total;
         float         lse;
         far_row<COLS>(args, w, i, o, peak, total);
-        float scale = end_far_row(peak, total, sink_log2_of(args, w), lse) * (FA_HAS_DROPOUT ? args.dropout.keep_scale : 1.0f);
+        float scale = end_far_row(peak, total, sink_log2_of(args, w), lse) * (FA_HAS_DROPOUT ? args.dropout.keep_scale : 1.0f) *
+                      descale_of(args.descale_v, w.b, w.kv_head);
         if (threadIdx.x % 32 == 0)
             store_lse(args, w, i, lse);
         for (int c = 0, col = threadIdx.x % 32; c < COLS; c++, col += 32)
@@ -354,10 +360,18 @@ struct block_state {
     float       o[ROWS16][COLS8][4];
 };
 
-/* Waits for a tile's copies. In an edge tile also clears Inf and NaN from V; true if there were any. */
-template <bool CLEAR> FA_DEVICE bool wait_for_tile(unsigned v_tile)
+FA_DEVICE void wait_for_k(unsigned k_tile)
 {
     copy_wait<0>();
+    expand_tile<FA_TILE_K, FA_HEAD_DIM>(k_tile);
+    __syncthreads();
+}
+
+/* In an edge tile also clears Inf and NaN from V; true if there were any. */
+template <bool CLEAR> FA_DEVICE bool wait_for_v(unsigned v_tile)
+{
+    copy_wait<0>();
+    expand_tile<FA_TILE_K, FA_HEAD_DIM_V>(v_tile);
     if constexpr (CLEAR)
         return __syncthreads_or(clear_nonfinite<FA_TILE_K, FA_HEAD_DIM_V>(v_tile));
     __syncthreads();
@@ -372,16 +386,20 @@ FA_DEVICE void step(block_state &state, const fa_args &args, const work &w, cons
     int            next  = next_tile(args, w, state.tile - 1, w.first_tile);
     float          s[ROWS16][KEYS8][4];
     if constexpr (FA_STAGES == 1) {
-        wait_for_tile<false>(0);
+        wait_for_k(state.k_shared);
         copy_v(args, state.v_shared, w, state.tile, true);
         copy_commit();
         v_at = v_at.from(0);
         scores_of_tile(s, q_at.from(0), q_kept, k_at.from(0));
-        state.cleared |= wait_for_tile<CLEAR>(state.v_shared);
+        state.cleared |= wait_for_v<CLEAR>(state.v_shared);
         copy_k(args, state.k_shared, w, next, next >= w.first_tile);
         copy_commit();
     } else {
-        state.cleared |= wait_for_tile<CLEAR>(state.v_shared + state.stage * V_BYTES);
+        if constexpr (AS_BYTES) {
+            copy_wait<0>();
+            expand_tile<FA_TILE_K, FA_HEAD_DIM>(state.k_shared + state.stage * K_BYTES);
+        }
+        state.cleared |= wait_for_v<CLEAR>(state.v_shared + state.stage * V_BYTES);
         int other = state.stage ^ 1;
         k_at        = k_at.from(state.stage * K_BYTES);
         v_at        = v_at.from(state.stage * V_BYTES);
@@ -417,9 +435,14 @@ FA_DEVICE void walk_tiles(block_state &state, const fa_args &args, const work &w
     lane_addresses<FA_HEAD_DIM, true>   k_at(state.k_shared, halves_first_row(), halves_first_half());
     lane_addresses<FA_HEAD_DIM_V, true> v_at(state.v_shared, rows_first_row(), rows_first_half());
     q_fragments                   q_kept;
-    if (!MODIFIED && args.scale_log2 <= 0) { /* below 0 turns the order of scores round, 0 makes all equal */
+    float scale_log2 = scale_log2_of(args, w);
+    if constexpr (AS_BYTES) {
         copy_wait<1>();
-        multiply_tile<FA_TILE_Q, FA_HEAD_DIM>(shared, args.scale_log2 < 0 ? -1.0f : 0.0f);
+        expand_tile<FA_TILE_Q, FA_HEAD_DIM>(shared);
+    }
+    if (!MODIFIED && scale_log2 <= 0) { /* below 0 turns the order of scores round, 0 makes all equal */
+        copy_wait<1>();
+        multiply_tile<FA_TILE_Q, FA_HEAD_DIM>(shared, scale_log2 < 0 ? -1.0f : 0.0f);
     }
     if constexpr (Q_STAYS) {
         copy_wait<1>();

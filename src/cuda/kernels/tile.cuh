@@ -118,10 +118,13 @@ FA_DEVICE void store_chunk(unsigned at, int plane_bytes, const float (&e)[8])
         shared_store(at + p * plane_bytes, make_uint4(word[0][p], word[1][p], word[2][p], word[3][p]));
 }
 
+/* FP8 arrives as it is, each chunk's eight bytes in the chunk's first half, and expand_tile makes float16 of it. */
+constexpr bool AS_BYTES = FA_DTYPE == FA_F8E4M3 && FA_ALIGNED;
+
 /*
  * All threads copy rows [0, ROWS) of `source` to a tile. Rows outside [begin, end) and columns from `cols` on are zeros,
  * which keeps what lies there (NaN too) out of the products. No branch: the compiler may spread the copies over the
- * products around them. Needs copy_commit and copy_wait; without FA_ALIGNED it is done on return.
+ * products around them. Needs copy_commit, copy_wait and expand_tile; without FA_ALIGNED it is done on return.
  */
 template <int ROWS, int COLS, class SOURCE>
 FA_DEVICE void copy_tile(unsigned to, const SOURCE &source, int begin, int end, int cols, fa_i64 inner_stride)
@@ -145,7 +148,9 @@ FA_DEVICE void copy_tile(unsigned to, const SOURCE &source, int begin, int end, 
         for (int group = 0; group < layout::CHUNKS; group += LANES) {
             int      chunk = group + lane;
             unsigned at    = to + layout::offset(row, chunk);
-            if constexpr (FA_ALIGNED && PLANES == 1) {
+            if constexpr (AS_BYTES) {
+                copy_async_8(at, from + chunk * 8, valid && (FA_EVEN_D || chunk * 8 < cols));
+            } else if constexpr (FA_ALIGNED && PLANES == 1) {
                 copy_async(at, from + chunk * 8, valid && (FA_EVEN_D || chunk * 8 < cols));
             } else {
                 float e[8];
@@ -171,6 +176,26 @@ FA_DEVICE void convert_tile(unsigned to, const float *from, fa_i64 stride, fa_i6
                 e[c] = row < end && chunk * 8 + c < cols ? from[row * stride + (chunk * 8 + c) * inner_stride] : 0.0f;
             store_chunk(to + layout::offset(row, chunk), ROWS * layout::ROW_BYTES, e);
         }
+}
+
+/* The chunks that this thread copied by copy_tile, once copy_wait has seen them: bytes become float16. */
+template <int ROWS, int COLS> FA_DEVICE void expand_tile(unsigned tile_at)
+{
+    using layout               = tile<COLS>;
+    constexpr int LANES        = layout::GROUP;
+    constexpr int ROWS_AT_ONCE = THREADS / LANES;
+    int           lane = threadIdx.x % LANES, first_row = threadIdx.x / LANES;
+#pragma unroll 1 /* scores and O leave few registers */
+    for (int r = 0; r < (AS_BYTES ? ROWS : 0); r += ROWS_AT_ONCE)
+#pragma unroll
+        for (int group = 0; group < layout::CHUNKS; group += LANES)
+            if (ROWS % ROWS_AT_ONCE == 0 || first_row + r < ROWS) {
+                unsigned at = tile_at + layout::offset(first_row + r, group + lane), low[2], high[2];
+                uint2    v  = shared_load_8(at);
+                f16_of_e4m3(low, v.x);
+                f16_of_e4m3(high, v.y);
+                shared_store(at, make_uint4(low[0], low[1], high[0], high[1]));
+            }
 }
 
 /* Looks through the chunks that this thread copied by copy_tile (its own copies are visible to it after copy_wait); Inf
