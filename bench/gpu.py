@@ -2,13 +2,14 @@
 """Time flashattn and its peers on one GPU over the FlashAttention papers' grid, in one run, and check every answer.
 
     make && python3 bench/gpu.py [--json FILE] [--head-dims 64,128,256] [--seqlens 512,...,16384] [--passes forward] [--quick]
-                                 [--math] [--flex] [--varlen] [--deterministic] [--portable]
+                                 [--math] [--flex] [--varlen] [--deterministic] [--portable] [--fp8]
 
 bfloat16, hidden dimension 2048, 16384 tokens, no mask and causal, forward and backward. Peers: PyTorch's SDPA backends (math:
 standard attention; efficient; flash, which is FlashAttention-2; cuDNN) and with --flex FlexAttention, which torch.compile makes
 through Triton, anew for each shape and pass. With --varlen sequences are packed (cu_seqlens), the longest as long as said and the
 others of random lengths, and the peers are the calls that take such: PyTorch's varlen_attn (flash) and cuDNN's. With --deterministic
-the backward's sums have a fixed order, ours and the peers' that can. --portable adds our kernels for any GPU. TFLOP/s count 4 s^2 d h b, half when causal, 2.5 times for the backward. Each answer
+the backward's sums have a fixed order, ours and the peers' that can. --portable adds our kernels for any GPU, --fp8 our forward with FP8 inputs;
+then all have the same inputs, numbers that FP8 holds. TFLOP/s count 4 s^2 d h b, half when causal, 2.5 times for the backward. Each answer
 is compared with float64 on one head first; a wrong one is shown as WRONG and makes the exit status 1. Every time is the median of
 several groups of launches between two events; ours and the peers take turns. FILE is written anew after each line.
 """
@@ -36,7 +37,7 @@ from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 import flashattn.torch_ops  # noqa: E402, F401 - so that kernels are compiled as for any user of PyTorch
 from flashattn import _call, _native  # noqa: E402
 
-DEVICE, TOKENS, HIDDEN = "cuda", 16384, 2048
+DEVICE, TOKENS, HIDDEN, FP8 = "cuda", 16384, 2048, torch.float8_e4m3fn
 PEERS = {"math": SDPBackend.MATH, "efficient": SDPBackend.EFFICIENT_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
          "cudnn": SDPBackend.CUDNN_ATTENTION}
 
@@ -53,7 +54,7 @@ class Cell:
     """One problem: inputs [batch, seqlen, heads, d], or packed [tokens, heads, d], and what is expected of head 0 of batch 0, or of the
     longest sequence."""
 
-    def __init__(self, d, seqlen, causal, packed=False, deterministic=False):
+    def __init__(self, d, seqlen, causal, packed=False, deterministic=False, fp8=False):
         self.d, self.seqlen, self.causal, self.packed, self.deterministic = d, seqlen, causal, packed, deterministic
         self.heads, self.lengths = HIDDEN // d, packed_lengths(seqlen) if packed else [seqlen] * (TOKENS // seqlen)
         shape = (TOKENS, self.heads, d) if packed else (len(self.lengths), seqlen, self.heads, d)
@@ -61,6 +62,8 @@ class Cell:
             self.cu = torch.tensor([sum(self.lengths[:n]) for n in range(len(self.lengths) + 1)], device=DEVICE, dtype=torch.int32)
             self.first = sum(self.lengths[: self.lengths.index(seqlen)])
         self.q, self.k, self.v, self.dout = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
+        if fp8:
+            self.q, self.k, self.v = (t.to(FP8).to(torch.bfloat16) for t in (self.q, self.k, self.v))
         q, k, v = (self.one(t).double().requires_grad_() for t in (self.q, self.k, self.v))
         scores = q @ k.T * d**-0.5
         if causal:
@@ -75,13 +78,13 @@ class Cell:
         full = 4 * sum(n**2 for n in self.lengths) * self.d * self.heads * (2.5 if backward else 1)
         return full / 2 if self.causal else full
 
-    def wrong(self, results, first):
+    def wrong(self, results, first, bound=1e-2):
         """The largest relative L2 error, or None if all is well. results are as the inputs."""
         worst = 0.0
         for got, expected in zip(results, self.truth[first:]):
             error = (self.one(got).double() - expected).norm() / expected.norm()
             worst = max(worst, error.item()) if error == error else float("nan")
-        return None if worst <= 1e-2 else worst
+        return None if worst <= bound else worst
 
 
 def ours(cell, context=None):
@@ -103,6 +106,19 @@ def ours(cell, context=None):
         return grads
 
     return forward, backward
+
+
+def fp8(cell):
+    """Ours with FP8 inputs; there is no backward."""
+    call = _call.Call(*(t.to(FP8) for t in (cell.q, cell.k, cell.v)), causal=cell.causal)
+    out = torch.full_like(cell.q, float("nan"))
+    call.forward(out)
+
+    def forward():
+        _call.check(_call.lib.flash_attn_forward(_native.context, call.address, call._exec()))
+        return [out]
+
+    return forward, None
 
 
 def peer(cell, backend):
@@ -216,7 +232,7 @@ def runs_of(cell, names):
     runs = {}
     for name in names:
         try:
-            own = {"ours": ours, "flex": flex, "portable": portable}.get(name)
+            own = {"ours": ours, "flex": flex, "portable": portable, "fp8": fp8}.get(name)
             runs[name] = own(cell) if own else packed_peer(cell, name) if cell.packed else peer(cell, PEERS[name])
         except Exception as problem:  # no kernel, no memory, or a compiler that gave up
             runs[name] = None
@@ -230,10 +246,10 @@ def bench_pass(cell, backward, runs, groups):
     right, row = {}, {}
     for name, pair in runs.items():
         row[name] = None
-        if pair is None:
+        if pair is None or pair[backward] is None:
             continue
         try:
-            error = cell.wrong(pair[backward](), 1 if backward else 0)
+            error = cell.wrong(pair[backward](), 1 if backward else 0, 5e-2 if name == "fp8" else 1e-2)
         except Exception as problem:
             if name in ("ours", "flex"):
                 print(f"  {name}: {first_line(problem)}")
@@ -271,6 +287,7 @@ def main():
     parser.add_argument("--varlen", action="store_true", help="packed sequences of random lengths up to the one given")
     parser.add_argument("--deterministic", action="store_true", help="sums of the backward in a fixed order")
     parser.add_argument("--portable", action="store_true", help="our kernels for any GPU too")
+    parser.add_argument("--fp8", action="store_true", help="our forward with FP8 inputs too")
     parser.add_argument("--quick", action="store_true", help="three lengths, three groups")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
@@ -282,8 +299,8 @@ def main():
     torch.manual_seed(0)
     card = state_of_card()
     print(f"before: {card}; PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
-    several = ["efficient"] if not options.varlen else []
-    names = ["ours", *(["portable"] if options.portable else []), *(["math"] if options.math else []), *several,
+    several = ["efficient"] if not options.varlen and not options.fp8 else []
+    names = ["ours", *(["fp8"] if options.fp8 else []), *(["portable"] if options.portable else []), *(["math"] if options.math else []), *several,
              *(["flex"] if options.flex else []), "flash", "cudnn"]
     if options.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -294,12 +311,12 @@ def main():
     for d in map(int, options.head_dims.split(",")):
         for causal in (False, True):
             for seqlen in seqlens:
-                cell = Cell(d, seqlen, causal, options.varlen, options.deterministic)
+                cell = Cell(d, seqlen, causal, options.varlen, options.deterministic, options.fp8)
                 runs = runs_of(cell, [n for n in names if n != "math" or seqlen <= 2048])
                 for backward in {"forward": [False], "backward": [True], "both": [False, True]}[options.passes]:
                     row = bench_pass(cell, backward, runs, groups)
                     speeds = {n: x for n, x in row.items() if isinstance(x, float)}
-                    best = max((x for n, x in speeds.items() if n not in ("ours", "portable")), default=None)
+                    best = max((x for n, x in speeds.items() if n not in ("ours", "portable", "fp8")), default=None)
                     over = [speeds["ours"] / x if "ours" in speeds and x else None for x in (speeds.get("flash"), best)]
                     if over[0]:
                         ratios.append(over[0])

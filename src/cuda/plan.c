@@ -267,7 +267,6 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
         tiles = (tiles + 1) / 2; /* in pairs */
     plan->has_maps         = true;
     plan->args.order_heads = alike ? 0 : (int)heads_in_l2(call, key);
-    plan->main             = plan->num_launches;
     int64_t blocks = tiles * call->heads_q * call->batch, all = tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], key->tile_q, tiles);
     int     own    = alike ? 0 : tiles_of_block(call, all);
     if (own > 0) {
@@ -275,6 +274,14 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
         plan->args.all_tiles_q = (int)all;
         blocks                 = ceil_div(all * call->heads_q, own);
     }
+    if (key->dtype == FA_F8E4M3) {
+        fa_key values  = fa_plan_small_key(FA_KERNEL_VALUES_SM90, key->arch);
+        values.dtype   = key->dtype;
+        values.head_dim_v = key->head_dim_v;
+        values.tile_k  = key->tile_k;
+        FA_TRY(add_launch(plan, &values, plan->args.tiles_k * call->heads_k * call->batch));
+    }
+    plan->main = plan->num_launches;
     FA_TRY(add_launch(plan, key, blocks));
     plan->launch[plan->main].stays = alike;
     return FLASH_ATTN_OK;
@@ -432,6 +439,8 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         args->o_partial   = take(&a, args->num_splits * call->heads_q * tokens * key->head_dim_v, sizeof(float));
         args->lse_partial = take(&a, args->num_splits * call->heads_q * tokens, sizeof(float));
     }
+    if (key->kernel == FA_KERNEL_FORWARD_SM90 && key->dtype == FA_F8E4M3)
+        args->v_turned = take(&a, call->batch * call->heads_k * args->tiles_k * key->tile_k, (size_t)key->head_dim_v);
     if (key->kernel == FA_KERNEL_K1_SCORES)
         args->o_partial = take(&a, call->heads_q * tokens * call->max_seqlen_k, sizeof(float));
     if (key->kernel == FA_KERNEL_FA1) {

@@ -25,6 +25,16 @@ const fa_tune_row fa_tune_rows[] = {
      "two consumers; two stages of Q, so that the walk does not stop between tiles of queries (decision 0047)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_TMA, 0, 128, 64, 12, 2, 1, 0, 0,
      "two consumers; 64 keys end with the rows of a consumer, 80 are no faster (decision 0047)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 64, FA_ON_CAUSAL, FA_FOR_SHORT_TMA, 2048, 128, 64, 12, 4, 2, 1, 0,
+     "FP8, short and causal: as in 16 bits (decision 0058)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 64, FA_ON_ANY, FA_FOR_TMA, 0, 192, 128, 16, 3, 1, 0, 0,
+     "FP8: exponentials bound it; three consumers of 64 rows (decision 0058)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 128, FA_ON_ANY, FA_FOR_SHORT_TMA, 1024, 128, 128, 12, 4, 1, 0, 0,
+     "FP8, short: 128 keys waste less at the ends (decision 0058)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 128, FA_ON_ANY, FA_FOR_TMA, 0, 128, 192, 12, 2, 1, 1, 240,
+     "FP8: 192 keys a step, for P takes half the registers; O in float32 spills on its way out (decision 0058)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 256, FA_ON_ANY, FA_FOR_TMA, 0, 128, 64, 12, 2, 1, 0, 0,
+     "FP8: 64 keys, beside O in float in 128 KB of shared memory (decision 0058)"},
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_PLAIN, 64, 64, 64, 4, 2, 4, 1, 16,
      "few queries: one tile of 64 with Q in registers, four blocks a multiprocessor"},
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_CAUSAL | FA_ON_WINDOW, FA_FOR_PLAIN, 1024, 64, 64, 4, 2, 4, 1, 16,
@@ -113,6 +123,8 @@ static bool backward_takes_tma(const fa_call *call)
 bool fa_tune_takes_tma(const fa_call *call)
 {
     if (call->pass == FLASH_ATTN_BACKWARD && !backward_takes_tma(call))
+        return false;
+    if (call->q.dtype == FLASH_ATTN_F8E4M3 && (call->cu_seqlens_k || call->cache_batch_idx)) /* values_sm90 counts entries' tiles */
         return false;
     return call->max_seqlen_q > 128 && call->num_splits <= 1 && call->head_dim > 32 && call->head_dim_v > 32 &&
            call->scale > 0 && fa_maps_fit(call);
