@@ -176,10 +176,12 @@ static void the_portable_kernel_is_as_exact_as_in_float16(void **state)
     (void)state;
     need_gpu();
     flash_attn_context *context = portable();
-    static const int    shapes[][4] = {{130, 130, 64, 0}, {130, 257, 128, 1}, {1, 300, 128, 0}, {65, 127, 256, 1}, {40, 129, 80, 0}};
+    static const int    shapes[][5] = { /* queries, keys, head_dim, causal, softcap */
+        {130, 130, 64, 0, 0}, {130, 257, 128, 1, 0}, {1, 300, 128, 0, 0}, {65, 127, 256, 1, 0}, {40, 129, 80, 0, 0}, {70, 90, 64, 1, 2}};
     for (size_t n = 0; n < sizeof shapes / sizeof shapes[0]; n++) {
         fp8_problem p = make_problem(2, shapes[n][0], shapes[n][1], 2, shapes[n][2], 0);
         p.host.mask = p.device.mask = shapes[n][3] ? FLASH_ATTN_CAUSAL : FLASH_ATTN_NONE;
+        p.host.softcap = p.device.softcap = (float)shapes[n][4];
         fill_problem(&p, n == 1 ? 10 : 0, n + 1);
         expect_ok(flash_attn_forward(NULL, &p.host, NULL));
         answer got = run_on_gpu(&p, context);
