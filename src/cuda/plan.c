@@ -191,7 +191,7 @@ static int64_t most_parts(const fa_args *args, int64_t part, int64_t keys)
 {
     int64_t most = 0;
     for (int n = 0; n <= args->part_doublings; n++, part *= 2) {
-        int64_t longest = n == args->part_doublings || part * args->enough_parts > keys ? keys : part * args->enough_parts;
+        int64_t longest = n == args->part_doublings || part * part / args->part_growth > keys ? keys : part * part / args->part_growth;
         most            = largest(most, ceil_div(longest, part));
     }
     return most;
@@ -201,19 +201,19 @@ static int64_t most_parts(const fa_args *args, int64_t part, int64_t keys)
  * Parts of the keys, by absolute position. A caller's number is taken as it is. Otherwise only calls with few queries
  * are split, into parts of a length that depends on the number of heads and on the sequence's own length alone, never on the batch or on how
  * many multiprocessors there are, for the order of sums must not: with 32 keys for each head, a context of 4096 keys gives
- * 128 blocks at batch 1, about one for each multiprocessor of a large GPU. Where rows are packed, longer sequences have longer
- * parts: each begins and ends, and leaves a result that grows with its rows (decision 0058).
+ * 128 blocks at batch 1, about one for each multiprocessor of a large GPU. Where rows are packed, parts grow with the root of
+ * the length, for each has a begin and an end, and leaves a result that grows with its rows (decision 0058).
  */
 static void choose_splits(const fa_call *call, const fa_tune_row *row, fa_args *args)
 {
-    enum { ENOUGH_PARTS = 32, ENOUGH_OF_MANY_ROWS = 16, DOUBLINGS = 3 };
+    enum { GROWTH = 16, GROWTH_OF_MANY_ROWS = 64, DOUBLINGS = 3 };
     int64_t keys = args->max_seqlen_k, part = keys, heads = is_packed(row) ? call->heads_k : call->heads_q;
     if (call->num_splits > 1)
         part = ceil_div(keys, call->num_splits);
     else if (call->num_splits == 0 && call->max_seqlen_q <= row->tile_q)
         part = heads <= 8 ? 256 : heads >= 64 ? 2048 : 32 * heads;
     if (call->num_splits == 0 && is_packed(row)) {
-        args->enough_parts   = row->tile_q > 16 ? ENOUGH_OF_MANY_ROWS : ENOUGH_PARTS;
+        args->part_growth    = row->tile_q > 16 ? GROWTH_OF_MANY_ROWS : GROWTH;
         args->part_doublings = DOUBLINGS;
     }
     part = ceil_div(part, row->tile_k) * row->tile_k;

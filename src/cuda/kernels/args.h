@@ -70,7 +70,8 @@ typedef struct fa_args {
     int max_seqlen_q, max_seqlen_k;        /* no sequence is longer */
     int tiles_q, tiles_k;                  /* ceil(max_seqlen_q / FA_TILE_Q), ceil(max_seqlen_k / FA_TILE_K) */
     int num_splits, split_keys;            /* part p works on keys [p * split_keys, (p + 1) * split_keys) */
-    int enough_parts, part_doublings;      /* forward_sm80: split_keys is doubled so many times at most while the sequence has more parts */
+    int part_growth, part_doublings;       /* forward_sm80: split_keys is doubled, so many times at most, while its square is less than
+                                              part_growth times the sequence's keys */
     int group_blocks;                      /* backward: blocks that share a key head; each does group / group_blocks
                                               query heads. 1 without FA_HAS_KV_ACCUM */
     float scale, scale_log2, softcap;      /* scale_log2 = scale * log2(e) */

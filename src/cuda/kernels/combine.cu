@@ -35,36 +35,32 @@ FA_DEVICE bool find_row(const fa_args &args, int entry, int row, bool &counts)
     return true;
 }
 
-/* Sum number `slot` of O, columns col to col + 3. */
-FA_DEVICE float4 sum_parts(const fa_args &args, int slot, fa_i64 part_rows, fa_i64 n, int col, float lse)
-{
-    enum { AT_ONCE = 4 };
-    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int first = slot; first < args.num_splits; first += AT_ONCE * FA_COMBINE_WARPS) {
-        float  weight[AT_ONCE];
-        float4 part[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            int p     = first + i * FA_COMBINE_WARPS;
-            weight[i] = p < args.num_splits ? args.lse_partial[p * part_rows + n] : -infinity();
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (weight[i] != -infinity()) /* an empty part's O may be anything */
-                part[i] = *(const float4 *)&args.o_partial[((first + i * FA_COMBINE_WARPS) * part_rows + n) * FA_HEAD_DIM_V + col];
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            float factor = weight[i] == -infinity() ? 0.0f : expf(weight[i] - lse);
-            total = make_float4(total.x + factor * part[i].x, total.y + factor * part[i].y, total.z + factor * part[i].z,
-                                total.w + factor * part[i].w);
-        }
-    }
-    return total;
-}
-
 FA_DEVICE float4 add(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+
+/* Parts first, first + STEP, ... of O, columns col to col + 3, each added to its sum. All are asked for before one is used. */
+template <int COUNT, int STEP, int SUMS>
+FA_DEVICE void add_parts(float4 (&sums)[SUMS], const fa_args &args, int first, fa_i64 part_rows, fa_i64 n, int col, float lse)
+{
+    float  weight[COUNT];
+    float4 part[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        int p     = first + i * STEP;
+        weight[i] = p < args.num_splits ? args.lse_partial[p * part_rows + n] : -infinity();
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (weight[i] != -infinity()) /* an empty part's O may be anything */
+            part[i] = *(const float4 *)&args.o_partial[((first + i * STEP) * part_rows + n) * FA_HEAD_DIM_V + col];
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        float   factor = weight[i] == -infinity() ? 0.0f : expf(weight[i] - lse);
+        float4 &sum    = sums[i % SUMS];
+        sum = make_float4(sum.x + factor * part[i].x, sum.y + factor * part[i].y, sum.z + factor * part[i].z, sum.w + factor * part[i].w);
+    }
+}
 
 FA_DEVICE void store_columns(const fa_args &args, fa_i64 at, int col, float4 v)
 {
@@ -98,9 +94,9 @@ FA_DEVICE float lse_of_row(const fa_args &args, fa_i64 part_rows, fa_i64 n, floa
     return sum == 0.0f ? -infinity() : shift + logf(sum);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 4) combine(const __grid_constant__ fa_args args)
+extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 2) combine(const __grid_constant__ fa_args args)
 {
-    __shared__ float4 sums[FA_COMBINE_WARPS][FA_HEAD_DIM_V / 4];
+    __shared__ float4 shared[FA_COMBINE_WARPS][FA_HEAD_DIM_V / 4];
     wait_for_launch_before();
     int    lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     bool   together = args.row_warps > 1;
@@ -120,17 +116,27 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 4) combine(const __g
     float  lse = lse_of_row(args, part_rows, n, sink);
     fa_i64 at  = entry * args.o.stride[0] + row * args.o.stride[1] + head * args.o.stride[2];
     if (together) {
-        for (int col = lane * 4; col < args.head_dim_v; col += 128)
-            sums[warp][col / 4] = sum_parts(args, warp, part_rows, n, col, lse);
+        for (int col = lane * 4; col < args.head_dim_v; col += 128) {
+            float4 sum[1] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+            for (int p = warp; p < args.num_splits; p += 4 * FA_COMBINE_WARPS)
+                add_parts<4, FA_COMBINE_WARPS>(sum, args, p, part_rows, n, col, lse);
+            shared[warp][col / 4] = sum[0];
+        }
         __syncthreads();
         if (warp > 0)
             return;
     }
     for (int col = lane * 4; col < args.head_dim_v; col += 128) {
-        float4 total = together ? sums[0][col / 4] : sum_parts(args, 0, part_rows, n, col, lse);
-        for (int slot = 1; slot < FA_COMBINE_WARPS && slot < args.num_splits; slot++)
-            total = add(total, together ? sums[slot][col / 4] : sum_parts(args, slot, part_rows, n, col, lse));
-        store_columns(args, at, col, total);
+        float4 sum[FA_COMBINE_WARPS];
+#pragma unroll
+        for (int i = 0; i < FA_COMBINE_WARPS; i++)
+            sum[i] = together ? shared[i][col / 4] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        for (int p = 0; p < (together ? 0 : args.num_splits); p += FA_COMBINE_WARPS)
+            add_parts<FA_COMBINE_WARPS, 1>(sum, args, p, part_rows, n, col, lse);
+#pragma unroll
+        for (int i = 1; i < FA_COMBINE_WARPS; i++)
+            sum[0] = add(sum[0], sum[i]);
+        store_columns(args, at, col, sum[0]);
     }
     if (lane == 0 && args.lse.data)
         ((float *)args.lse.data)[entry * args.lse.stride[0] + head * args.lse.stride[1] + row * args.lse.stride[2]] = lse;

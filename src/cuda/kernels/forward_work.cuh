@@ -68,7 +68,7 @@ FA_DEVICE work work_of(const fa_args &args)
     fa_range all = {w.seq.key_begin, w.seq.seqlen_k};
     if (FA_HAS_SPLIT) {
         int part = args.split_keys;
-        for (int n = 0; n < args.part_doublings && part < (w.seq.seqlen_k + args.enough_parts - 1) / args.enough_parts; n++)
+        for (int n = 0; n < args.part_doublings && (fa_i64)part * part < (fa_i64)args.part_growth * w.seq.seqlen_k; n++)
             part *= 2;
         all.begin = fa_max_int(all.begin, w.split * part);
         all.end   = fa_min_int(all.end, (w.split + 1) * part);

@@ -94,15 +94,19 @@ struct rows_of_pages {
     const int        *pages;
     fa_i64            page_stride, stride;
     int               key, page_size, num_pages, num_keys;
+    int               page = key / page_size, place = key % page_size; /* of row 0 */
+    float             share = 1.0f / page_size;
 
     static constexpr bool PLAIN = false;
+    static constexpr int  MOST_ROWS = 128; /* so few pass one page's end at most, or are counted rightly in float */
     __device__ __forceinline__ const fa_element *row(int r) const
     {
         int j = key + r;
         if ((unsigned)j >= (unsigned)num_keys)
             return data;
-        int page = pages[j / page_size];
-        return (unsigned)page < (unsigned)num_pages ? data + page * page_stride + (j % page_size) * stride : data;
+        int further = page_size >= MOST_ROWS ? place + r >= page_size : (int)((place + r + 0.5f) * share);
+        int found   = pages[page + further];
+        return (unsigned)found < (unsigned)num_pages ? data + found * page_stride + (place + r - further * page_size) * stride : data;
     }
 };
 
