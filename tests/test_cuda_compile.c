@@ -45,7 +45,7 @@ typedef struct option {
 } option;
 
 static int32_t          some_int32[64]; /* an address; never read */
-static flash_attn_slice some_slices[2] = {{0, 32, 0, 64, FLASH_ATTN_SLICE_FULL}, {32, 64, 64, 128, FLASH_ATTN_SLICE_CAUSAL}};
+static flash_attn_slice some_slices[2] = {{0, 8, 0, 64, FLASH_ATTN_SLICE_FULL}, {8, 16, 64, 128, FLASH_ATTN_SLICE_CAUSAL}};
 
 static void set_nothing(flash_attn_problem *p, flash_attn_grads *g)
 {

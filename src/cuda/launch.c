@@ -259,13 +259,16 @@ flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kerne
 {
     if (blocks == 0)
         return FLASH_ATTN_OK;
-    CUlaunchAttribute clusters = {.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, .value.cluster = {(unsigned)cluster, 1, 1}};
+    CUlaunchAttribute attribute = {.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, .value.cluster = {(unsigned)cluster, 1, 1}};
+    bool              early     = kernel->key.kernel == FA_KERNEL_COMBINE && kernel->key.arch >= 90; /* it waits by itself (combine.cu) */
+    if (early)
+        attribute = (CUlaunchAttribute){.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, .value.yes = 1};
     CUlaunchConfig    config   = {.grid           = {(unsigned)blocks, 1, 1},
                                   .block          = {(unsigned)kernel->threads, 1, 1},
                                   .shared_bytes   = (unsigned)kernel->resources.shared_bytes,
                                   .stream         = place->stream,
-                                  .attributes     = &clusters,
-                                  .num_attributes = cluster > 1};
+                                  .attributes     = &attribute,
+                                  .num_attributes = cluster > 1 || early};
     void    *parameters[] = {arguments, maps}; /* the driver takes as many as the kernel has */
     CUresult result = place->driver->cuLaunchKernelEx(&config, (CUfunction)kernel->kernel, parameters, NULL);
     if (result == CUDA_SUCCESS)

@@ -76,6 +76,7 @@ template <class T> FA_DEVICE void store_shared(unsigned to, T value) { memcpy(sh
 FA_DEVICE void shared_store(unsigned to, unsigned value) { store_shared(to, value); }
 FA_DEVICE void shared_store(unsigned to, uint4 value) { store_shared(to, value); }
 FA_DEVICE void shared_store(unsigned to, float value) { store_shared(to, value); }
+FA_DEVICE void shared_store(unsigned to, float2 value) { store_shared(to, value); }
 
 template <class T> FA_DEVICE T load_shared(unsigned from)
 {
@@ -85,7 +86,12 @@ template <class T> FA_DEVICE T load_shared(unsigned from)
 }
 FA_DEVICE uint4  shared_load_16(unsigned from) { return load_shared<uint4>(from); }
 FA_DEVICE uint2  shared_load_8(unsigned from) { return load_shared<uint2>(from); }
+FA_DEVICE float  shared_load_float(unsigned from) { return load_shared<float>(from); }
+FA_DEVICE float4 shared_load_float4(unsigned from) { return load_shared<float4>(from); }
 FA_DEVICE float2 shared_load_float2(unsigned from) { return load_shared<float2>(from); }
+
+FA_DEVICE void let_next_launch_begin() {} /* launches follow each other */
+FA_DEVICE void wait_for_launch_before() {}
 
 FA_DEVICE void reduce_add(float *to, float value) { *to += value; }
 

@@ -70,6 +70,8 @@ typedef struct fa_args {
     int max_seqlen_q, max_seqlen_k;        /* no sequence is longer */
     int tiles_q, tiles_k;                  /* ceil(max_seqlen_q / FA_TILE_Q), ceil(max_seqlen_k / FA_TILE_K) */
     int num_splits, split_keys;            /* part p works on keys [p * split_keys, (p + 1) * split_keys) */
+    int part_growth, part_doublings;       /* forward_sm80: split_keys is doubled, so many times at most, while its square is less than
+                                              part_growth times the sequence's keys */
     int group_blocks;                      /* backward: blocks that share a key head; each does group / group_blocks
                                               query heads. 1 without FA_HAS_KV_ACCUM */
     float scale, scale_log2, softcap;      /* scale_log2 = scale * log2(e) */
@@ -89,6 +91,7 @@ typedef struct fa_args {
                                               backward_rowsum.cu. Null: each block knows its own */
     int dealt_tiles, dealt_heads;          /* backward_sm90 with next_item: tiles and heads that order_heads is a part of */
     int all_tiles_q, all_tiles_k;          /* of a head, over all sequences (packed_sm90.cuh): backward_sm90, and forward_sm90 with block_tiles */
+    int row_warps;                         /* combine: warps of a row, 1 or FA_COMBINE_WARPS */
     int block_tiles;                       /* forward_sm90: neighbours of all_tiles_q that a block takes; 0: it has others */
     int apart_q, apart_k, apart_v, apart_dout; /* backward_sm90: rows from a batch entry to the next */
 } fa_args;
@@ -105,8 +108,9 @@ typedef struct fa_args {
  *                       then with FA_HAS_DBIAS dbias_extent[0] * [1] * [2] rows of dbias -> dbias_out
  *   backward_dsinks     head: one block sums over all rows, in a fixed order
  *   values_sm90         tile of k, key head, entry = tiles_k * heads_k * batch
- *   combine             one warp a row: tokens * heads_q rows
+ *   combine             row_warps warps a row: tokens * heads_q rows
  */
+#define FA_COMBINE_WARPS 8
 
 /* Merge (flash_attn_merge): one warp a row of [batch, seqlen_q, heads]. dtypes are in the views. */
 #define FA_MERGE_MAX_PARTS 32

@@ -96,6 +96,16 @@ FA_DEVICE void store_element(void *data, fa_i64 index, int dtype, float value)
         ((fa_u16 *)data)[index] = (fa_u16)(dtype == FA_BF16 ? pack_bf16(value, 0.0f) : pack_f16(value, 0.0f));
 }
 
+/* Four neighbours of a row that lies in one piece, times `scale`; the first is a multiple of four. */
+FA_DEVICE void store_four(void *data, fa_i64 index, int dtype, float4 v, float scale)
+{
+    float a = v.x * scale, b = v.y * scale, c = v.z * scale, d = v.w * scale;
+    if (dtype == FA_F32)
+        *(float4 *)((float *)data + index) = make_float4(a, b, c, d);
+    else
+        *(uint2 *)((fa_u16 *)data + index) = dtype == FA_BF16 ? make_uint2(pack_bf16(a, b), pack_bf16(c, d)) : make_uint2(pack_f16(a, b), pack_f16(c, d));
+}
+
 FA_DEVICE bool finite(float x) { return (__float_as_int(x) & 0x7F800000) != 0x7F800000; }
 
 /* Inf and NaN among two neighbours become zeros. */

@@ -93,6 +93,25 @@ FA_DEVICE float2 shared_load_float2(unsigned from)
     return v;
 }
 
+FA_DEVICE void shared_store(unsigned to, float2 v)
+{
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(v.x), "f"(v.y) : "memory");
+}
+
+FA_DEVICE float shared_load_float(unsigned from)
+{
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(from) : "memory");
+    return v;
+}
+
+FA_DEVICE float4 shared_load_float4(unsigned from)
+{
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from) : "memory");
+    return v;
+}
+
 /* Add without a result. */
 FA_DEVICE void reduce_add(float *to, float value)
 {
@@ -164,6 +183,22 @@ FA_DEVICE int load_acquire(const int *from)
 }
 
 FA_DEVICE void add_one_release(int *to) { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(to) : "memory"); }
+
+/* A launch that may begin before the one in front of it has ended (launch.c): that one lets it, and it waits until all is written. Before Hopper
+ * launches follow each other. */
+FA_DEVICE void let_next_launch_begin()
+{
+#if FA_ARCH >= 90
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+FA_DEVICE void wait_for_launch_before()
+{
+#if FA_ARCH >= 90
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 /* ---- numbers ---- */
 

@@ -94,15 +94,19 @@ struct rows_of_pages {
     const int        *pages;
     fa_i64            page_stride, stride;
     int               key, page_size, num_pages, num_keys;
+    int               page = key / page_size, place = key % page_size; /* of row 0 */
+    float             share = 1.0f / page_size;
 
     static constexpr bool PLAIN = false;
+    static constexpr int  MOST_ROWS = 128; /* so few pass one page's end at most, or are counted rightly in float */
     __device__ __forceinline__ const fa_element *row(int r) const
     {
         int j = key + r;
         if ((unsigned)j >= (unsigned)num_keys)
             return data;
-        int page = pages[j / page_size];
-        return (unsigned)page < (unsigned)num_pages ? data + page * page_stride + (j % page_size) * stride : data;
+        int further = page_size >= MOST_ROWS ? place + r >= page_size : (int)((place + r + 0.5f) * share);
+        int found   = pages[page + further];
+        return (unsigned)found < (unsigned)num_pages ? data + found * page_stride + (place + r - further * page_size) * stride : data;
     }
 };
 
@@ -133,15 +137,21 @@ FA_DEVICE void copy_tile(unsigned to, const SOURCE &source, int begin, int end, 
     constexpr int LANES        = layout::GROUP; /* threads that copy one row side by side */
     constexpr int ROWS_AT_ONCE = THREADS / LANES;
     int           lane = threadIdx.x % LANES, first_row = threadIdx.x / LANES;
-    const fa_element *from = source.row(first_row); /* moved on by a step, so that no row keeps an address in registers */
+    constexpr int     STEPS = SOURCE::PLAIN ? 1 : (ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    const fa_element *found[STEPS]; /* page table or division: all rows at once, for nothing passes a copy */
+#pragma unroll
+    for (int n = 0; n < STEPS; n++)
+        found[n] = source.row(first_row + n * ROWS_AT_ONCE);
+    const fa_element *from = found[0]; /* moved on by a step, so that no row keeps an address in registers */
 #pragma unroll
     for (int r = 0; r < ROWS; r += ROWS_AT_ONCE) {
         int row = first_row + r;
         if (ROWS % ROWS_AT_ONCE != 0 && row >= ROWS)
             break;
         if (r > 0) {
-            from = SOURCE::PLAIN ? from + ROWS_AT_ONCE * source.stride : source.row(row);
-            asm("" : "+l"(from)); /* or the compiler keeps every row's offset in registers over the whole loop */
+            from = SOURCE::PLAIN ? from + ROWS_AT_ONCE * source.stride : found[r / ROWS_AT_ONCE % STEPS];
+            if (SOURCE::PLAIN)
+                asm("" : "+l"(from)); /* or the compiler keeps every row's offset in registers over the whole loop */
         }
         bool valid = row >= begin && row < end;
 #pragma unroll
