@@ -32,7 +32,6 @@ constexpr int K_PLANE = FA_TILE_K * 2 * FA_HEAD_DIM, K_BYTES = PLANES * K_PLANE;
 constexpr int V_PLANE = FA_TILE_K * 2 * FA_HEAD_DIM_V, V_BYTES = PLANES * V_PLANE;
 static_assert(PLANES == 1 || !Q_STAYS, "three planes of Q do not fit into registers");
 
-static_assert(!PACKED || !AS_BYTES, "packed tiles are not widened");
 static_assert(!PACKED || FA_STAGES > 1, "the last step's buffers are filled while this one's are read");
 constexpr int TILES_BYTES = Q_BYTES + FA_STAGES * (K_BYTES + V_BYTES);
 
@@ -257,6 +256,10 @@ FA_DEVICE void step(block_state &state, const fa_args &args, const work &w, cons
         copy_k(args, state.k_shared, w, next, next >= w.first_tile);
         copy_commit();
     } else if constexpr (PACKED) {
+        if constexpr (AS_BYTES) {
+            copy_wait<FA_STAGES - 2>();
+            expand_tile<FA_TILE_K, FA_HEAD_DIM>(state.k_shared + state.stage * K_BYTES);
+        }
         state.cleared |= wait_for_v<CLEAR, FA_STAGES - 2>(state.v_shared + state.stage * V_BYTES);
         int ahead = state.tile - (FA_STAGES - 1), free = state.stage == 0 ? FA_STAGES - 1 : state.stage - 1; /* the last step's */
         copy_k(args, state.k_shared + free * K_BYTES, w, ahead, ahead >= w.first_tile);
@@ -397,7 +400,7 @@ FA_DEVICE bool store_shared_rows(const block_state &state, const fa_args &args, 
                 o = make_float4(o.x + factor[n] * part.x, o.y + factor[n] * part.y, o.z + factor[n] * part.z, o.w + factor[n] * part.w);
             }
             store_four(FA_HAS_SPLIT ? args.o_partial : args.o.data, o_place(args, w, head, i, col), FA_HAS_SPLIT ? FA_F32 : FA_DTYPE_O, o,
-                       end.scale);
+                       end.scale * descale_of(args.descale_v, w.b, w.kv_head));
         }
     }
     return !MODIFIED && far;
