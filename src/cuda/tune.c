@@ -29,6 +29,8 @@ const fa_tune_row fa_tune_rows[] = {
      "few queries: the heads of a key head in one tile, four warps with keys of their own, three blocks a multiprocessor (decision 0058)"},
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_FEW, 64, 64, 128, 4, 2, 2, 5, 0,
      "few queries: the heads of a key head in tiles of 64, two warps a row (decision 0058)"},
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_PLAIN, 64, 64, 64, 4, 2, 4, 1, 16,
+     "few queries: one tile of 64 with Q in registers, four blocks a multiprocessor"},
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 64, FA_ON_CAUSAL | FA_ON_WINDOW, FA_FOR_PLAIN, 1024, 64, 64, 4, 2, 4, 1, 16,
      "short and masked: 64 rows waste less of the diagonal than 128 (decision 0042)"},
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_PLAIN, 0, 128, 128, 4, 1, 2, 0, 64,
@@ -47,6 +49,8 @@ const fa_tune_row fa_tune_rows[] = {
      "few queries: two warps a row in 80 KB of shared memory (decision 0058)"},
     {120, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_FEW, 64, 64, 32, 4, 4, 2, 4, 0,
      "few queries: two warps a row in 80 KB of shared memory (decision 0058)"},
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_PLAIN, 64, 64, 64, 4, 2, 2, 1, 0,
+     "few queries: one tile of 64 in 80 KB of shared memory"},
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_PLAIN, 0, 128, 64, 4, 1, 2, 0, 128,
      "head_dim 128: four warps of 32 rows; 1.3 times as fast as eight of 16 in spite of a few spills (decision 0042)"},
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_ANY, 0, 128, 64, 8, 2, 1, 0, 0,
@@ -132,6 +136,13 @@ bool fa_tune_takes_tma(const fa_call *call)
            call->scale > 0 && fa_maps_fit(call);
 }
 
+/* Rows of all heads of a key head fit into one tile, or into fewer than the heads are; where there is no other row for few queries, always. */
+static bool is_few(const fa_tune_row *row, const fa_call *call, bool plain)
+{
+    int64_t tiles = (call->max_seqlen_q * call->group + row->tile_q - 1) / row->tile_q;
+    return row->tile_q == 16 ? tiles <= 1 : !plain || tiles < call->group;
+}
+
 static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
     bool plain = !(key->has_softcap || key->has_bias || key->has_alibi || key->has_dropout || key->has_slices ||
@@ -139,8 +150,7 @@ static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *ke
     if (row->only >= FA_FOR_TMA && !fa_tune_takes_tma(call))
         return false;
     if (row->only == FA_FOR_FEW)
-        return key->aligned && !(key->has_bias || key->has_alibi || key->has_dropout || key->has_slices) &&
-               (row->tile_q > 16 || call->max_seqlen_q * call->group <= 16);
+        return key->aligned && !(key->has_bias || key->has_alibi || key->has_dropout || key->has_slices) && is_few(row, call, plain);
     if (row->only == FA_FOR_SHORT_TMA && call->max_seqlen_k > row->max_queries)
         return false;
     return row->only == FA_FOR_ANY || (key->aligned && (plain || row->only == FA_FOR_ALIGNED));
