@@ -16,8 +16,7 @@ several groups of launches between two events; ours and the peers take turns. FI
 
 --decode: few queries of 32 heads on the keys of 8, no mask. GB/s count K and V once (and Q and O), beside what reading as many bytes
 (a sum) and copying half of them reach. Keys lie in one piece or in pages of 16, 64 and 256, shuffled. Calls are replayed by a CUDA
-graph, each on keys of its own, so that no key is still in L2 from the call before and no host is timed. old: forward_sm80, our kernel for
-any number of queries.
+graph, each on keys of its own, so that no key is still in L2 from the call before and no host is timed.
 """
 
 import argparse
@@ -261,27 +260,27 @@ class Decode:
         error = (error / norm).sqrt().item()
         return None if error <= 1e-2 else error
 
-    def ours(self, page=0, context=None):
+    def ours(self, page=0):
         """(calls, error): the calls of all sets; they run once."""
         table, out = None, torch.full_like(self.q, float("nan"))
         if page:
             pages = self.batch * self.keys // page
             table = torch.randperm(pages, device=DEVICE).to(torch.int32).view(self.batch, -1)
-        calls, context, size = [], context or _native.context, ctypes.c_size_t()
+        calls, size = [], ctypes.c_size_t()
         for k, v in self.kv:
             if page:
                 k, v = (t.reshape(-1, page, self.HEADS_K, self.d) for t in (k, v))
             call = _call.Call(self.q, k, v, block_table=table)
             call._set_results(out, None)
             calls.append(call)
-        _call.check(_call.lib.flash_attn_workspace_size(context, calls[0].address, _native.FORWARD, ctypes.byref(size)))
+        _call.check(_call.lib.flash_attn_workspace_size(_native.context, calls[0].address, _native.FORWARD, ctypes.byref(size)))
         space = torch.empty(max(1, size.value), device=DEVICE, dtype=torch.uint8)  # without it the graph would hold allocations
 
         def run():
             for call in calls:
                 call.exec.stream = torch.cuda.current_stream().cuda_stream
                 call.exec.workspace, call.exec.workspace_bytes = space.data_ptr(), size.value
-                _call.check(_call.lib.flash_attn_forward(context, call.address, call._exec()))
+                _call.check(_call.lib.flash_attn_forward(_native.context, call.address, call._exec()))
 
         run()
         return run, self.wrong(out, table, page)
@@ -307,7 +306,7 @@ class Decode:
         return lambda: [to.copy_(k) for to, k in pairs], None
 
     def run_of(self, name):
-        own = {"ours": self.ours, "old": lambda: self.ours(context=kernel_context("forward_sm80")), "read": self.read, "copy": self.copy}
+        own = {"ours": self.ours, "read": self.read, "copy": self.copy}
         return own[name]() if name in own else self.ours(self.PAGES[name]) if name in self.PAGES else self.peer(PEERS[name])
 
     def graph(self, name):
@@ -341,7 +340,7 @@ def decode_row(cell, names, groups):
 
 def decode(options, seqlens, groups):
     """The table of --decode. Returns its rows."""
-    names = ["read", "copy", "ours", *Decode.PAGES, *(["old"] if options.portable else []), "flash", "cudnn"]
+    names = ["read", "copy", "ours", *Decode.PAGES, "flash", "cudnn"]
     heads, rows = [int(n) for n in options.head_dims.split(",")], []
     largest = 4 * max(seqlens) * max(map(int, options.batches.split(","))) * Decode.HEADS_K * max(heads)
     pool = torch.empty(max(largest, 1 << 29), device=DEVICE, dtype=torch.bfloat16).normal_()

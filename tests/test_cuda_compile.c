@@ -45,7 +45,7 @@ typedef struct option {
 } option;
 
 static int32_t          some_int32[64]; /* an address; never read */
-static flash_attn_slice some_slices[2] = {{0, 8, 0, 64, FLASH_ATTN_SLICE_FULL}, {8, 16, 64, 128, FLASH_ATTN_SLICE_CAUSAL}};
+static flash_attn_slice some_slices[2] = {{0, 2, 0, 64, FLASH_ATTN_SLICE_FULL}, {2, 4, 64, 128, FLASH_ATTN_SLICE_CAUSAL}};
 
 static void set_nothing(flash_attn_problem *p, flash_attn_grads *g)
 {
@@ -199,9 +199,10 @@ static bool is_backward(const fa_tune_row *row) { return strncmp(fa_kernels[row-
 static flash_attn_status call_for(const fa_tune_row *row, flash_attn_dtype dtype, const option *with, fa_call *call)
 {
     flash_attn_dtype   wide   = dtype == FLASH_ATTN_F8E4M3 ? FLASH_ATTN_BF16 : dtype;
-    int64_t            seqlen = row->max_queries ? row->max_queries : 4096, d = row->head_dim;
+    bool               few = row->only == FA_FOR_FEW; /* then a tile has the queries of four heads */
+    int64_t            seqlen = few ? row->tile_q / 4 : row->max_queries ? row->max_queries : 4096, d = row->head_dim, heads_q = few ? 16 : 4;
     flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA},
-                            .q      = {.dtype = dtype, .shape = {2, seqlen, 4, d}},
+                            .q      = {.dtype = dtype, .shape = {2, seqlen, heads_q, d}},
                             .k      = {.dtype = dtype, .shape = {2, 256, 4, d}},
                             .v      = {.dtype = dtype, .shape = {2, 256, 4, d}},
                             .o      = {.dtype = wide},
