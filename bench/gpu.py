@@ -2,20 +2,27 @@
 """Time flashattn and its peers on one GPU over the FlashAttention papers' grid, in one run, and check every answer.
 
     make && python3 bench/gpu.py [--json FILE] [--head-dims 64,128,256] [--seqlens 512,...,16384] [--passes forward] [--quick]
-                                 [--math] [--flex] [--varlen] [--deterministic] [--portable]
+                                 [--math] [--flex] [--varlen] [--deterministic] [--portable] [--fp8]
+    make && python3 bench/gpu.py --decode [--head-dims 128,64] [--queries 1,4,16] [--batches 1,8,64] [--seqlens 1024,...,131072]
 
 bfloat16, hidden dimension 2048, 16384 tokens, no mask and causal, forward and backward. Peers: PyTorch's SDPA backends (math:
 standard attention; efficient; flash, which is FlashAttention-2; cuDNN) and with --flex FlexAttention, which torch.compile makes
 through Triton, anew for each shape and pass. With --varlen sequences are packed (cu_seqlens), the longest as long as said and the
 others of random lengths, and the peers are the calls that take such: PyTorch's varlen_attn (flash) and cuDNN's. With --deterministic
-the backward's sums have a fixed order, ours and the peers' that can. --portable adds our kernels for any GPU. TFLOP/s count 4 s^2 d h b, half when causal, 2.5 times for the backward. Each answer
+the backward's sums have a fixed order, ours and the peers' that can. --portable adds our kernels for any GPU, --fp8 our forward with FP8 inputs;
+then all have the same inputs, numbers that FP8 holds. TFLOP/s count 4 s^2 d h b, half when causal, 2.5 times for the backward. Each answer
 is compared with float64 on one head first; a wrong one is shown as WRONG and makes the exit status 1. Every time is the median of
 several groups of launches between two events; ours and the peers take turns. FILE is written anew after each line.
+
+--decode: few queries of 32 heads on the keys of 8, no mask. GB/s count K and V once (and Q and O), beside what reading as many bytes
+(a sum) and copying half of them reach. Keys lie in one piece or in pages of 16, 64 and 256, shuffled. Calls are replayed by a CUDA
+graph, each on keys of its own, so that no key is still in L2 from the call before and no host is timed.
 """
 
 import argparse
 import ctypes
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -36,7 +43,7 @@ from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 import flashattn.torch_ops  # noqa: E402, F401 - so that kernels are compiled as for any user of PyTorch
 from flashattn import _call, _native  # noqa: E402
 
-DEVICE, TOKENS, HIDDEN = "cuda", 16384, 2048
+DEVICE, TOKENS, HIDDEN, FP8 = "cuda", 16384, 2048, torch.float8_e4m3fn
 PEERS = {"math": SDPBackend.MATH, "efficient": SDPBackend.EFFICIENT_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
          "cudnn": SDPBackend.CUDNN_ATTENTION}
 
@@ -53,7 +60,7 @@ class Cell:
     """One problem: inputs [batch, seqlen, heads, d], or packed [tokens, heads, d], and what is expected of head 0 of batch 0, or of the
     longest sequence."""
 
-    def __init__(self, d, seqlen, causal, packed=False, deterministic=False):
+    def __init__(self, d, seqlen, causal, packed=False, deterministic=False, fp8=False):
         self.d, self.seqlen, self.causal, self.packed, self.deterministic = d, seqlen, causal, packed, deterministic
         self.heads, self.lengths = HIDDEN // d, packed_lengths(seqlen) if packed else [seqlen] * (TOKENS // seqlen)
         shape = (TOKENS, self.heads, d) if packed else (len(self.lengths), seqlen, self.heads, d)
@@ -61,6 +68,8 @@ class Cell:
             self.cu = torch.tensor([sum(self.lengths[:n]) for n in range(len(self.lengths) + 1)], device=DEVICE, dtype=torch.int32)
             self.first = sum(self.lengths[: self.lengths.index(seqlen)])
         self.q, self.k, self.v, self.dout = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
+        if fp8:
+            self.q, self.k, self.v = (t.to(FP8).to(torch.bfloat16) for t in (self.q, self.k, self.v))
         q, k, v = (self.one(t).double().requires_grad_() for t in (self.q, self.k, self.v))
         scores = q @ k.T * d**-0.5
         if causal:
@@ -75,13 +84,13 @@ class Cell:
         full = 4 * sum(n**2 for n in self.lengths) * self.d * self.heads * (2.5 if backward else 1)
         return full / 2 if self.causal else full
 
-    def wrong(self, results, first):
+    def wrong(self, results, first, bound=1e-2):
         """The largest relative L2 error, or None if all is well. results are as the inputs."""
         worst = 0.0
         for got, expected in zip(results, self.truth[first:]):
             error = (self.one(got).double() - expected).norm() / expected.norm()
             worst = max(worst, error.item()) if error == error else float("nan")
-        return None if worst <= 1e-2 else worst
+        return None if worst <= bound else worst
 
 
 def ours(cell, context=None):
@@ -103,6 +112,19 @@ def ours(cell, context=None):
         return grads
 
     return forward, backward
+
+
+def fp8(cell):
+    """Ours with FP8 inputs; there is no backward."""
+    call = _call.Call(*(t.to(FP8) for t in (cell.q, cell.k, cell.v)), causal=cell.causal)
+    out = torch.full_like(cell.q, float("nan"))
+    call.forward(out)
+
+    def forward():
+        _call.check(_call.lib.flash_attn_forward(_native.context, call.address, call._exec()))
+        return [out]
+
+    return forward, None
 
 
 def peer(cell, backend):
@@ -207,6 +229,136 @@ def time_by_turns(runs, groups):
     return {name: statistics.median(found) for name, found in times.items()}
 
 
+class Decode:
+    """Few queries on many keys. A pool of random numbers serves all cells; `sets` calls have keys of their own in it."""
+
+    HEADS, HEADS_K, L2_BYTES, MOST_SETS = 32, 8, 512 << 20, 128
+    PAGES = {"paged16": 16, "paged64": 64, "paged256": 256}
+
+    def __init__(self, pool, d, queries, batch, keys):
+        self.d, self.queries, self.batch, self.keys, self.pool = d, queries, batch, keys, pool
+        elements = 2 * batch * keys * self.HEADS_K * d
+        self.kv_bytes = 2 * elements
+        self.sets = max(1, min(self.MOST_SETS, -(-self.L2_BYTES // self.kv_bytes), pool.numel() // elements))
+        self.kv = [pool[n * elements : (n + 1) * elements].view(2, batch, keys, self.HEADS_K, d) for n in range(self.sets)]
+        self.q = torch.randn(batch, queries, self.HEADS, d, device=DEVICE, dtype=torch.bfloat16)
+        self.bytes = self.kv_bytes + 4 * self.q.numel()
+        self.outs = {}
+
+    def wrong(self, out, table=None, page=0):
+        """The relative L2 error of the last entry of the last set, or None if all is well."""
+        k, v = self.kv[-1]
+        if table is not None:
+            k, v = (t.view(-1, page, self.HEADS_K, self.d)[table[-1].long()].reshape(1, self.keys, self.HEADS_K, self.d) for t in (k, v))
+        group, error, norm = self.HEADS // self.HEADS_K, 0.0, 0.0
+        for head in range(self.HEADS_K):
+            q = self.q[-1, :, head * group : (head + 1) * group].double()
+            scores = torch.einsum("qhd,kd->hqk", q, k[-1, :, head].double()) * self.d**-0.5
+            truth = torch.einsum("hqk,kd->qhd", torch.softmax(scores, -1), v[-1, :, head].double())
+            error += (out[-1, :, head * group : (head + 1) * group].double() - truth).square().sum()
+            norm += truth.square().sum()
+        error = (error / norm).sqrt().item()
+        return None if error <= 1e-2 else error
+
+    def ours(self, page=0):
+        """(calls, error): the calls of all sets; they run once."""
+        table, out = None, torch.full_like(self.q, float("nan"))
+        if page:
+            pages = self.batch * self.keys // page
+            table = torch.randperm(pages, device=DEVICE).to(torch.int32).view(self.batch, -1)
+        calls, size = [], ctypes.c_size_t()
+        for k, v in self.kv:
+            if page:
+                k, v = (t.reshape(-1, page, self.HEADS_K, self.d) for t in (k, v))
+            call = _call.Call(self.q, k, v, block_table=table)
+            call._set_results(out, None)
+            calls.append(call)
+        _call.check(_call.lib.flash_attn_workspace_size(_native.context, calls[0].address, _native.FORWARD, ctypes.byref(size)))
+        space = torch.empty(max(1, size.value), device=DEVICE, dtype=torch.uint8)  # without it the graph would hold allocations
+
+        def run():
+            for call in calls:
+                call.exec.stream = torch.cuda.current_stream().cuda_stream
+                call.exec.workspace, call.exec.workspace_bytes = space.data_ptr(), size.value
+                _call.check(_call.lib.flash_attn_forward(_native.context, call.address, call._exec()))
+
+        run()
+        return run, self.wrong(out, table, page)
+
+    def peer(self, backend):
+        q, kv = self.q.transpose(1, 2), [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in self.kv]
+
+        def run():
+            with sdpa_kernel(backend), torch.no_grad():
+                return [scaled_dot_product_attention(q, k, v, enable_gqa=True) for k, v in kv][-1]
+
+        return run, self.wrong(run().transpose(1, 2))
+
+    def read(self):
+        views = [kv.view(-1).view(torch.float32) for kv in self.kv]
+        return lambda: [view.sum() for view in views], None
+
+    def copy(self):
+        half, n = self.pool[self.pool.numel() // 2 :], self.kv[0].numel() // 2
+        pairs = [(half[at : at + n], kv[0].reshape(-1)) for at, kv in zip(range(0, half.numel() - n + 1, n), self.kv)]
+        if len(pairs) < len(self.kv) or pairs[0][0].data_ptr() < self.kv[-1].data_ptr() + self.kv_bytes:
+            raise MemoryError("no room for a copy")
+        return lambda: [to.copy_(k) for to, k in pairs], None
+
+    def run_of(self, name):
+        own = {"ours": self.ours, "read": self.read, "copy": self.copy}
+        return own[name]() if name in own else self.ours(self.PAGES[name]) if name in self.PAGES else self.peer(PEERS[name])
+
+    def graph(self, name):
+        """What replays the calls of all sets, or "WRONG ..."."""
+        run, error = self.run_of(name)
+        if error is not None:
+            return f"WRONG {error:.1e}"
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = run()
+        graph.kept = run, kept
+        return graph
+
+
+def decode_row(cell, names, groups):
+    """{name: GB/s, "WRONG ..." or None where it has no kernel}"""
+    row, graphs = {}, {}
+    for name in names:
+        try:
+            graphs[name] = cell.graph(name)
+        except Exception as problem:  # no kernel or no memory
+            row[name] = None
+            if name not in ("flash", "cudnn", "copy"):
+                print(f"  {name}: {first_line(problem)}")
+    row.update({name: graph for name, graph in graphs.items() if isinstance(graph, str)})
+    runs = {name: graph.replay for name, graph in graphs.items() if not isinstance(graph, str)}
+    for name, ms in time_by_turns(runs, groups).items():
+        row[name] = (cell.kv_bytes if name in ("read", "copy") else cell.bytes) * cell.sets / ms / 1e6
+    return row
+
+
+def decode(options, seqlens, groups):
+    """The table of --decode. Returns its rows."""
+    names = ["read", "copy", "ours", *Decode.PAGES, "flash", "cudnn"]
+    heads, rows = [int(n) for n in options.head_dims.split(",")], []
+    largest = 4 * max(seqlens) * max(map(int, options.batches.split(","))) * Decode.HEADS_K * max(heads)
+    pool = torch.empty(max(largest, 1 << 29), device=DEVICE, dtype=torch.bfloat16).normal_()
+    header = f"{'d':>3} {'q':>2} {'b':>2} {'keys':>6} | " + " ".join(f"{n:>8}" for n in names) + " |     us  /read /flash /cudnn"
+    print(header, "-" * len(header), sep="\n")
+    for d, queries, batch, keys in itertools.product(heads, *(map(int, x.split(",")) for x in (options.queries, options.batches)), seqlens):
+        cell = Decode(pool, d, queries, batch, keys)
+        row = decode_row(cell, names, groups)
+        speeds = {n: x for n, x in row.items() if isinstance(x, float)}
+        over = [speeds["ours"] / speeds[n] if "ours" in speeds and n in speeds else None for n in ("read", "flash", "cudnn")]
+        shown = [f"{x:8.0f}" if isinstance(x, float) else f"{x or '-':>8}" for x in map(row.get, names)]
+        print(f"{d:3} {queries:2} {batch:2} {keys:6} | " + " ".join(shown) + f" | {cell.bytes / speeds.get('ours', 1e99) / 1e3:6.1f}  " +
+              "  ".join(f"{x:5.2f}" if x else "    -" for x in over), flush=True)
+        rows.append({"pass": "decode", "head_dim": d, "queries": queries, "batch": batch, "seqlen": keys, "gigabytes_per_second": row})
+        del cell
+    return rows
+
+
 def first_line(problem):
     return str(problem).splitlines()[0] if str(problem) else type(problem).__name__
 
@@ -216,7 +368,7 @@ def runs_of(cell, names):
     runs = {}
     for name in names:
         try:
-            own = {"ours": ours, "flex": flex, "portable": portable}.get(name)
+            own = {"ours": ours, "flex": flex, "portable": portable, "fp8": fp8}.get(name)
             runs[name] = own(cell) if own else packed_peer(cell, name) if cell.packed else peer(cell, PEERS[name])
         except Exception as problem:  # no kernel, no memory, or a compiler that gave up
             runs[name] = None
@@ -230,10 +382,10 @@ def bench_pass(cell, backward, runs, groups):
     right, row = {}, {}
     for name, pair in runs.items():
         row[name] = None
-        if pair is None:
+        if pair is None or pair[backward] is None:
             continue
         try:
-            error = cell.wrong(pair[backward](), 1 if backward else 0)
+            error = cell.wrong(pair[backward](), 1 if backward else 0, 5e-2 if name == "fp8" else 1e-2)
         except Exception as problem:
             if name in ("ours", "flex"):
                 print(f"  {name}: {first_line(problem)}")
@@ -260,10 +412,16 @@ def state_of_card():
         return torch.cuda.get_device_name()
 
 
+def write_report(options, card, rows):
+    if options.json:
+        report = {"schema": "flashattn-gpu-bench-1", "card": card, "torch": torch.__version__, "rows": rows}
+        pathlib.Path(options.json).write_text(json.dumps(report, indent=1))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head-dims", default="64,128,256")
-    parser.add_argument("--seqlens", default="512,1024,2048,4096,8192,16384")
+    parser.add_argument("--head-dims", help="64,128,256; with --decode 128,64")
+    parser.add_argument("--seqlens", help="512,1024,2048,4096,8192,16384; with --decode, keys, 1024,4096,16384,131072")
     parser.add_argument("--passes", choices=["forward", "backward", "both"], default="both")
     parser.add_argument("--groups", type=int, default=7, help="timed groups of launches")
     parser.add_argument("--math", action="store_true", help="standard attention too, up to 2048 keys")
@@ -271,19 +429,30 @@ def main():
     parser.add_argument("--varlen", action="store_true", help="packed sequences of random lengths up to the one given")
     parser.add_argument("--deterministic", action="store_true", help="sums of the backward in a fixed order")
     parser.add_argument("--portable", action="store_true", help="our kernels for any GPU too")
+    parser.add_argument("--fp8", action="store_true", help="our forward with FP8 inputs too")
+    parser.add_argument("--decode", action="store_true", help="few queries on many keys, in GB/s")
+    parser.add_argument("--queries", default="1,4,16", help="--decode: queries of a sequence")
+    parser.add_argument("--batches", default="1,8,64", help="--decode: sequences")
     parser.add_argument("--quick", action="store_true", help="three lengths, three groups")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     if not has_card():
         print("skipped: no CUDA device")
         return 0
-    seqlens = [512, 2048, 8192] if options.quick else [int(s) for s in options.seqlens.split(",")]
+    options.head_dims = options.head_dims or ("128,64" if options.decode else "64,128,256")
+    lengths = options.seqlens or ("1024,4096,16384,131072" if options.decode else "512,1024,2048,4096,8192,16384")
+    seqlens = [512, 2048, 8192] if options.quick else [int(s) for s in lengths.split(",")]
     groups = 3 if options.quick else options.groups
     torch.manual_seed(0)
     card = state_of_card()
     print(f"before: {card}; PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
-    several = ["efficient"] if not options.varlen else []
-    names = ["ours", *(["portable"] if options.portable else []), *(["math"] if options.math else []), *several,
+    if options.decode:
+        rows = decode(options, seqlens, groups)
+        print(f"after: {state_of_card()}")
+        write_report(options, card, rows)
+        return int(any(isinstance(x, str) for row in rows for x in row["gigabytes_per_second"].values()))
+    several = ["efficient"] if not options.varlen and not options.fp8 else []
+    names = ["ours", *(["fp8"] if options.fp8 else []), *(["portable"] if options.portable else []), *(["math"] if options.math else []), *several,
              *(["flex"] if options.flex else []), "flash", "cudnn"]
     if options.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -294,12 +463,12 @@ def main():
     for d in map(int, options.head_dims.split(",")):
         for causal in (False, True):
             for seqlen in seqlens:
-                cell = Cell(d, seqlen, causal, options.varlen, options.deterministic)
+                cell = Cell(d, seqlen, causal, options.varlen, options.deterministic, options.fp8)
                 runs = runs_of(cell, [n for n in names if n != "math" or seqlen <= 2048])
                 for backward in {"forward": [False], "backward": [True], "both": [False, True]}[options.passes]:
                     row = bench_pass(cell, backward, runs, groups)
                     speeds = {n: x for n, x in row.items() if isinstance(x, float)}
-                    best = max((x for n, x in speeds.items() if n not in ("ours", "portable")), default=None)
+                    best = max((x for n, x in speeds.items() if n not in ("ours", "portable", "fp8")), default=None)
                     over = [speeds["ours"] / x if "ours" in speeds and x else None for x in (speeds.get("flash"), best)]
                     if over[0]:
                         ratios.append(over[0])
@@ -309,9 +478,7 @@ def main():
                           " | " + "  ".join(f"{x:5.2f}" if x else "    -" for x in over), flush=True)
                     rows.append({"pass": "backward" if backward else "forward", "head_dim": d, "causal": causal, "seqlen": seqlen,
                                  "varlen": options.varlen, "deterministic": options.deterministic, "tflops": row})
-                    if options.json:
-                        report = {"schema": "flashattn-gpu-bench-1", "card": card, "torch": torch.__version__, "rows": rows}
-                        pathlib.Path(options.json).write_text(json.dumps(report, indent=1))
+                    write_report(options, card, rows)
                 del cell, runs
     print(f"after: {state_of_card()}")
     if ratios:

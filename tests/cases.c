@@ -177,6 +177,12 @@ const test_case test_cases[] = {
     {"decode", "heads first",  .layout = LAYOUT_HEADS_FIRST, .seqlen_q = 1, .seqlen_k = 5000, .heads_q = 6, .heads_k = 2, .head_dim = 64, .forward_only = true},
     {"decode", "16 rows, d 96 and 160", .seqlen_q = 2, .seqlen_k = 300, .heads_q = 16, .heads_k = 2, .head_dim = 96, .head_dim_v = 160, .forward_only = true},
     {"decode", "pages of 24",  .batch = 3, .seqlen_q = 1, .seqlen_k = 300, .heads_q = 10, .heads_k = 2, .head_dim = 64, .page_size = 24, .seqused_k = LENGTHS_MIXED, .forward_only = true},
+    {"decode", "16 parts",     .seqlen_q = 1, .seqlen_k = 2000, .heads_q = 4, .heads_k = 1, .num_splits = 16, .seqused_k = LENGTHS_MIXED, .batch = 2, .forward_only = true},
+    {"decode", "rows of two tiles", .batch = 2, .seqlen_q = 30, .seqlen_k = 300, .heads_q = 6, .heads_k = 2, .head_dim = 64, .num_splits = 3, .mask = C, .forward_only = true},
+    {"decode", "36 rows, window", .seqlen_q = 9, .seqlen_k = 400, .heads_q = 8, .heads_k = 2, .head_dim = 128, .num_splits = 2, .mask = W, .window_left = 100, .forward_only = true},
+    {"decode", "rows of 256",  .batch = 2, .seqlen_q = 3, .seqlen_k = 200, .heads_q = 4, .heads_k = 2, .head_dim = 256, .mask = C, .forward_only = true},
+    {"decode", "40 rows of 256, pages", .batch = 2, .seqlen_q = 20, .seqlen_k = 200, .heads_q = 4, .heads_k = 2, .head_dim = 256, .page_size = 16, .seqused_k = LENGTHS_MIXED, .mask = C, .forward_only = true},
+    {"decode", "softcap, pages, varlen queries", .batch = 3, .seqlen_q = 10, .seqlen_k = 300, .heads_q = 6, .heads_k = 2, .head_dim = 64, .page_size = 16, .varlen_q = LENGTHS_HOLES, .seqused_k = LENGTHS_MIXED, .softcap = 15, .num_splits = 2, .forward_only = true},
 
     {"layout", "heads first",  .layout = LAYOUT_HEADS_FIRST, .batch = 2, .heads_q = 4, .heads_k = 2, .seqlen_q = 50, .seqlen_k = 70},
     {"layout", "packed",       .layout = LAYOUT_PACKED, .batch = 2, .heads_q = 4, .heads_k = 2, .seqlen_q = 66, .seqlen_k = 66, .mask = C},

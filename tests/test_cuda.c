@@ -419,8 +419,8 @@ static void a_sequence_has_the_same_bits_alone_and_in_a_batch(void **state)
 {
     (void)state;
     need_gpu();
-    static const int64_t queries[] = {1, 64, 513};
-    for (int n = 0; n < 3; n++) {
+    static const int64_t queries[] = {1, 16, 64, 513};
+    for (int n = 0; n < 4; n++) {
         plain          p   = make_plain(5, queries[n], 3000, 8, 2, 128, 11), one;
         unsigned char *all = expected_of(&p);
         for (int64_t b = 0; b < 5; b++) {

@@ -1,10 +1,10 @@
 /*
  * The case list on a GPU, every dtype and both passes, against the reference; skipped, with the reason, where there is none.
  *
- *     test_cuda_cases [--group NAME] [--part N/PARTS] [--seed N] [--quick]
+ *     test_cuda_cases [f32|f16|bf16|f8e4m3] [--group NAME] [--part N/PARTS] [--seed N] [--quick]
  *         --part: each PARTS-th case from the N-th (0 is the first) on, for runs beside each other: most of the time is the
  *         kernels' compilation
- *         --quick: each case in one dtype
+ *         --quick: each case in one dtype, some in FP8 too
  */
 #include "case_gpu.h"
 #include "case_numbers.h"
@@ -14,7 +14,7 @@ static const case_memory *memory;
 static char               no_gpu[200];
 
 static struct {
-    const char *group;
+    const char *dtype, *group;
     uint64_t    seed;
     bool        quick;
     int         part, parts;
@@ -64,8 +64,8 @@ static void run_case(const test_case *c, flash_attn_dtype dtype, group_tally *gr
 
 static bool chosen(int number, flash_attn_dtype dtype)
 {
-    return (!options.group || strcmp(options.group, test_cases[number].group) == 0) &&
-           (!options.quick || number % 3 == (int)dtype) && number % options.parts == options.part;
+    return (!options.dtype || strcmp(options.dtype, dtype_name(dtype)) == 0) && (!options.group || strcmp(options.group, test_cases[number].group) == 0) &&
+           (!options.quick || (dtype == FLASH_ATTN_F8E4M3 ? number % 5 == 0 : number % 3 == (int)dtype)) && number % options.parts == options.part;
 }
 
 static void run_all_cases(flash_attn_dtype dtype)
@@ -111,11 +111,19 @@ static void the_case_list_in_float32(void **state)
     run_all_cases(FLASH_ATTN_F32);
 }
 
+static void the_case_list_in_float8(void **state)
+{
+    (void)state;
+    run_all_cases(FLASH_ATTN_F8E4M3);
+}
+
 int main(int argc, char **argv)
 {
     for (int n = 1; n < argc; n++) {
         const char *value = n + 1 < argc ? argv[n + 1] : "";
-        if (strcmp(argv[n], "--quick") == 0)
+        if (strchr("fb", argv[n][0]))
+            options.dtype = argv[n];
+        else if (strcmp(argv[n], "--quick") == 0)
             options.quick = true;
         else if (strcmp(argv[n], "--group") == 0 && ++n)
             options.group = value;
@@ -125,7 +133,7 @@ int main(int argc, char **argv)
                  options.part >= 0 && options.part < options.parts)
             continue;
         else {
-            fprintf(stderr, "usage: test_cuda_cases [--group NAME] [--part N/PARTS] [--seed N] [--quick]\n");
+            fprintf(stderr, "usage: test_cuda_cases [f32|f16|bf16|f8e4m3] [--group NAME] [--part N/PARTS] [--seed N] [--quick]\n");
             return 2;
         }
     }
@@ -134,6 +142,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(the_case_list_in_bfloat16),
         cmocka_unit_test(the_case_list_in_float16),
         cmocka_unit_test(the_case_list_in_float32),
+        cmocka_unit_test(the_case_list_in_float8),
     };
     return cmocka_run_group_tests_name("cuda_cases", tests, NULL, NULL);
 }

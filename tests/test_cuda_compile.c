@@ -3,11 +3,12 @@
  * or draw a remark that the compiler has broken up its tensor-core pipeline. No GPU is needed. Without NVRTC the tests
  * are skipped, with the reason.
  *
- *     test_cuda_compile [--all] [--kernel NAME] [--option NAME] [--nvrtc FILE]
+ *     test_cuda_compile [--all] [--kernel NAME] [--option NAME] [--dtype N] [--nvrtc FILE]
  *         --all: every architecture (but where another stands for it, the ladder on 8.0, 9.0 and 12.0), and each option of a problem
  *                on each row of other tiles (float32: some of them off 9.0); otherwise sm_80 and sm_90, and the options of head_dim 128 on one
  *         --kernel: this kernel alone, for who works on it
  *         --option: this option alone ("small", say), on every architecture
+ *         --dtype: this flash_attn_dtype alone, as a number
  *         --nvrtc: another libnvrtc.so than the one that the library finds. Architectures that it does not know are left
  *                  out, and what it spills is told but no failure: that is held for one version only
  *
@@ -32,6 +33,7 @@ enum { NUM_ARCHS = sizeof archs / sizeof *archs };
 static bool        all;
 static const char *only_kernel; /* or NULL: every kernel */
 static const char *only_option; /* or NULL: every option */
+static int         only_dtype = -1; /* or -1: every dtype */
 static const char *other_nvrtc; /* or NULL: the one that the library finds */
 
 /* ---- problems ---- */
@@ -43,7 +45,7 @@ typedef struct option {
 } option;
 
 static int32_t          some_int32[64]; /* an address; never read */
-static flash_attn_slice some_slices[2] = {{0, 32, 0, 64, FLASH_ATTN_SLICE_FULL}, {32, 64, 64, 128, FLASH_ATTN_SLICE_CAUSAL}};
+static flash_attn_slice some_slices[2] = {{0, 2, 0, 64, FLASH_ATTN_SLICE_FULL}, {2, 4, 64, 128, FLASH_ATTN_SLICE_CAUSAL}};
 
 static void set_nothing(flash_attn_problem *p, flash_attn_grads *g)
 {
@@ -69,7 +71,7 @@ static void set_softcap(flash_attn_problem *p, flash_attn_grads *g)
 static void set_bias(flash_attn_problem *p, flash_attn_grads *g)
 {
     (void)g;
-    p->bias = (flash_attn_tensor){.dtype = p->q.dtype, .shape = {1, p->q.shape[2], p->q.shape[1], p->k.shape[1]}};
+    p->bias = (flash_attn_tensor){.dtype = p->q.dtype == FLASH_ATTN_F8E4M3 ? FLASH_ATTN_F32 : p->q.dtype, .shape = {1, p->q.shape[2], p->q.shape[1], p->k.shape[1]}};
 }
 static void set_bias_f32(flash_attn_problem *p, flash_attn_grads *g)
 {
@@ -196,14 +198,16 @@ static bool is_backward(const fa_tune_row *row) { return strncmp(fa_kernels[row-
 /* A call that takes this row, causal unless the row or the option says otherwise. */
 static flash_attn_status call_for(const fa_tune_row *row, flash_attn_dtype dtype, const option *with, fa_call *call)
 {
-    int64_t            seqlen = row->max_queries ? row->max_queries : 4096, d = row->head_dim;
+    flash_attn_dtype   wide   = dtype == FLASH_ATTN_F8E4M3 ? FLASH_ATTN_BF16 : dtype;
+    bool               few = row->only == FA_FOR_FEW; /* then a tile has the queries of four heads */
+    int64_t            seqlen = few ? row->tile_q / 4 : row->max_queries ? row->max_queries : 4096, d = row->head_dim, heads_q = few ? 16 : 4;
     flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA},
-                            .q      = {.dtype = dtype, .shape = {2, seqlen, 4, d}},
+                            .q      = {.dtype = dtype, .shape = {2, seqlen, heads_q, d}},
                             .k      = {.dtype = dtype, .shape = {2, 256, 4, d}},
                             .v      = {.dtype = dtype, .shape = {2, 256, 4, d}},
-                            .o      = {.dtype = dtype == FLASH_ATTN_F8E4M3 ? FLASH_ATTN_BF16 : dtype},
+                            .o      = {.dtype = wide},
                             .mask   = FLASH_ATTN_CAUSAL};
-    flash_attn_tensor  like = {.dtype = dtype};
+    flash_attn_tensor  like = {.dtype = wide};
     flash_attn_grads   grads = {.dout = like, .dq = like, .dk = like, .dv = like};
     if (!(row->masks & FA_ON_CAUSAL))
         p.mask = row->masks & FA_ON_NONE ? FLASH_ATTN_NONE : FLASH_ATTN_WINDOW;
@@ -224,7 +228,7 @@ typedef struct key_list {
 
 static void add_key(key_list *list, const fa_key *key)
 {
-    if (only_kernel && strcmp(fa_kernels[key->kernel].name, only_kernel) != 0)
+    if ((only_kernel && strcmp(fa_kernels[key->kernel].name, only_kernel) != 0) || (only_dtype >= 0 && key->dtype != only_dtype))
         return;
     for (int i = 0; i < list->count; i++)
         if (memcmp(&list->key[i], key, sizeof *key) == 0)
@@ -387,11 +391,11 @@ static void every_row_is_taken_on_every_architecture_that_it_names(void **state)
 }
 
 /* What a lower architecture of the row stands for: 8.9 has the instructions and registers of 8.6, and float32 uses no more
- * of 8.6 and 10.0 than of 8.0 and 9.0. */
-static bool stands_with_a_lower(int arch, const fa_tune_row *row)
+ * of 8.6 and 10.0 than of 8.0 and 9.0. 8.9 has an instruction for FP8. */
+static bool stands_with_a_lower(int arch, const fa_tune_row *row, int dtype)
 {
     bool f32 = row->dtypes == FA_IN_F32;
-    return (arch == 89 && row->arch_min <= 86) || (f32 && arch == 86 && row->arch_min <= 80) ||
+    return (arch == 89 && row->arch_min <= 86 && dtype != FLASH_ATTN_F8E4M3) || (f32 && arch == 86 && row->arch_min <= 80) ||
            (f32 && arch == 100 && row->arch_min <= 90);
 }
 
@@ -410,7 +414,7 @@ static void every_row_builds_cleanly_for_every_architecture(void **state)
                 fa_plan            plan;
                 if (archs[a] < row->arch_min || archs[a] > row->arch_max || !(row->dtypes >> dtype & 1) || skips(archs[a]))
                     continue;
-                if (stands_with_a_lower(archs[a], row))
+                if (stands_with_a_lower(archs[a], row, dtype))
                     continue;
                 /* bfloat16 and float16 make the same code but for the instruction's name: one architecture has both. */
                 if (dtype == FLASH_ATTN_F16 && (row->dtypes & FA_IN_BF16) &&
@@ -470,13 +474,16 @@ static void every_option_builds_cleanly(void **state)
                             : arch != first || (all ? has_twin_below(r) || is_for_9_0_alone(row, arch, with)
                                                     : row->head_dim != 128 || arch != 90))
                 continue;
-            flash_attn_dtype dtype = row->dtypes & FA_IN_BF16 ? FLASH_ATTN_BF16 : FLASH_ATTN_F32;
-            if (call_for(row, dtype, with, &call) != FLASH_ATTN_OK)
-                fail_msg("%s: %s", with->name, flash_attn_last_error());
-            if (fa_plan_make(&call, arch, kernel_of(row), &plan) == FLASH_ATTN_OK)
-                add_plan(&list, &plan);
-            else
-                print_message("  %s %s: %s\n", fa_kernels[row->kernel].name, with->name, flash_attn_last_error());
+            for (int dtype = 0; dtype <= FLASH_ATTN_F8E4M3; dtype++) {
+                if (!(row->dtypes >> dtype & 1) || (dtype == FLASH_ATTN_F16 && (row->dtypes & FA_IN_BF16)))
+                    continue;
+                if (call_for(row, (flash_attn_dtype)dtype, with, &call) != FLASH_ATTN_OK)
+                    fail_msg("%s: %s", with->name, flash_attn_last_error());
+                if (fa_plan_make(&call, arch, kernel_of(row), &plan) == FLASH_ATTN_OK)
+                    add_plan(&list, &plan);
+                else
+                    print_message("  %s %s: %s\n", fa_kernels[row->kernel].name, with->name, flash_attn_last_error());
+            }
         }
     assert_int_equal(count_failures(&list), 0);
     free(list.key);
@@ -552,6 +559,8 @@ int main(int argc, char **argv)
             only_kernel = argv[++i];
         else if (strcmp(argv[i], "--option") == 0 && i + 1 < argc)
             only_option = argv[++i];
+        else if (strcmp(argv[i], "--dtype") == 0 && i + 1 < argc)
+            only_dtype = atoi(argv[++i]);
         else if (strcmp(argv[i], "--nvrtc") == 0 && i + 1 < argc)
             other_nvrtc = argv[++i];
         else

@@ -13,6 +13,7 @@ import attention_math as math_
 import flashattn
 import pytest
 import test_clients
+import test_float8
 import test_interface
 import test_kvcache
 import test_parity
@@ -284,6 +285,14 @@ def test_new_keys_of_each_sequence(kind, rotary, packed):
 
 def test_new_keys_that_do_not_fit_are_refused_before_any_is_written():
     test_variants.test_new_keys_that_do_not_fit_are_refused_before_any_is_written()
+
+
+def test_float8_inputs_with_descales():
+    test_interface.test_float8_inputs_with_descales()
+
+
+def test_rotation_makes_outliers_harmless():
+    test_float8.test_rotation_makes_outliers_harmless()
 
 
 # ---- clients ----

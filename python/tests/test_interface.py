@@ -213,7 +213,7 @@ def test_what_cannot_be_done_is_refused():
 
 
 def test_float8_inputs_with_descales():
-    kinds = [t[..., :16].to(torch.float8_e4m3fn) for t in (Q, K, V)]
+    kinds = [t[..., :16].to(torch.get_default_device(), torch.float8_e4m3fn) for t in (Q, K, V)]
     scales = [torch.tensor([[2.0, 0.5], [1.0, 4.0]]) for _ in range(3)]
     out = interface3.flash_attn_func(*kinds, q_descale=scales[0], k_descale=scales[1], v_descale=scales[2])
     assert out.dtype == torch.bfloat16

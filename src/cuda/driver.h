@@ -20,6 +20,7 @@ typedef struct CUlaunchAttribute {
     int id, padding;
     union {
         unsigned int cluster[3]; /* blocks in x, y, z */
+        int          yes;
         uint64_t     all[8];
     } value;
 } CUlaunchAttribute;
@@ -37,7 +38,8 @@ enum {
     CUDA_ERROR_NOT_INITIALIZED = 3,
     CUDA_ERROR_NO_DEVICE       = 100,
 
-    CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4,
+    CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION                 = 4,
+    CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6,
 
     CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT               = 16,
     CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE                      = 38,

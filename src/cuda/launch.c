@@ -259,13 +259,16 @@ flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kerne
 {
     if (blocks == 0)
         return FLASH_ATTN_OK;
-    CUlaunchAttribute clusters = {.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, .value.cluster = {(unsigned)cluster, 1, 1}};
+    CUlaunchAttribute attribute = {.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, .value.cluster = {(unsigned)cluster, 1, 1}};
+    bool              early     = kernel->key.kernel == FA_KERNEL_COMBINE && kernel->key.arch >= 90; /* it waits by itself (combine.cu) */
+    if (early)
+        attribute = (CUlaunchAttribute){.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, .value.yes = 1};
     CUlaunchConfig    config   = {.grid           = {(unsigned)blocks, 1, 1},
                                   .block          = {(unsigned)kernel->threads, 1, 1},
                                   .shared_bytes   = (unsigned)kernel->resources.shared_bytes,
                                   .stream         = place->stream,
-                                  .attributes     = &clusters,
-                                  .num_attributes = cluster > 1};
+                                  .attributes     = &attribute,
+                                  .num_attributes = cluster > 1 || early};
     void    *parameters[] = {arguments, maps}; /* the driver takes as many as the kernel has */
     CUresult result = place->driver->cuLaunchKernelEx(&config, (CUfunction)kernel->kernel, parameters, NULL);
     if (result == CUDA_SUCCESS)
@@ -277,8 +280,9 @@ flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kerne
 
 static bool map_fits(const flash_attn_tensor *t)
 {
+    int64_t bytes = (int64_t)fa_dtype_bytes(t->dtype);
     for (int i = 0; i < 3; i++)
-        if (t->shape[i] > 1 && (t->stride[i] <= 0 || t->stride[i] % 8 != 0 || t->stride[i] >= INT64_C(1) << 39))
+        if (t->shape[i] > 1 && (t->stride[i] <= 0 || t->stride[i] * bytes % 16 != 0 || t->stride[i] >= INT64_C(1) << 39))
             return false;
     return t->stride[3] == 1 && (uintptr_t)t->data % 16 == 0;
 }
@@ -301,21 +305,22 @@ bool fa_maps_fit(const fa_call *call)
     return map_fits(&call->q) && map_fits(&call->k) && map_fits(&call->v);
 }
 
-/* Boxes of 64 columns. What lies past the end of a dimension is read as zeros. strides: in bytes, but the first dimension's. */
+/* Boxes of `columns`, one swizzle. What lies past the end of a dimension is read as zeros. strides: in bytes, but the first dimension's. */
 static flash_attn_status encode(const fa_driver *driver, const flash_attn_tensor *t, int rank, const uint64_t *dims, const uint64_t *strides,
-                                int rows, fa_map *map)
+                                int rows, int columns, fa_map *map)
 {
-    enum { FLOAT16 = 6, BFLOAT16 = 9, NOT_INTERLEAVED = 0, SWIZZLE_128B = 3, L2_PROMOTION_256B = 3, FILL_ZEROS = 0 };
-    const unsigned box[] = {64, (unsigned)rows, 1, 1, 1}, element[] = {1, 1, 1, 1, 1};
+    enum { UINT8 = 0, FLOAT16 = 6, BFLOAT16 = 9, NOT_INTERLEAVED = 0, SWIZZLE_64B = 2, SWIZZLE_128B = 3, L2_PROMOTION_256B = 3, FILL_ZEROS = 0 };
+    static const int type_of[] = {[FLASH_ATTN_F16] = FLOAT16, [FLASH_ATTN_BF16] = BFLOAT16, [FLASH_ATTN_F8E4M3] = UINT8};
+    const unsigned   box[] = {(unsigned)columns, (unsigned)rows, 1, 1, 1}, element[] = {1, 1, 1, 1, 1};
+    bool             narrow = (size_t)columns * fa_dtype_bytes(t->dtype) == 64;
     return fa_driver_check(driver,
-                           driver->cuTensorMapEncodeTiled(map, t->dtype == FLASH_ATTN_F16 ? FLOAT16 : BFLOAT16, (unsigned)rank, t->data,
-                                                          dims, strides, box, element, NOT_INTERLEAVED, SWIZZLE_128B,
-                                                          L2_PROMOTION_256B, FILL_ZEROS),
+                           driver->cuTensorMapEncodeTiled(map, type_of[t->dtype], (unsigned)rank, t->data, dims, strides, box, element,
+                                                          NOT_INTERLEAVED, narrow ? SWIZZLE_64B : SWIZZLE_128B, L2_PROMOTION_256B, FILL_ZEROS),
                            "describing a tensor (cuTensorMapEncodeTiled)");
 }
 
 /* Dimensions from the fastest: column, row, head, batch entry. */
-static flash_attn_status make_map(const fa_driver *driver, const flash_attn_tensor *t, int rows, fa_map *map)
+static flash_attn_status make_map(const fa_driver *driver, const flash_attn_tensor *t, int rows, int columns, fa_map *map)
 {
     const int order[] = {3, 1, 2, 0};
     uint64_t  dims[4], strides[3];
@@ -324,9 +329,9 @@ static flash_attn_status make_map(const fa_driver *driver, const flash_attn_tens
         if (dims[i] == 0)
             return FLASH_ATTN_OK; /* nothing is ever read through it */
         if (i > 0) /* of a dimension of 1 any will do */
-            strides[i - 1] = dims[i] > 1 ? 2 * (uint64_t)t->stride[order[i]] : 16;
+            strides[i - 1] = dims[i] > 1 ? fa_dtype_bytes(t->dtype) * (uint64_t)t->stride[order[i]] : 16;
     }
-    return encode(driver, t, 4, dims, strides, rows, map);
+    return encode(driver, t, 4, dims, strides, rows, columns, map);
 }
 
 /*
@@ -335,25 +340,26 @@ static flash_attn_status make_map(const fa_driver *driver, const flash_attn_tens
  * then the end of the dimension is the sequence's. The fourth dimension is asked for at that end's row, of all entries one behind the other, and the
  * fifth at FA_RAGGED_ROWS, whose stride is 2^35 bytes less a row: 2^65 is 0 in the 64 bits of an address, and what is left is -FA_RAGGED_ROWS rows.
  */
-static flash_attn_status make_ragged_map(const fa_driver *driver, const flash_attn_tensor *t, int rows, fa_map *map)
+static flash_attn_status make_ragged_map(const fa_driver *driver, const flash_attn_tensor *t, int rows, int columns, fa_map *map)
 {
     const uint64_t row = 2 * (uint64_t)row_stride(t), any = 0x7FFF0000;
     const uint64_t dims[]    = {(uint64_t)t->shape[3], FA_RAGGED_ROWS, (uint64_t)t->shape[2], any, any};
     const uint64_t strides[] = {row, t->shape[2] > 1 ? 2 * (uint64_t)t->stride[2] : 16, row, (UINT64_C(1) << 35) - row};
     if (t->shape[0] == 0 || t->shape[1] == 0 || t->shape[2] == 0)
         return FLASH_ATTN_OK;
-    return encode(driver, t, 5, dims, strides, rows, map);
+    return encode(driver, t, 5, dims, strides, rows, columns, map);
 }
 
 flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, const fa_tune_row *row, fa_maps *maps)
 {
     bool backward = call->pass == FLASH_ATTN_BACKWARD;
-    flash_attn_status (*make)(const fa_driver *, const flash_attn_tensor *, int, fa_map *) = backward ? make_ragged_map : make_map;
+    flash_attn_status (*make)(const fa_driver *, const flash_attn_tensor *, int, int, fa_map *) = backward ? make_ragged_map : make_map;
+    int columns = call->q.dtype == FLASH_ATTN_F8E4M3 && row->head_dim > 64 ? 128 : 64; /* panels of ptx_sm90.cuh */
     memset(maps, 0, sizeof *maps);
-    FA_TRY(make(driver, &call->q, row->tile_q, &maps->q));
-    FA_TRY(make(driver, &call->k, row->tile_k, &maps->k));
-    FA_TRY(make(driver, &call->v, row->tile_k, &maps->v));
-    return backward ? make(driver, &call->dout, row->tile_q, &maps->dout) : FLASH_ATTN_OK;
+    FA_TRY(make(driver, &call->q, row->tile_q, columns, &maps->q));
+    FA_TRY(make(driver, &call->k, row->tile_k, columns, &maps->k));
+    FA_TRY(make(driver, &call->v, row->tile_k, columns, &maps->v));
+    return backward ? make(driver, &call->dout, row->tile_q, columns, &maps->dout) : FLASH_ATTN_OK;
 }
 
 flash_attn_status fa_upload(const fa_place *place, const fa_kernel *upload, void *to, const void *from, size_t bytes)

@@ -7,6 +7,7 @@
 #define LOG2_E 1.4426950408889634f
 
 static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static int64_t largest(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* What the partial results' kernel etc. run with: enough warps to hide memory's latency, one row of work a warp. */
 enum { SMALL_WARPS = 4, ROWSUM_TILE_Q = 64, CONVERT_TILE_Q = 32, DSINKS_WARPS = 32, UPLOAD_WARPS = 8 };
@@ -182,24 +183,44 @@ static void fill_sizes(const fa_call *call, const fa_tune_row *row, fa_args *arg
         args->dbias_extent[i] = call->dbias.data && call->dbias.stride[i] != 0 ? (int)call->dbias.shape[i] : 1;
 }
 
+/* Tiles whose rows are queries of all heads that share a key head. */
+static bool is_packed(const fa_tune_row *row) { return row->only == FA_FOR_FEW; }
+
+/* The most parts that a sequence of at most `keys` keys has, where parts grow with its own length (forward_work.cuh). */
+static int64_t most_parts(const fa_args *args, int64_t part, int64_t keys)
+{
+    int64_t most = 0;
+    for (int n = 0; n <= args->part_doublings; n++, part *= 2) {
+        int64_t longest = n == args->part_doublings || part * part / args->part_growth > keys ? keys : part * part / args->part_growth;
+        most            = largest(most, ceil_div(longest, part));
+    }
+    return most;
+}
+
 /*
  * Parts of the keys, by absolute position. A caller's number is taken as it is. Otherwise only calls with few queries
- * are split, into parts of a length that depends on the number of heads alone, never on the batch or on how many
- * multiprocessors there are, for the order of sums must not: with 32 keys for each head, a context of 4096 keys gives
- * 128 blocks at batch 1, about one for each multiprocessor of a large GPU.
+ * are split, into parts of a length that depends on the number of heads and on the sequence's own length alone, never on the batch or on how
+ * many multiprocessors there are, for the order of sums must not: with 32 keys for each head, a context of 4096 keys gives
+ * 128 blocks at batch 1, about one for each multiprocessor of a large GPU. Where rows are packed, parts grow with the root of
+ * the length, for each has a begin and an end, and leaves a result that grows with its rows (decision 0058).
  */
 static void choose_splits(const fa_call *call, const fa_tune_row *row, fa_args *args)
 {
-    int64_t keys = args->max_seqlen_k, part = keys;
+    enum { GROWTH = 16, GROWTH_OF_MANY_ROWS = 64, DOUBLINGS = 3 };
+    int64_t keys = args->max_seqlen_k, part = keys, heads = is_packed(row) ? call->heads_k : call->heads_q;
     if (call->num_splits > 1)
         part = ceil_div(keys, call->num_splits);
     else if (call->num_splits == 0 && call->max_seqlen_q <= row->tile_q)
-        part = call->heads_q <= 8 ? 256 : call->heads_q >= 64 ? 2048 : 32 * call->heads_q;
+        part = heads <= 8 ? 256 : heads >= 64 ? 2048 : 32 * heads;
+    if (call->num_splits == 0 && is_packed(row)) {
+        args->part_growth    = row->tile_q > 16 ? GROWTH_OF_MANY_ROWS : GROWTH;
+        args->part_doublings = DOUBLINGS;
+    }
     part = ceil_div(part, row->tile_k) * row->tile_k;
     if (keys == 0 || part >= keys)
         return;
     args->split_keys = (int)part;
-    args->num_splits = (int)ceil_div(keys, part);
+    args->num_splits = (int)most_parts(args, part, keys);
 }
 
 /* Blocks of the backward that share a key head: enough to fill a large GPU twice when keys and heads alone do not. */
@@ -267,7 +288,6 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
         tiles = (tiles + 1) / 2; /* in pairs */
     plan->has_maps         = true;
     plan->args.order_heads = alike ? 0 : (int)heads_in_l2(call, key);
-    plan->main             = plan->num_launches;
     int64_t blocks = tiles * call->heads_q * call->batch, all = tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], key->tile_q, tiles);
     int     own    = alike ? 0 : tiles_of_block(call, all);
     if (own > 0) {
@@ -275,6 +295,14 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
         plan->args.all_tiles_q = (int)all;
         blocks                 = ceil_div(all * call->heads_q, own);
     }
+    if (key->dtype == FA_F8E4M3) {
+        fa_key values  = fa_plan_small_key(FA_KERNEL_VALUES_SM90, key->arch);
+        values.dtype   = key->dtype;
+        values.head_dim_v = key->head_dim_v;
+        values.tile_k  = key->tile_k;
+        FA_TRY(add_launch(plan, &values, plan->args.tiles_k * call->heads_k * call->batch));
+    }
+    plan->main = plan->num_launches;
     FA_TRY(add_launch(plan, key, blocks));
     plan->launch[plan->main].stays = alike;
     return FLASH_ATTN_OK;
@@ -282,19 +310,28 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
 
 static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key *key)
 {
+    enum { FEW_PARTS = 4, SOME_PARTS = 64, MANY_ROWS = 2048 }; /* combine, whose bits are the same by one warp a row or by eight */
     fa_args *args = &plan->args;
     if (key->kernel == FA_KERNEL_FORWARD_SM90)
         return plan_forward_sm90(call, plan, key);
     choose_splits(call, plan->row, args);
     key->has_split = args->num_splits > 1;
     plan->main     = plan->num_launches;
-    FA_TRY(add_launch(plan, key, (int64_t)args->tiles_q * args->num_splits * call->heads_q * call->batch));
+    int64_t heads  = call->heads_q;
+    if (is_packed(plan->row)) {
+        heads         = call->heads_k;
+        args->tiles_q = (int)ceil_div(call->max_seqlen_q * call->group, key->tile_q);
+    }
+    FA_TRY(add_launch(plan, key, (int64_t)args->tiles_q * args->num_splits * heads * call->batch));
     if (!key->has_split)
         return FLASH_ATTN_OK;
     fa_key  combine = helper_key(FA_KERNEL_COMBINE, key);
     int64_t rows    = call->q.shape[0] * call->q.shape[1] * call->heads_q;
     combine.dtype   = 0; /* it sees only partial results and o */
-    return add_launch(plan, &combine, ceil_div(rows, combine.warps));
+    combine.warps   = FA_COMBINE_WARPS;
+    bool alone      = args->num_splits <= FEW_PARTS || (args->num_splits <= SOME_PARTS && rows > MANY_ROWS);
+    args->row_warps = alone ? 1 : FA_COMBINE_WARPS;
+    return add_launch(plan, &combine, alone ? ceil_div(rows, FA_COMBINE_WARPS) : rows);
 }
 
 /* A launch takes the host two microseconds and the GPU about as long to begin: with few blocks, that is what counts. A key
@@ -432,6 +469,8 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         args->o_partial   = take(&a, args->num_splits * call->heads_q * tokens * key->head_dim_v, sizeof(float));
         args->lse_partial = take(&a, args->num_splits * call->heads_q * tokens, sizeof(float));
     }
+    if (key->kernel == FA_KERNEL_FORWARD_SM90 && key->dtype == FA_F8E4M3)
+        args->v_turned = take(&a, call->batch * call->heads_k * args->tiles_k * key->tile_k, (size_t)key->head_dim_v);
     if (key->kernel == FA_KERNEL_K1_SCORES)
         args->o_partial = take(&a, call->heads_q * tokens * call->max_seqlen_k, sizeof(float));
     if (key->kernel == FA_KERNEL_FA1) {

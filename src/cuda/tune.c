@@ -25,25 +25,53 @@ const fa_tune_row fa_tune_rows[] = {
      "two consumers; two stages of Q, so that the walk does not stop between tiles of queries (decision 0047)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_TMA, 0, 128, 64, 12, 2, 1, 0, 0,
      "two consumers; 64 keys end with the rows of a consumer, 80 are no faster (decision 0047)"},
-    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_PLAIN, 64, 64, 64, 4, 2, 4, 1, 16,
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 64, FA_ON_CAUSAL, FA_FOR_SHORT_TMA, 2048, 128, 64, 12, 4, 2, 1, 0,
+     "FP8, short and causal: as in 16 bits (decision 0059)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 64, FA_ON_ANY, FA_FOR_TMA, 0, 192, 128, 16, 3, 1, 0, 0,
+     "FP8: exponentials bound it; three consumers of 64 rows (decision 0059)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 128, FA_ON_ANY, FA_FOR_SHORT_TMA, 1024, 128, 128, 12, 4, 1, 0, 0,
+     "FP8, short: 128 keys waste less at the ends (decision 0059)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 128, FA_ON_ANY, FA_FOR_TMA, 0, 128, 192, 12, 2, 1, 1, 240,
+     "FP8: 192 keys a step, for P takes half the registers; O in float32 spills on its way out (decision 0059)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 256, FA_ON_ANY, FA_FOR_TMA, 0, 128, 64, 12, 2, 1, 0, 0,
+     "FP8: 64 keys, beside O in float in 128 KB of shared memory (decision 0059)"},
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_FEW, 16, 16, 128, 4, 2, 3, 9, 0,
+     "few queries: the heads of a key head in one tile, four warps with keys of their own, three blocks a multiprocessor (decision 0058)"},
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_FEW, 64, 64, 128, 4, 2, 2, 5, 0,
+     "few queries: the heads of a key head in tiles of 64, two warps a row (decision 0058)"},
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_PLAIN, 64, 64, 64, 4, 2, 4, 1, 16,
      "few queries: one tile of 64 with Q in registers, four blocks a multiprocessor"},
-    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 64, FA_ON_CAUSAL | FA_ON_WINDOW, FA_FOR_PLAIN, 1024, 64, 64, 4, 2, 4, 1, 16,
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_CAUSAL | FA_ON_WINDOW, FA_FOR_PLAIN, 1024, 64, 64, 4, 2, 4, 1, 16,
      "short and masked: 64 rows waste less of the diagonal than 128 (decision 0042)"},
-    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_PLAIN, 0, 128, 128, 4, 1, 2, 0, 64,
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_PLAIN, 0, 128, 128, 4, 1, 2, 0, 64,
      "head_dim 64: four warps of 32 rows, and 128 keys, which halve the steps (decision 0042)"},
-    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ALIGNED, 0, 128, 64, 4, 2, 1, 0, 0,
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_ALIGNED, 0, 128, 64, 4, 2, 1, 0, 0,
      "head_dim 64 with options: four warps of 32 rows; 128 keys would spill (decision 0041)"},
-    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ANY, 0, 64, 64, 4, 2, 1, 0, 0,
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_ANY, 0, 64, 64, 4, 2, 1, 0, 0,
      "head_dim 64, rows not aligned: loads by element take registers, so four warps of 16 rows"},
-    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_PLAIN, 64, 64, 64, 4, 2, 2, 1, 0,
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 128, FA_ON_ANY, FA_FOR_FEW, 16, 16, 64, 4, 2, 3, 9, 0,
+     "few queries: the heads of a key head in one tile, four warps with keys of their own, three blocks a multiprocessor (decision 0058)"},
+    {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 128, FA_ON_NONE | FA_ON_WINDOW, FA_FOR_FEW, 64, 64, 64, 4, 3, 2, 4, 0,
+     "few queries: two warps a row, two tiles of 64 keys on their way in 112 KB of shared memory (decision 0058)"},
+    {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 128, FA_ON_CAUSAL, FA_FOR_FEW, 64, 64, 32, 4, 5, 2, 4, 0,
+     "few queries, causal: 64 keys would spill (decision 0058)"},
+    {80, 89, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 128, FA_ON_ANY, FA_FOR_FEW, 64, 64, 32, 4, 4, 2, 4, 0,
+     "few queries: two warps a row in 80 KB of shared memory (decision 0058)"},
+    {120, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 128, FA_ON_ANY, FA_FOR_FEW, 64, 64, 32, 4, 4, 2, 4, 0,
+     "few queries: two warps a row in 80 KB of shared memory (decision 0058)"},
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 128, FA_ON_ANY, FA_FOR_PLAIN, 64, 64, 64, 4, 2, 2, 1, 0,
      "few queries: one tile of 64 in 80 KB of shared memory"},
-    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_PLAIN, 0, 128, 64, 4, 1, 2, 0, 128,
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 128, FA_ON_ANY, FA_FOR_PLAIN, 0, 128, 64, 4, 1, 2, 0, 128,
      "head_dim 128: four warps of 32 rows; 1.3 times as fast as eight of 16 in spite of a few spills (decision 0042)"},
-    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_ANY, 0, 128, 64, 8, 2, 1, 0, 0,
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 128, FA_ON_ANY, FA_FOR_ANY, 0, 128, 64, 8, 2, 1, 0, 0,
      "head_dim 128 with options: eight warps of 16 rows, for all options fit their registers"},
-    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_PLAIN, 0, 64, 64, 4, 1, 1, 0, 0,
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 256, FA_ON_ANY, FA_FOR_FEW, 16, 16, 32, 2, 2, 1, 4, 0,
+     "few queries: two warps with keys of their own in 72 KB of shared memory (decision 0058)"},
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 256, FA_ON_ANY, FA_FOR_FEW, 64, 64, 32, 4, 2, 1, 2, 0,
+     "few queries: the heads of a key head in tiles of 64 in 96 KB of shared memory (decision 0058)"},
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 256, FA_ON_ANY, FA_FOR_PLAIN, 0, 64, 64, 4, 1, 1, 0, 0,
      "head_dim 256: 96 KB of shared memory, so two blocks a multiprocessor where there are 227 KB (decision 0042)"},
-    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_ANY, 0, 64, 32, 4, 2, 1, 0, 160,
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 256, FA_ON_ANY, FA_FOR_ANY, 0, 64, 32, 4, 2, 1, 0, 160,
      "head_dim 256 with options: 32 keys fit the registers that O leaves; only rows not aligned, slow anyway, spill"},
 
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 0, 192,
@@ -114,8 +142,17 @@ bool fa_tune_takes_tma(const fa_call *call)
 {
     if (call->pass == FLASH_ATTN_BACKWARD && !backward_takes_tma(call))
         return false;
+    if (call->q.dtype == FLASH_ATTN_F8E4M3 && (call->cu_seqlens_k || call->cache_batch_idx)) /* values_sm90 counts entries' tiles */
+        return false;
     return call->max_seqlen_q > 128 && call->num_splits <= 1 && call->head_dim > 32 && call->head_dim_v > 32 &&
            call->scale > 0 && fa_maps_fit(call);
+}
+
+/* Rows of all heads of a key head fit into one tile, or into fewer than the heads are; where there is no other row for few queries, always. */
+static bool is_few(const fa_tune_row *row, const fa_call *call, bool plain)
+{
+    int64_t tiles = (call->max_seqlen_q * call->group + row->tile_q - 1) / row->tile_q;
+    return row->tile_q == 16 ? tiles <= 1 : !plain || tiles < call->group;
 }
 
 static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *key)
@@ -124,6 +161,8 @@ static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *ke
                    key->has_paged);
     if (row->only >= FA_FOR_TMA && !fa_tune_takes_tma(call))
         return false;
+    if (row->only == FA_FOR_FEW)
+        return key->aligned && !(key->has_bias || key->has_alibi || key->has_dropout || key->has_slices) && is_few(row, call, plain);
     if (row->only == FA_FOR_SHORT_TMA && call->max_seqlen_k > row->max_queries)
         return false;
     return row->only == FA_FOR_ANY || (key->aligned && (plain || row->only == FA_FOR_ALIGNED));

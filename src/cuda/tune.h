@@ -10,6 +10,7 @@
     X(FORWARD_SM90, "forward_sm90", "forward_sm90.cu")              \
     X(BACKWARD_SM80, "backward_sm80", "backward_sm80.cu")           \
     X(BACKWARD_SM90, "backward_sm90", "backward_sm90.cu")           \
+    X(VALUES_SM90, "values_sm90", "values_sm90.cu")                 \
     X(COMBINE, "combine", "combine.cu")                             \
     X(BACKWARD_ROWSUM, "backward_rowsum", "backward_rowsum.cu")     \
     X(BACKWARD_CONVERT, "backward_convert", "backward_convert.cu")  \
@@ -50,6 +51,7 @@ enum {
     FA_IN_BF16   = 1 << FLASH_ATTN_BF16,
     FA_IN_F8     = 1 << FLASH_ATTN_F8E4M3,
     FA_IN_16_BIT = FA_IN_F16 | FA_IN_BF16,
+    FA_IN_16_OR_8 = FA_IN_16_BIT | FA_IN_F8,
     FA_ON_NONE   = 1, /* FA_MASK_* (constants.h) */
     FA_ON_CAUSAL = 2,
     FA_ON_WINDOW = 4,
@@ -61,6 +63,8 @@ enum fa_row_for {
     FA_FOR_ANY,
     FA_FOR_ALIGNED, /* with FA_ALIGNED */
     FA_FOR_PLAIN,   /* and without softcap, bias, ALiBi, dropout, slices and pages */
+    FA_FOR_FEW,     /* with FA_ALIGNED, without bias, ALiBi, dropout and slices: queries of all heads of a key head in tiles of tile_q rows, where these
+                       are fewer than the heads; of 16 rows only if one holds them */
     FA_FOR_TMA,     /* and with what forward_sm90 asks for besides: fa_tune_takes_tma */
     FA_FOR_SHORT_TMA /* and with no more keys than max_queries */
 };

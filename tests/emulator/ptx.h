@@ -52,6 +52,7 @@ FA_DEVICE void later(unsigned to, const void *from, unsigned bytes, bool valid)
 }
 
 FA_DEVICE void copy_async(unsigned to, const void *from, bool valid) { later(to, from, 16, valid); }
+FA_DEVICE void copy_async_8(unsigned to, const void *from, bool valid) { later(to, from, 8, valid); }
 FA_DEVICE void copy_async_4(unsigned to, const void *from, bool valid) { later(to, from, 4, valid); }
 FA_DEVICE void cluster_barrier() { emulator.cluster_barrier(); }
 FA_DEVICE void copy_commit() { copies[emulator.fiber].group++; }
@@ -75,6 +76,7 @@ template <class T> FA_DEVICE void store_shared(unsigned to, T value) { memcpy(sh
 FA_DEVICE void shared_store(unsigned to, unsigned value) { store_shared(to, value); }
 FA_DEVICE void shared_store(unsigned to, uint4 value) { store_shared(to, value); }
 FA_DEVICE void shared_store(unsigned to, float value) { store_shared(to, value); }
+FA_DEVICE void shared_store(unsigned to, float2 value) { store_shared(to, value); }
 
 template <class T> FA_DEVICE T load_shared(unsigned from)
 {
@@ -83,7 +85,13 @@ template <class T> FA_DEVICE T load_shared(unsigned from)
     return value;
 }
 FA_DEVICE uint4  shared_load_16(unsigned from) { return load_shared<uint4>(from); }
+FA_DEVICE uint2  shared_load_8(unsigned from) { return load_shared<uint2>(from); }
+FA_DEVICE float  shared_load_float(unsigned from) { return load_shared<float>(from); }
+FA_DEVICE float4 shared_load_float4(unsigned from) { return load_shared<float4>(from); }
 FA_DEVICE float2 shared_load_float2(unsigned from) { return load_shared<float2>(from); }
+
+FA_DEVICE void let_next_launch_begin() {} /* launches follow each other */
+FA_DEVICE void wait_for_launch_before() {}
 
 FA_DEVICE void reduce_add(float *to, float value) { *to += value; }
 
@@ -137,7 +145,7 @@ FA_DEVICE float float_of_f16(fa_u16 half) { return (float)bits_as<_Float16>(half
 
 FA_DEVICE float operand_value(fa_u16 half)
 {
-    return FA_DTYPE == FA_F16 ? float_of_f16(half) : bits_as<float>((unsigned)half << 16);
+    return FA_OPERANDS_F16 ? float_of_f16(half) : bits_as<float>((unsigned)half << 16);
 }
 
 struct product {
@@ -209,9 +217,29 @@ FA_DEVICE unsigned f16_of(float x) { return bits_as<fa_u16>((_Float16)x); }
 FA_DEVICE unsigned pack_bf16(float low, float high) { return bf16_of(low) | bf16_of(high) << 16; }
 FA_DEVICE unsigned pack_f16(float low, float high) { return f16_of(low) | f16_of(high) << 16; }
 
+FA_DEVICE unsigned multiply_f16(unsigned a, unsigned b)
+{
+    return pack_f16(float_of_f16((fa_u16)a) * float_of_f16((fa_u16)b), float_of_f16((fa_u16)(a >> 16)) * float_of_f16((fa_u16)(b >> 16)));
+}
+
+#if FA_ARCH >= 89
+FA_DEVICE float e4m3_value(unsigned char byte)
+{
+    int   exponent = byte >> 3 & 15, mantissa = byte & 7;
+    float size = (byte & 127) == 127 ? __builtin_nanf("") : exponent ? ldexpf((float)(8 + mantissa), exponent - 10) : ldexpf((float)mantissa, -9);
+    return byte & 128 ? -size : size;
+}
+
+FA_DEVICE void f16_of_e4m3(unsigned (&pair)[2], unsigned four)
+{
+    for (int n = 0; n < 2; n++)
+        pair[n] = pack_f16(e4m3_value((unsigned char)(four >> 16 * n)), e4m3_value((unsigned char)(four >> (16 * n + 8))));
+}
+#endif
+
 FA_DEVICE void note_nonfinite(unsigned &acc, unsigned pair)
 {
-    const unsigned exponent = FA_DTYPE == FA_F16 ? 0x7C00 : 0x7F80;
+    const unsigned exponent = FA_OPERANDS_F16 ? 0x7C00 : 0x7F80;
     for (int half = 0; half < 32; half += 16)
         if ((pair >> half & exponent) == exponent)
             acc |= 0x7FFFu << half;

@@ -70,6 +70,8 @@ typedef struct fa_args {
     int max_seqlen_q, max_seqlen_k;        /* no sequence is longer */
     int tiles_q, tiles_k;                  /* ceil(max_seqlen_q / FA_TILE_Q), ceil(max_seqlen_k / FA_TILE_K) */
     int num_splits, split_keys;            /* part p works on keys [p * split_keys, (p + 1) * split_keys) */
+    int part_growth, part_doublings;       /* forward_sm80: split_keys is doubled, so many times at most, while its square is less than
+                                              part_growth times the sequence's keys */
     int group_blocks;                      /* backward: blocks that share a key head; each does group / group_blocks
                                               query heads. 1 without FA_HAS_KV_ACCUM */
     float scale, scale_log2, softcap;      /* scale_log2 = scale * log2(e) */
@@ -80,6 +82,8 @@ typedef struct fa_args {
     int order_heads;                       /* forward_sm90: heads whose tiles of q are dealt together, longest first; 0: lengths are
                                               all alike. backward_sm90: key heads whose tiles are dealt together,
                                               of all sequences if they are not packed */
+    unsigned char *v_turned;               /* forward_sm90 in FP8, by values_sm90.cu: [kv_entries][heads_k][tiles_k][FA_TILE_K * FA_HEAD_DIM_V], each tile's V^T
+                                              as shared memory will hold it */
     float *row_stats;                      /* backward_sm90, by backward_rowsum.cu: [heads_q][all_tiles_q][2][FA_TILE_Q], for the
                                               queries of a tile LSE * log2(e), then delta; past the last inf and 0. dq_accum is
                                               there [heads_q][all_tiles_q][FA_TILE_Q * FA_HEAD_DIM], in backward_sm90.cu's order */
@@ -87,6 +91,7 @@ typedef struct fa_args {
                                               backward_rowsum.cu. Null: each block knows its own */
     int dealt_tiles, dealt_heads;          /* backward_sm90 with next_item: tiles and heads that order_heads is a part of */
     int all_tiles_q, all_tiles_k;          /* of a head, over all sequences (packed_sm90.cuh): backward_sm90, and forward_sm90 with block_tiles */
+    int row_warps;                         /* combine: warps of a row, 1 or FA_COMBINE_WARPS */
     int block_tiles;                       /* forward_sm90: neighbours of all_tiles_q that a block takes; 0: it has others */
     int apart_q, apart_k, apart_v, apart_dout; /* backward_sm90: rows from a batch entry to the next */
 } fa_args;
@@ -102,8 +107,10 @@ typedef struct fa_args {
  *                       they do nothing), then with FA_HAS_KV_ACCUM heads_k * kv tokens rows of dk_accum, dv_accum -> dk, dv,
  *                       then with FA_HAS_DBIAS dbias_extent[0] * [1] * [2] rows of dbias -> dbias_out
  *   backward_dsinks     head: one block sums over all rows, in a fixed order
- *   combine             one warp a row: tokens * heads_q rows
+ *   values_sm90         tile of k, key head, entry = tiles_k * heads_k * batch
+ *   combine             row_warps warps a row: tokens * heads_q rows
  */
+#define FA_COMBINE_WARPS 8
 
 /* Merge (flash_attn_merge): one warp a row of [batch, seqlen_q, heads]. dtypes are in the views. */
 #define FA_MERGE_MAX_PARTS 32

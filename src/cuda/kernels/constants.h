@@ -49,6 +49,9 @@
 #define FA_BF16 2
 #define FA_F8E4M3 3
 
+/* What the tensor cores multiply where it is not bfloat16: FP8 becomes float16 on its way into a tile. */
+#define FA_OPERANDS_F16 (FA_DTYPE == FA_F16 || FA_DTYPE == FA_F8E4M3)
+
 /* FA_MASK */
 #define FA_MASK_NONE 0
 #define FA_MASK_CAUSAL 1 /* window.left unlimited; window.right any */

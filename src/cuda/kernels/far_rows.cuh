@@ -13,17 +13,17 @@
 FA_DEVICE bool is_far(float top) { return fabsf(top) >= 0x1p28f && finite(top); }
 
 /* A row's score with key j, in units of log2; -inf if it does not see the key. */
-template <typename WORK> FA_DEVICE double far_score(const fa_args &args, const WORK &w, int i, int j)
+template <typename WORK> FA_DEVICE double far_score(const fa_args &args, const WORK &w, int head, int i, int j)
 {
     if (!sees(args, w.seq, w.slices, i, j))
         return -infinity();
     const fa_element *k = rows_from(args, w, w.k, args.k, j).row(0);
     double            dot = 0.0;
-    fa_i64 q = w.seq.q_entry * args.q.stride[0] + (w.seq.q_row + i) * args.q.stride[1] + w.head * args.q.stride[2];
+    fa_i64 q = w.seq.q_entry * args.q.stride[0] + (w.seq.q_row + i) * args.q.stride[1] + head * args.q.stride[2];
     for (int d = 0; d < args.head_dim; d++)
         dot += (double)load_element(args.q.data, q + d * args.q.stride[3], FA_DTYPE) *
                (double)load_element(k, d * args.k.stride[3], FA_DTYPE);
-    return dot * args.scale_log2;
+    return dot * args.scale_log2 * descale_of_scores(args, w.b, w.kv_head);
 }
 
 FA_DEVICE double warp_max(double x)
@@ -37,12 +37,12 @@ FA_DEVICE double warp_max(double x)
 
 /* Query i by one warp: O (unscaled, this lane's columns), the row's largest score and its sum. */
 template <int COLS, typename WORK>
-FA_DEVICE void far_row(const fa_args &args, const WORK &w, int i, double (&o)[COLS], double &peak, double &total)
+FA_DEVICE void far_row(const fa_args &args, const WORK &w, int head, int i, double (&o)[COLS], double &peak, double &total)
 {
     int lane = threadIdx.x % 32;
     peak     = -infinity();
     for (int j = w.keys.begin + lane; j < w.keys.end; j += 32) {
-        double score = far_score(args, w, i, j);
+        double score = far_score(args, w, head, i, j);
         peak         = score > peak ? score : peak;
     }
     peak  = warp_max(peak);
@@ -51,14 +51,14 @@ FA_DEVICE void far_row(const fa_args &args, const WORK &w, int i, double (&o)[CO
         o[c] = 0.0;
     for (int first = w.keys.begin; first < w.keys.end; first += 32) {
         int    mine  = first + lane;
-        double score = mine < w.keys.end ? far_score(args, w, i, mine) : -infinity();
+        double score = mine < w.keys.end ? far_score(args, w, head, i, mine) : -infinity();
         float  p     = exp2_fast((float)(score - peak));
         for (int n = 0; n < 32 && first + n < w.keys.end; n++) {
             int   j = first + n;
             float weight = __shfl_sync(0xFFFFFFFFu, p, n);
             total += weight;
             if (!sees(args, w.seq, w.slices, i, j) ||
-                (FA_HAS_DROPOUT && !fa_dropout_keeps(&args.dropout, w.b * args.heads_q + w.head, i, j)))
+                (FA_HAS_DROPOUT && !fa_dropout_keeps(&args.dropout, w.b * args.heads_q + head, i, j)))
                 continue;
             const fa_element *v = rows_from(args, w, w.v, args.v, j).row(0);
             for (int c = 0; c < COLS; c++) {

@@ -1,6 +1,6 @@
 /*
  * FlashAttention-2 forward (Algorithm 1) by mma.sync, for every GPU from Ampere on; float16, bfloat16, and float32 in three
- * pieces of bfloat16 (numbers.cuh).
+ * pieces of bfloat16 (numbers.cuh), FP8 as float16: its bytes are copied like other rows, and each thread widens its own.
  *
  *              head_dim                 A block owns FA_TILE_Q rows of Q of one head and walks its key tiles from right to
  *           +-----------+               left: first the tiles on the mask's edge, then the clean ones in a loop without any
@@ -12,13 +12,16 @@
  *
  * FA_STAGES 1: one K and one V tile; V arrives during Q K^T, the next K during softmax and P V (two barriers a step).
  * FA_STAGES 2: two of each; the next K and V arrive during the whole step (one barrier a step).
- * FA_VARIANT bit 0: Q's fragments stay in registers.
+ * FA_VARIANT bit 0: Q's fragments stay in registers. The number above it, if not 0: few queries. Then a tile's rows are queries of
+ * all heads that share a key head, so that K and V are read once, and so many warps share a row, each with its own keys of a tile
+ * (decision 0058); FA_STAGES - 1 tiles are on their way while one is worked on.
  */
-#include "far_rows.cuh"
+#include "forward_work.cuh"
 #include "tile.cuh"
 
-constexpr int  ROWS16 = FA_TILE_Q / (16 * FA_WARPS); /* blocks of 16 rows of a warp */
-constexpr int  KEYS8  = FA_TILE_K / 8;
+constexpr int  ROW_WARPS = FA_WARPS / KEY_WARPS;      /* warps with rows of their own */
+constexpr int  ROWS16 = FA_TILE_Q / (16 * ROW_WARPS); /* blocks of 16 rows of a warp */
+constexpr int  WARP_KEYS = FA_TILE_K / KEY_WARPS, KEYS8 = WARP_KEYS / 8;
 constexpr int  DIM16  = FA_HEAD_DIM / 16;
 constexpr int  COLS8  = FA_HEAD_DIM_V / 8;
 constexpr bool Q_STAYS = FA_VARIANT & 1;
@@ -29,70 +32,17 @@ constexpr int K_PLANE = FA_TILE_K * 2 * FA_HEAD_DIM, K_BYTES = PLANES * K_PLANE;
 constexpr int V_PLANE = FA_TILE_K * 2 * FA_HEAD_DIM_V, V_BYTES = PLANES * V_PLANE;
 static_assert(PLANES == 1 || !Q_STAYS, "three planes of Q do not fit into registers");
 
-extern "C" __constant__ int fa_shared_bytes = Q_BYTES + FA_STAGES * (K_BYTES + V_BYTES);
+static_assert(!PACKED || FA_STAGES > 1, "the last step's buffers are filled while this one's are read");
+constexpr int TILES_BYTES = Q_BYTES + FA_STAGES * (K_BYTES + V_BYTES);
+
+/* PACKED: what warps leave to each other at the end, instead of tiles. A row is eight floats longer than O's, so that lanes of eight rows
+ * meet different banks. */
+constexpr int SHARE_PITCH = FA_HEAD_DIM_V + 8, SHARE_ROWS = PACKED ? KEY_WARPS * FA_TILE_Q : 0;
+constexpr int SHARE_BYTES = SHARE_ROWS * (SHARE_PITCH + 2) * 4;
+
+extern "C" __constant__ int fa_shared_bytes = TILES_BYTES > SHARE_BYTES ? TILES_BYTES : SHARE_BYTES;
 
 using q_fragments = unsigned[ROWS16][DIM16][4];
-
-/* K or V as a block sees it. */
-struct kv_source {
-    const fa_element *data; /* the head's row 0 of this sequence; paged: of page 0 */
-    const int        *pages; /* this sequence's */
-};
-
-/* What a block works on. */
-struct work {
-    int        b, head, kv_head, split;
-    int        first_q;            /* first row of the tile */
-    fa_range   queries, keys;      /* rows that count, keys that some of them may see */
-    fa_range   clean;              /* tiles of which every query sees every key (slices apart): they need no mask */
-    int        first_tile;         /* the last to visit; the walk goes from right to left */
-    float      unit;               /* log2 units of one score, > 0 always: a scale of 0 or below goes into Q */
-    sequence   seq;
-    fa_range   slices;
-    kv_source  k, v;
-    bool       far[FA_TILE_Q];     /* rows to be computed again (far_rows.cuh) */
-};
-
-FA_DEVICE kv_source kv_source_of(const fa_args &args, const fa_view &view, const work &w)
-{
-    const fa_element *data = (const fa_element *)view.data + w.kv_head * view.stride[2];
-    if (FA_HAS_PAGED)
-        return {data, args.page_table + w.b * args.page_row_stride};
-    return {data + w.seq.kv_entry * view.stride[0] + w.seq.kv_row * view.stride[1], nullptr};
-}
-
-FA_DEVICE work work_of(const fa_args &args)
-{
-    work       w;
-    grid_place at   = grid_place_of<FA_TILE_Q>(blockIdx.x, args.tiles_q);
-    unsigned   n    = at.other;
-    int        tile = at.tile;
-    w.split = FA_HAS_SPLIT ? n % args.num_splits : 0;
-    n       = FA_HAS_SPLIT ? n / args.num_splits : n;
-    w.head  = n % args.heads_q;
-    w.b     = n / args.heads_q;
-    w.kv_head = args.group == 1 ? w.head : w.head / args.group;
-    if (FA_MASK != FA_MASK_NONE)
-        tile = args.tiles_q - 1 - tile;
-    w.seq     = sequence_at(args, w.b);
-    w.slices  = FA_HAS_SLICES ? slices_of(args, w.b) : fa_range{0, 0};
-    w.first_q = tile * FA_TILE_Q;
-    w.queries = {w.first_q, fa_min_int(w.first_q + FA_TILE_Q, w.seq.seqlen_q)};
-    fa_range all = {w.seq.key_begin, w.seq.seqlen_k};
-    if (FA_HAS_SPLIT) {
-        all.begin = fa_max_int(all.begin, w.split * args.split_keys);
-        all.end   = fa_min_int(all.end, (w.split + 1) * args.split_keys);
-    }
-    w.keys = fa_keys_seen(window_of(args), w.seq.diagonal, w.queries, all);
-    if (w.queries.begin >= w.queries.end)
-        w.keys.end = w.keys.begin;
-    w.clean      = clean_tiles<FA_TILE_K>(args, w.seq, w.queries, w.keys);
-    w.first_tile = w.keys.begin / FA_TILE_K;
-    w.unit       = MODIFIED || args.scale_log2 == 0 ? 1.0f : fabsf(args.scale_log2);
-    w.k          = kv_source_of(args, args.k, w);
-    w.v          = kv_source_of(args, args.v, w);
-    return w;
-}
 
 FA_DEVICE fa_range keys_of_tile(int n) { return {n * FA_TILE_K, (n + 1) * FA_TILE_K}; }
 
@@ -103,16 +53,6 @@ FA_DEVICE int next_tile(const fa_args &args, const work &w, int n, int first)
         while (n >= first && slices_tile(args, w.slices, w.queries, keys_of_tile(n)) == 0)
             n--;
     return n;
-}
-
-/* Row j of the sequence and those after it. */
-FA_DEVICE auto rows_from(const fa_args &args, const work &w, const kv_source &source, const fa_view &view, int j)
-{
-    if constexpr (FA_HAS_PAGED)
-        return rows_of_pages{source.data, source.pages, view.stride[0], view.stride[1], j, args.kv_rows, args.kv_entries,
-                             w.seq.rows_k};
-    else
-        return rows_of{source.data + j * view.stride[1], view.stride[1]};
 }
 
 /* Tile n of K or V to shared memory, if wanted. */
@@ -177,20 +117,24 @@ FA_DEVICE void add_values(float (&o)[ROWS16][COLS8][4], const float (&p)[ROWS16]
     }
 }
 
+/* This warp's place among those that share a tile's rows, and among those that share its keys. */
+FA_DEVICE int row_warp() { return PACKED ? threadIdx.x / 32 % ROW_WARPS : threadIdx.x / 32; }
+FA_DEVICE int key_warp() { return PACKED ? threadIdx.x / 32 / ROW_WARPS : 0; }
+
 /* Row of the tile that this lane's element (m, upper or lower half h) lies in. */
-FA_DEVICE int row_of(int m, int h) { return (threadIdx.x / 32) * 16 * ROWS16 + m * 16 + h * 8 + threadIdx.x % 32 / 4; }
+FA_DEVICE int row_of(int m, int h) { return row_warp() * 16 * ROWS16 + m * 16 + h * 8 + threadIdx.x % 32 / 4; }
 
 /* Scores in units of log2 (softcap, bias, ALiBi), and -inf where the mask hides. */
 template <bool MASKED>
 FA_DEVICE void finish_scores(float (&s)[ROWS16][KEYS8][4], const fa_args &args, const work &w, const score_terms &terms,
                              int tile)
 {
-    int col = tile * FA_TILE_K + 2 * (threadIdx.x % 4);
+    int col = tile * FA_TILE_K + key_warp() * WARP_KEYS + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int m = 0; m < (MODIFIED || MASKED ? ROWS16 : 0); m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            int        i      = w.first_q + row_of(m, h);
+            int        i      = query_of(args, w, row_of(m, h));
             row_limits limits = row_limits_of(window_of(args), w.seq, w.keys, i);
             int        first = limits.first - col, last = limits.last - col;
 #pragma unroll
@@ -230,53 +174,30 @@ FA_DEVICE void drop(float (&p)[ROWS16][KEYS8][4], const fa_args &args, const wor
         }
 }
 
-/* Row of o_partial and lse_partial for query i. */
-FA_DEVICE fa_i64 partial_row(const fa_args &args, const work &w, int i)
-{
-    return ((fa_i64)w.split * args.heads_q + w.head) * args.q_entries * args.q_rows +
-           (fa_i64)w.seq.q_entry * args.q_rows + w.seq.q_row + i;
-}
-
-FA_DEVICE void store_lse(const fa_args &args, const work &w, int i, float lse)
-{
-    if (FA_HAS_SPLIT)
-        args.lse_partial[partial_row(args, w, i)] = lse;
-    else if (args.lse.data)
-        ((float *)args.lse.data)[w.seq.q_entry * args.lse.stride[0] + w.head * args.lse.stride[1] +
-                                 (w.seq.q_row + i) * args.lse.stride[2]] = lse;
-}
-
-FA_DEVICE float sink_log2_of(const fa_args &args, const work &w)
-{
-    if (FA_HAS_SPLIT || !args.sinks.data)
-        return -infinity();
-    return load_element(args.sinks.data, w.head * args.sinks.stride[1], args.sinks.dtype) * FA_LOG2E;
-}
-
 /* O = O / l, LSE = m + log l (lines 12-13); rows that saw nothing: 0 and -inf. True if a row is far. */
 FA_DEVICE bool store_result(float (&o)[ROWS16][COLS8][4], float (&maximum)[2 * ROWS16], float (&sum)[2 * ROWS16], float unit,
                             const fa_args &args, work &w, unsigned shared)
 {
     int    warp = threadIdx.x / 32, warp_row = w.first_q + warp * 16 * ROWS16;
-    float  sink_log2 = sink_log2_of(args, w), scale[2 * ROWS16];
+    float  sink_log2 = sink_log2_of(args, w.head), descale = descale_of(args.descale_v, w.b, w.kv_head), scale[2 * ROWS16];
     bool   far = false;
 #pragma unroll
     for (int r = 0; r < 2 * ROWS16; r++) {
         int     i   = w.first_q + row_of(r / 2, r % 2);
         float   top = maximum[r] * unit;
         row_end end = end_of_row(top, quad_sum(sum[r]), sink_log2, i >= w.seq.seqlen_q);
-        scale[r]    = end.scale;
+        scale[r]    = end.scale * descale;
         if (FA_HAS_DROPOUT)
             scale[r] *= args.dropout.keep_scale;
         if (threadIdx.x % 4 == 0 && i < w.seq.rows_q)
-            store_lse(args, w, i, end.lse);
+            store_lse(args, w, w.head, i, end.lse);
         if (!MODIFIED) {
             w.far[i - w.first_q] = is_far(top);
             far |= is_far(top);
         }
     }
     if constexpr (FA_HAS_SPLIT) {
-        float *to = args.o_partial + partial_row(args, w, warp_row) * FA_HEAD_DIM_V;
+        float *to = args.o_partial + partial_row(args, w, w.head, warp_row) * FA_HEAD_DIM_V;
         store_accumulator<FA_F32, ROWS16, COLS8>(o, scale, 0, to, FA_HEAD_DIM_V, 1, w.seq.rows_q - warp_row, FA_HEAD_DIM_V);
     } else {
         unsigned staging = shared + warp * 16 * ROWS16 * FA_HEAD_DIM_V * 2;
@@ -290,60 +211,6 @@ FA_DEVICE bool store_result(float (&o)[ROWS16][COLS8][4], float (&maximum)[2 * R
     return far;
 }
 
-/* Index of O's element (i, col), or of o_partial's. */
-FA_DEVICE fa_i64 o_place(const fa_args &args, const work &w, int i, int col)
-{
-    return FA_HAS_SPLIT ? partial_row(args, w, i) * FA_HEAD_DIM_V + col
-                        : w.seq.q_entry * args.o.stride[0] + (w.seq.q_row + i) * args.o.stride[1] +
-                              w.head * args.o.stride[2] + col * args.o.stride[3];
-}
-
-/* Far rows once more, a warp a row. */
-static __device__ __noinline__ void redo_far_rows(const fa_args &args, const work &w)
-{
-    __syncthreads();
-    for (int row = threadIdx.x / 32; row < w.queries.end - w.first_q; row += FA_WARPS) {
-        if (!w.far[row])
-            continue;
-        constexpr int COLS = FA_HEAD_DIM_V / 32;
-        int           i    = w.first_q + row;
-        double        o[COLS], peak, total;
-        float         lse;
-        far_row<COLS>(args, w, i, o, peak, total);
-        float scale = end_far_row(peak, total, sink_log2_of(args, w), lse) * (FA_HAS_DROPOUT ? args.dropout.keep_scale : 1.0f);
-        if (threadIdx.x % 32 == 0)
-            store_lse(args, w, i, lse);
-        for (int c = 0, col = threadIdx.x % 32; c < COLS; c++, col += 32)
-            if (col < args.head_dim_v)
-                store_element(FA_HAS_SPLIT ? args.o_partial : args.o.data, o_place(args, w, i, col),
-                              FA_HAS_SPLIT ? FA_F32 : FA_DTYPE_O, (float)o[c] * scale);
-    }
-}
-
-/*
- * Inf and NaN of V were cleared from edge tiles, for 0 * NaN would reach rows that do not see the key. Here the rows that
- * do see it get it, in what was just stored. Rare, slow, and kept out of the registers of the rest.
- */
-static __device__ __noinline__ void add_nonfinite(const fa_args &args, const work &w)
-{
-    __syncthreads();
-    for (int n = threadIdx.x; n < (w.queries.end - w.first_q) * args.head_dim_v; n += THREADS) {
-        int    i = w.first_q + n / args.head_dim_v, col = n % args.head_dim_v;
-        float  total = 0.0f;
-        fa_i64 at    = o_place(args, w, i, col);
-        for (int j = w.keys.begin; j < w.keys.end; j++) {
-            float value = load_element(rows_from(args, w, w.v, args.v, j).row(0), col * args.v.stride[3], FA_DTYPE);
-            if (!finite(value) && sees(args, w.seq, w.slices, i, j) &&
-                (!FA_HAS_DROPOUT || fa_dropout_keeps(&args.dropout, w.b * args.heads_q + w.head, i, j)))
-                total += value;
-        }
-        void *o     = FA_HAS_SPLIT ? args.o_partial : args.o.data;
-        int   dtype = FA_HAS_SPLIT ? FA_F32 : FA_DTYPE_O;
-        if (!finite(total))
-            store_element(o, at, dtype, load_element(o, at, dtype) + total);
-    }
-}
-
 /* A block's operands in shared memory and its running state. */
 struct block_state {
     score_terms terms;
@@ -354,10 +221,18 @@ struct block_state {
     float       o[ROWS16][COLS8][4];
 };
 
-/* Waits for a tile's copies. In an edge tile also clears Inf and NaN from V; true if there were any. */
-template <bool CLEAR> FA_DEVICE bool wait_for_tile(unsigned v_tile)
+FA_DEVICE void wait_for_k(unsigned k_tile)
 {
     copy_wait<0>();
+    expand_tile<FA_TILE_K, FA_HEAD_DIM>(k_tile);
+    __syncthreads();
+}
+
+/* Waits for a tile's copies, but not for those of LATER more. In an edge tile also clears Inf and NaN from V; true if there were any. */
+template <bool CLEAR, int LATER = 0> FA_DEVICE bool wait_for_v(unsigned v_tile)
+{
+    copy_wait<LATER>();
+    expand_tile<FA_TILE_K, FA_HEAD_DIM_V>(v_tile);
     if constexpr (CLEAR)
         return __syncthreads_or(clear_nonfinite<FA_TILE_K, FA_HEAD_DIM_V>(v_tile));
     __syncthreads();
@@ -372,16 +247,34 @@ FA_DEVICE void step(block_state &state, const fa_args &args, const work &w, cons
     int            next  = next_tile(args, w, state.tile - 1, w.first_tile);
     float          s[ROWS16][KEYS8][4];
     if constexpr (FA_STAGES == 1) {
-        wait_for_tile<false>(0);
+        wait_for_k(state.k_shared);
         copy_v(args, state.v_shared, w, state.tile, true);
         copy_commit();
         v_at = v_at.from(0);
         scores_of_tile(s, q_at.from(0), q_kept, k_at.from(0));
-        state.cleared |= wait_for_tile<CLEAR>(state.v_shared);
+        state.cleared |= wait_for_v<CLEAR>(state.v_shared);
         copy_k(args, state.k_shared, w, next, next >= w.first_tile);
         copy_commit();
+    } else if constexpr (PACKED) {
+        if constexpr (AS_BYTES) {
+            copy_wait<FA_STAGES - 2>();
+            expand_tile<FA_TILE_K, FA_HEAD_DIM>(state.k_shared + state.stage * K_BYTES);
+        }
+        state.cleared |= wait_for_v<CLEAR, FA_STAGES - 2>(state.v_shared + state.stage * V_BYTES);
+        int ahead = state.tile - (FA_STAGES - 1), free = state.stage == 0 ? FA_STAGES - 1 : state.stage - 1; /* the last step's */
+        copy_k(args, state.k_shared + free * K_BYTES, w, ahead, ahead >= w.first_tile);
+        copy_v(args, state.v_shared + free * V_BYTES, w, ahead, ahead >= w.first_tile);
+        copy_commit();
+        k_at        = k_at.from(state.stage * K_BYTES);
+        v_at        = v_at.from(state.stage * V_BYTES);
+        state.stage = state.stage == FA_STAGES - 1 ? 0 : state.stage + 1;
+        scores_of_tile(s, q_at.from(0), q_kept, k_at);
     } else {
-        state.cleared |= wait_for_tile<CLEAR>(state.v_shared + state.stage * V_BYTES);
+        if constexpr (AS_BYTES) {
+            copy_wait<0>();
+            expand_tile<FA_TILE_K, FA_HEAD_DIM>(state.k_shared + state.stage * K_BYTES);
+        }
+        state.cleared |= wait_for_v<CLEAR>(state.v_shared + state.stage * V_BYTES);
         int other = state.stage ^ 1;
         k_at        = k_at.from(state.stage * K_BYTES);
         v_at        = v_at.from(state.stage * V_BYTES);
@@ -399,30 +292,38 @@ FA_DEVICE void step(block_state &state, const fa_args &args, const work &w, cons
     state.tile = next;
 }
 
+constexpr int TILES_AHEAD = PACKED ? FA_STAGES - 1 : 1;
+
 /* All key tiles, right to left (lines 6-11). */
 FA_DEVICE void walk_tiles(block_state &state, const fa_args &args, const work &w, unsigned shared)
 {
-    rows_of q = {(const fa_element *)args.q.data + w.seq.q_entry * args.q.stride[0] +
-                     (fa_i64)(w.seq.q_row + w.first_q) * args.q.stride[1] + w.head * args.q.stride[2],
-                 args.q.stride[1]};
-    copy_tile<FA_TILE_Q, FA_HEAD_DIM>(shared, q, 0, w.queries.end - w.queries.begin, args.head_dim, args.q.stride[3]);
+    copy_tile<FA_TILE_Q, FA_HEAD_DIM>(shared, queries_from(args, w), 0, rows_used(args, w), args.head_dim, args.q.stride[3]);
     copy_commit();
-    copy_k(args, state.k_shared, w, state.tile, true);
-    if (FA_STAGES > 1)
-        copy_v(args, state.v_shared, w, state.tile, true);
-    copy_commit();
+#pragma unroll
+    for (int n = 0; n < TILES_AHEAD; n++) {
+        copy_k(args, state.k_shared + n * K_BYTES, w, state.tile - n, n == 0 || state.tile - n >= w.first_tile);
+        if (FA_STAGES > 1)
+            copy_v(args, state.v_shared + n * V_BYTES, w, state.tile - n, n == 0 || state.tile - n >= w.first_tile);
+        copy_commit();
+    }
 
-    lane_addresses<FA_HEAD_DIM, true>   q_at(shared + (threadIdx.x / 32) * ROWS16 * 16 * FA_HEAD_DIM * 2, rows_first_row(),
+    lane_addresses<FA_HEAD_DIM, true>   q_at(shared + row_warp() * ROWS16 * 16 * FA_HEAD_DIM * 2, rows_first_row(), rows_first_half());
+    lane_addresses<FA_HEAD_DIM, true>   k_at(state.k_shared + key_warp() * WARP_KEYS * FA_HEAD_DIM * 2, halves_first_row(),
+                                       halves_first_half());
+    lane_addresses<FA_HEAD_DIM_V, true> v_at(state.v_shared + key_warp() * WARP_KEYS * FA_HEAD_DIM_V * 2, rows_first_row(),
                                        rows_first_half());
-    lane_addresses<FA_HEAD_DIM, true>   k_at(state.k_shared, halves_first_row(), halves_first_half());
-    lane_addresses<FA_HEAD_DIM_V, true> v_at(state.v_shared, rows_first_row(), rows_first_half());
     q_fragments                   q_kept;
-    if (!MODIFIED && args.scale_log2 <= 0) { /* below 0 turns the order of scores round, 0 makes all equal */
-        copy_wait<1>();
-        multiply_tile<FA_TILE_Q, FA_HEAD_DIM>(shared, args.scale_log2 < 0 ? -1.0f : 0.0f);
+    float scale_log2 = scale_log2_of(args, w);
+    if constexpr (AS_BYTES) {
+        copy_wait<TILES_AHEAD>();
+        expand_tile<FA_TILE_Q, FA_HEAD_DIM>(shared);
+    }
+    if (!MODIFIED && scale_log2 <= 0) { /* below 0 turns the order of scores round, 0 makes all equal */
+        copy_wait<TILES_AHEAD>();
+        multiply_tile<FA_TILE_Q, FA_HEAD_DIM>(shared, scale_log2 < 0 ? -1.0f : 0.0f);
     }
     if constexpr (Q_STAYS) {
-        copy_wait<1>();
+        copy_wait<TILES_AHEAD>();
         __syncthreads();
 #pragma unroll
         for (int m = 0; m < ROWS16; m++)
@@ -447,10 +348,70 @@ FA_DEVICE void walk_tiles(block_state &state, const fa_args &args, const work &w
         __syncthreads(); /* a warp's staging must not cover rows of Q that another still reads */
 }
 
+/* PACKED: the warps' parts of each row into one, in their order, and out of the block, a warp a row. True if a row is far. */
+FA_DEVICE bool store_shared_rows(const block_state &state, const fa_args &args, work &w, unsigned shared)
+{
+    unsigned tops = shared + SHARE_ROWS * SHARE_PITCH * 4, sums = tops + SHARE_ROWS * 4;
+    int      lane = threadIdx.x % 32;
+    bool     far  = false;
+    copy_wait<0>();
+    __syncthreads(); /* nobody reads tiles any more */
+#pragma unroll
+    for (int r = 0; r < 2 * ROWS16; r++) {
+        int   row = key_warp() * FA_TILE_Q + row_of(r / 2, r % 2);
+        float sum = quad_sum(state.sum[r]);
+        if (lane % 4 == 0) {
+            shared_store(tops + row * 4, state.maximum[r] * w.unit);
+            shared_store(sums + row * 4, sum);
+        }
+#pragma unroll
+        for (int n = 0; n < COLS8; n++)
+            shared_store(shared + (row * SHARE_PITCH + n * 8 + lane % 4 * 2) * 4,
+                         make_float2(state.o[r / 2][n][r % 2 * 2], state.o[r / 2][n][r % 2 * 2 + 1]));
+    }
+    __syncthreads();
+    for (int row = threadIdx.x / 32; row < w.rows; row += FA_WARPS) {
+        int   i = query_of(args, w, row), head = head_of(args, w, row);
+        float top = -infinity(), total = 0.0f, factor[KEY_WARPS];
+#pragma unroll
+        for (int n = 0; n < KEY_WARPS; n++) {
+            factor[n] = shared_load_float(tops + (n * FA_TILE_Q + row) * 4);
+            top       = fmaxf(top, factor[n]);
+        }
+#pragma unroll
+        for (int n = 0; n < KEY_WARPS; n++) { /* a warp that saw nothing has -inf and 0 */
+            factor[n] = factor[n] == -infinity() ? 0.0f : exp2_fast(factor[n] - top);
+            total += factor[n] * shared_load_float(sums + (n * FA_TILE_Q + row) * 4);
+        }
+        row_end end = end_of_row(top, total, sink_log2_of(args, head), i >= w.seq.seqlen_q);
+        if (lane == 0) {
+            store_lse(args, w, head, i, end.lse);
+            w.far[row] = is_far(top);
+        }
+        far |= is_far(top);
+        bool empty = end.lse == -infinity(); /* then O is 0, whatever V holds; an empty part's is not read */
+        if (FA_HAS_SPLIT && empty)
+            continue;
+        for (int col = lane * 4; col < args.head_dim_v; col += 128) {
+            float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+            for (int n = 0; n < (empty ? 0 : KEY_WARPS); n++) {
+                float4 part = shared_load_float4(shared + ((n * FA_TILE_Q + row) * SHARE_PITCH + col) * 4);
+                o = make_float4(o.x + factor[n] * part.x, o.y + factor[n] * part.y, o.z + factor[n] * part.z, o.w + factor[n] * part.w);
+            }
+            store_four(FA_HAS_SPLIT ? args.o_partial : args.o.data, o_place(args, w, head, i, col), FA_HAS_SPLIT ? FA_F32 : FA_DTYPE_O, o,
+                       end.scale * descale_of(args.descale_v, w.b, w.kv_head));
+        }
+    }
+    return !MODIFIED && far;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) forward_sm80(const __grid_constant__ fa_args args)
 {
     extern __shared__ __align__(128) char shared_memory[];
     __shared__ work w; /* the same for all threads: in shared memory, registers are for S and O */
+    if (FA_HAS_SPLIT)
+        let_next_launch_begin();
     if (threadIdx.x == 0)
         w = work_of(args);
     __syncthreads();
@@ -472,7 +433,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) forward_sm8
     state.tile  = w.keys.begin < w.keys.end ? next_tile(args, w, (w.keys.end - 1) / FA_TILE_K, w.first_tile) : -1;
     if (state.tile >= w.first_tile)
         walk_tiles(state, args, w, shared);
-    bool far = store_result(state.o, state.maximum, state.sum, w.unit, args, w, shared);
+    bool far;
+    if constexpr (PACKED)
+        far = store_shared_rows(state, args, w, shared);
+    else
+        far = store_result(state.o, state.maximum, state.sum, w.unit, args, w, shared);
     if (!MODIFIED && __syncthreads_or(far))
         redo_far_rows(args, w);
     if (state.cleared)

@@ -1,5 +1,5 @@
 /*
- * FlashAttention-3's forward for Hopper: TMA brings tiles, WGMMA multiplies them, warps have roles. float16 and bfloat16.
+ * FlashAttention-3's forward for Hopper: TMA brings tiles, WGMMA multiplies them, warps have roles. float16, bfloat16 and FP8.
  *
  *     warpgroup 0, warp 0    planner: one thread finds this block's tiles of queries (struct work) and fetches Q ahead
  *                  warp 1    producer: one thread keeps the rings of K and V tiles full
@@ -18,10 +18,13 @@
  * With FA_MIN_BLOCKS 2 two such blocks share a multiprocessor, which has no registers for S' beside P then: a step is S, softmax, P V, one after the
  * other and without turns, and what fills the waits is the other three consumers'. Starts and ends of tiles hide likewise.
  *
+ * FP8: V comes turned round, from values_sm90.cu. P is rounded to E4M3, 2^8 times as large, so that it stays above FP8's smallest numbers down to 2^-14.
+ * Hopper's sums of FP8 products keep few bits, so every KEPT_STEPS steps O is taken out of the accumulators and added up in float, in shared memory.
+ *
  * Shared memory: FA_Q stages of Q, FA_STAGES tiles of K, as many of V (panels as in ptx_sm90.cuh), barriers, works.
  */
 #include "rare_sm90.cuh"
-#include "warpgroup.cuh"
+#include "softmax_sm90.cuh"
 
 constexpr int CONSUMERS = FA_WARPS / 4 - 1; /* warpgroups */
 constexpr int Q_STAGES = FA_VARIANT & 1 ? 2 : 1, WORKS = 8, INSPECTORS = 2; /* warps */
@@ -32,11 +35,16 @@ constexpr int CONSUMER_REGISTERS = BESIDE_ANOTHER ? 104 : CONSUMERS == 3 ? 160 :
 static_assert(FA_TILE_Q == 64 * CONSUMERS && CONSUMERS > 1, "a consumer owns 64 rows, and takes turns with another");
 static_assert(FA_DTYPE != FA_F32 && FA_HEAD_DIM % 64 == 0 && FA_HEAD_DIM_V % 64 == 0, "tiles are made of panels");
 
-constexpr int Q_BYTES = FA_TILE_Q * FA_HEAD_DIM * 2, K_BYTES = FA_TILE_K * FA_HEAD_DIM * 2, V_BYTES = FA_TILE_K * FA_HEAD_DIM_V * 2;
+constexpr int  KEPT_STEPS = FP8 ? 512 / FA_TILE_K : 1 << 30;
+
+constexpr int Q_BYTES = FA_TILE_Q * FA_HEAD_DIM * ELEMENT_BYTES, K_BYTES = FA_TILE_K * FA_HEAD_DIM * ELEMENT_BYTES,
+              V_BYTES = FA_TILE_K * FA_HEAD_DIM_V * ELEMENT_BYTES, Q_GROUP = 64 * panel_bytes(FA_HEAD_DIM); /* a consumer's rows */
 constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + FA_STAGES * K_BYTES, BARRIERS_AT = V_AT + FA_STAGES * V_BYTES;
 constexpr int BARRIERS = 2 * Q_STAGES + WORKS + 5 * FA_STAGES, WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
 
-extern "C" __constant__ int fa_shared_bytes = WORKS_AT + WORKS * (int)sizeof(work);
+constexpr int KEPT_AT = WORKS_AT + (WORKS * (int)sizeof(work) + 15) / 16 * 16, KEPT_BYTES = FP8 ? FA_TILE_Q * FA_HEAD_DIM_V * 4 : 0;
+
+extern "C" __constant__ int fa_shared_bytes = KEPT_AT + KEPT_BYTES;
 extern __shared__ __align__(1024) char shared[];
 
 FA_DEVICE work &work_at(unsigned item) { return ((work *)(shared + WORKS_AT))[item % WORKS]; }
@@ -115,7 +123,11 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
             if (n > 0) {
                 barrier_wait(v_empty(v), freed<FA_STAGES>(v));
                 barrier_expect(v_full(v), V_BYTES);
-                fetch_tile<FA_TILE_K, FA_HEAD_DIM_V>(v_tile(v), maps.v, v_full(v), entry, head, row - (n - 1) * FA_TILE_K);
+                if constexpr (FP8)
+                    bulk_load(v_tile(v), args.v_turned + (((fa_i64)entry * args.heads_k + head) * args.tiles_k + w.right - (n - 1)) * V_BYTES,
+                              V_BYTES, v_full(v));
+                else
+                    fetch_tile<FA_TILE_K, FA_HEAD_DIM_V>(v_tile(v), maps.v, v_full(v), entry, head, row - (n - 1) * FA_TILE_K);
                 v++;
             }
         }
@@ -142,7 +154,7 @@ FA_DEVICE void clear_other_rows(unsigned tile, fa_range rows)
  * away add_nonfinite gives to the rows that see it. True if there was any. */
 FA_DEVICE bool inspect_tile(unsigned tile, fa_range rows)
 {
-    if (rows.begin > 0 || rows.end < FA_TILE_K)
+    if (!FP8 && (rows.begin > 0 || rows.end < FA_TILE_K)) /* values_sm90.cu has done it */
         clear_other_rows(tile, rows);
     if (FA_MASK == FA_MASK_NONE || !holds_nonfinite<V_BYTES, INSPECTED>(tile + inspected_first()))
         return false;
@@ -173,17 +185,13 @@ FA_DEVICE void inspect(const fa_args &args)
 
 /* ---- consumers ---- */
 
-struct row_state {
-    float max[2], sum[2]; /* of dot products; this thread's part of the sum of exponentials. Of rows h = 0, 1 */
-};
-
 /* What a consumer has at hand. */
 struct consumer {
-    float     o[O_COUNT];
+    float     o[O_COUNT], kept_max[2]; /* kept_max: the rows' maximum when O was last taken out */
     unsigned  p[P_STEPS][4]; /* of key tile `tile`, counted since the kernel began */
     row_state rows;
     int       group;
-    bool      fresh; /* O holds nothing yet */
+    bool      fresh, has_kept; /* O holds nothing yet, or since it was taken out */
     unsigned  tile;
 };
 
@@ -215,54 +223,6 @@ FA_DEVICE void mask_scores(const fa_args &args, const work &w, float (&s)[S_COUN
                     s[4 * j + 2 * h + e] = -infinity();
     }
 }
-
-/* Line 9: S becomes P = exp2(unit * (S - max)), and the row's maximum and sum take it in. The maximum may lag behind (softmax.cuh), so lanes
- * tell each other theirs only where one has moved too far: true then, and alpha is what O has to be multiplied with. A row that has not moved
- * keeps its bits, whatever the warp's others do. GUARD: a row may have seen nothing. */
-template <bool GUARD>
-FA_DEVICE bool softmax_step(float (&s)[S_COUNT], row_state &rows, float (&alpha)[2], float unit)
-{
-    float highest[2]; /* of this lane */
-    bool  far = false;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        highest[h] = fmaxf(s[2 * h], s[2 * h + 1]);
-#pragma unroll
-        for (int j = 1; j < FA_TILE_K / 8; j++)
-            highest[h] = fmaxf(highest[h], fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-        far |= (highest[h] - rows.max[h]) * unit > MAX_LAG; /* -inf - -inf is NaN: not far */
-        alpha[h] = 1.0f;
-    }
-    bool moved = __any_sync(0xFFFFFFFFu, far);
-    if (moved) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float top = quad_max(highest[h]), old = rows.max[h];
-            if ((top - old) * unit > MAX_LAG) {
-                rows.max[h] = top;
-                alpha[h]    = exp2_fast((old - top) * unit);
-            }
-            rows.sum[h] *= alpha[h];
-        }
-    }
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        float shift = rows.max[h] * unit, sum = 0.0f;
-        if (GUARD && rows.max[h] == -infinity())
-            shift = 0.0f;
-#pragma unroll
-        for (int j = 0; j < FA_TILE_K / 8; j++)
-#pragma unroll
-            for (int e = 2 * h; e < 2 * h + 2; e++) {
-                s[4 * j + e] = exp2_fast(s[4 * j + e] * unit - shift);
-                sum += s[4 * j + e];
-            }
-        rows.sum[h] += sum;
-    }
-    return moved;
-}
-
-FA_DEVICE row_state no_rows() { return {{-infinity(), -infinity()}, {0.0f, 0.0f}}; }
 
 FA_DEVICE void wait_for_k(unsigned n) { barrier_wait(k_full(n), filled<FA_STAGES>(n)); }
 FA_DEVICE void wait_for_v(unsigned n) { barrier_wait(v_ready(n), filled<FA_STAGES>(n)); }
@@ -304,7 +264,7 @@ FA_DEVICE void blind_step(const work &w, consumer &c, unsigned item, int n)
 FA_DEVICE void scores_alone(const work &w, float (&s)[S_COUNT], const consumer &c, unsigned item, int n)
 {
     wait_for_k(c.tile);
-    start_scores(s, q_tile(item) + c.group * (64 * 128), k_tile(c.tile));
+    start_scores(s, q_tile(item) + c.group * Q_GROUP, k_tile(c.tile));
     wgmma_wait<0>();
     hold(s);
     release(k_empty(c.tile));
@@ -321,10 +281,43 @@ FA_DEVICE void first_tile(const fa_args &args, const work &w, consumer &c, unsig
         mask_scores(args, w, s, c.group, n);
     c.rows  = no_rows();
     c.fresh = true;
-    softmax_step<true>(s, c.rows, alpha, args.scale_log2);
+    softmax_step<true>(s, c.rows, alpha, unit_of(args, w));
     pack_p(c.p, s);
     if (n + 1 < w.tiles)
         wait_for_k(c.tile + 1);
+}
+
+/* O takes in what has been taken out of it. Each thread has its own place, where its neighbour's 16 bytes are next to its own. */
+FA_DEVICE void add_kept(consumer &c, float unit)
+{
+    const float4 *from = (const float4 *)(shared + KEPT_AT) + (threadIdx.x - 128);
+    float         factor[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        factor[h] = c.kept_max[h] == -infinity() ? 0.0f : exp2_fast((c.kept_max[h] - c.rows.max[h]) * unit);
+#pragma unroll
+    for (int i = 0; i < O_COUNT; i += 4) {
+        float4 kept = from[i / 4 * (128 * CONSUMERS)];
+        c.o[i] += kept.x * factor[0];
+        c.o[i + 1] += kept.y * factor[0];
+        c.o[i + 2] += kept.z * factor[1];
+        c.o[i + 3] += kept.w * factor[1];
+    }
+}
+
+/* Takes it out: the tensor cores go on from nothing. */
+FA_DEVICE void keep_output(consumer &c, float unit)
+{
+    float4 *to = (float4 *)(shared + KEPT_AT) + (threadIdx.x - 128);
+    if (c.has_kept)
+        add_kept(c, unit);
+#pragma unroll
+    for (int i = 0; i < O_COUNT; i += 4)
+        to[i / 4 * (128 * CONSUMERS)] = make_float4(c.o[i], c.o[i + 1], c.o[i + 2], c.o[i + 3]);
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        c.kept_max[h] = c.rows.max[h];
+    c.fresh = c.has_kept = true;
 }
 
 /* A later step of an item: scores of its tile while P V of the one before is under way. */
@@ -332,7 +325,7 @@ template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, c
 {
     float s[S_COUNT], alpha[2];
     await_turn(c.group);
-    start_scores(s, q_tile(item) + c.group * (64 * 128), k_tile(c.tile + 1));
+    start_scores(s, q_tile(item) + c.group * Q_GROUP, k_tile(c.tile + 1));
     wait_for_v(c.tile);
     start_output(c.o, c.p, v_tile(c.tile), !c.fresh);
     pass_turn(c.group);
@@ -344,7 +337,7 @@ template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, c
         release(q_empty(item));
     if (MASKED)
         mask_scores(args, w, s, c.group, n);
-    bool moved = softmax_step<MASKED>(s, c.rows, alpha, args.scale_log2);
+    bool moved = softmax_step<MASKED>(s, c.rows, alpha, unit_of(args, w));
     if (n + 1 < w.tiles) /* here, for a branch keeps the compiler from moving exponentials behind the wait that follows */
         wait_for_k(c.tile + 2);
     wgmma_wait<0>();
@@ -353,6 +346,8 @@ template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, c
     release(v_empty(c.tile));
     if (moved)
         scale_output(c.o, alpha);
+    if (FP8 && n % KEPT_STEPS == 0)
+        keep_output(c, unit_of(args, w));
     pack_p(c.p, s);
     c.tile++;
 }
@@ -364,11 +359,14 @@ template <bool MASKED> FA_DEVICE void whole_step(const fa_args &args, const work
     scores_alone(w, s, c, item, n);
     if (MASKED)
         mask_scores(args, w, s, c.group, n);
-    if (softmax_step<MASKED>(s, c.rows, alpha, args.scale_log2))
+    if (softmax_step<MASKED>(s, c.rows, alpha, unit_of(args, w)))
         scale_output(c.o, alpha);
     pack_p(c.p, s);
     wait_for_v(c.tile);
-    start_output(c.o, c.p, v_tile(c.tile), true);
+    if (FP8 && !c.fresh && n % KEPT_STEPS == 0)
+        keep_output(c, unit_of(args, w));
+    start_output(c.o, c.p, v_tile(c.tile), !FP8 || !c.fresh);
+    c.fresh = false;
     wgmma_wait<0>();
     hold(c.o);
     hold(c.p);
@@ -410,13 +408,13 @@ FA_DEVICE far_rows store_result(const fa_args &args, const work &w, const float 
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         int     i   = first + 8 * h;
-        float   top = rows.max[h] * args.scale_log2;
-        row_end end = end_of_row(top, quad_sum(rows.sum[h]), sink_log2, i >= w.seq.seqlen_q);
+        float   top = rows.max[h] * unit_of(args, w);
+        row_end end = end_of_row(top - P_LOG2, quad_sum(rows.sum[h]), sink_log2, i >= w.seq.seqlen_q);
         char   *to  = (char *)args.o.data + offset_of_o(args, w, i) * (FA_DTYPE_O == FA_F32 ? 4 : 2);
-        store_row(args, i < w.seq.rows_q ? to : nullptr, o, h, end.scale);
+        store_row(args, i < w.seq.rows_q ? to : nullptr, o, h, end.scale * descale_of_o(w));
         if (threadIdx.x % 4 == 0 && i < w.seq.rows_q)
             store_lse(args, w, i, end.lse);
-        far[h] = __ballot_sync(0xFFFFFFFFu, is_far(top));
+        far[h] = __ballot_sync(0xFFFFFFFFu, is_far(top) || (FP8 && !(unit_of(args, w) > 0.0f)));
     }
     return {far[0], far[1]};
 }
@@ -441,7 +439,7 @@ template <bool NEXT> FA_DEVICE void last_tile(const fa_args &args, const work &w
         wait_for_k(c.tile + 1);
     await_turn(c.group);
     if constexpr (NEXT)
-        start_scores(s, q_tile(item + 1) + c.group * (64 * 128), k_tile(c.tile + 1));
+        start_scores(s, q_tile(item + 1) + c.group * Q_GROUP, k_tile(c.tile + 1));
     wait_for_v(c.tile);
     start_output(c.o, c.p, v_tile(c.tile), !c.fresh);
     pass_turn(c.group);
@@ -453,7 +451,7 @@ template <bool NEXT> FA_DEVICE void last_tile(const fa_args &args, const work &w
             release(q_empty(item + 1));
         if (is_masked(next, 0))
             mask_scores(args, next, s, c.group, 0);
-        softmax_step<true>(s, rows, alpha, args.scale_log2);
+        softmax_step<true>(s, rows, alpha, unit_of(args, next));
         if (next.tiles > 1)
             wait_for_k(c.tile + 2);
     }
@@ -461,6 +459,9 @@ template <bool NEXT> FA_DEVICE void last_tile(const fa_args &args, const work &w
     hold(c.o);
     hold(c.p);
     release(v_empty(c.tile));
+    if (FP8 && c.has_kept)
+        add_kept(c, unit_of(args, w));
+    c.has_kept = false;
     far_rows far = store_result(args, w, c.o, c.rows, c.group);
     if constexpr (NEXT)
         pack_p(c.p, s);
@@ -474,6 +475,7 @@ FA_DEVICE void consume(const fa_args &args, int group)
 {
     consumer c;
     bool     begun = false; /* this item's first tile went with the last of the one before */
+    c.has_kept = false;
     c.group = group;
     c.tile  = 0;
     if (group == CONSUMERS - 1)
@@ -531,7 +533,9 @@ FA_DEVICE void consume_beside(const fa_args &args, int group)
             release(q_empty(item));
         for (int end = same_for_all(tiles > 0 ? blind_steps(args, w, group) : 0); n < end; n++)
             blind_step(w, c, item, n);
-        c.rows = no_rows();
+        c.rows  = no_rows();
+        c.fresh = true;
+        c.has_kept = false;
 #pragma unroll
         for (int i = 0; i < O_COUNT; i++)
             c.o[i] = 0.0f;
@@ -542,6 +546,8 @@ FA_DEVICE void consume_beside(const fa_args &args, int group)
             whole_step<false>(args, w, c, item, n);
         for (; n < tiles; n++)
             whole_step<true>(args, w, c, item, n);
+        if (FP8 && c.has_kept)
+            add_kept(c, unit_of(args, w));
         far_rows far = store_result(args, w, c.o, c.rows, group);
         store_rare(args, w, far, group);
     }

@@ -37,14 +37,31 @@ FA_DEVICE void transpose_quad(unsigned (&a)[4])
 /* s = X Y^T, started here, finished by wgmma_wait. x, y: rows of tiles that have X_ROWS and Y_ROWS in all. */
 template <int X_ROWS, int Y_ROWS, int COUNT> FA_DEVICE void start_rows_by_rows(float (&s)[COUNT], unsigned x, unsigned y)
 {
-    matrix a = matrix_of(x, 0), b = matrix_of(y, 0);
+    constexpr int PANEL = panel_bytes(FA_HEAD_DIM), STEPS = PANEL / 32; /* of a panel */
+    matrix a = matrix_of<PANEL>(x, 0), b = matrix_of<PANEL>(y, 0);
     hold(s);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < FA_HEAD_DIM / 16; step++)
-        wgmma_shared(s, a.from(step / 4 * (X_ROWS * 128) + step % 4 * 32), b.from(step / 4 * (Y_ROWS * 128) + step % 4 * 32),
-                     step > 0);
+    for (int step = 0; step < FA_HEAD_DIM * ELEMENT_BYTES / 32; step++)
+        wgmma_shared(s, a.from(step / STEPS * (X_ROWS * PANEL) + step % STEPS * 32),
+                     b.from(step / STEPS * (Y_ROWS * PANEL) + step % STEPS * 32), step > 0);
     wgmma_commit();
+}
+
+/* Bit 7 of each E4M3 that is NaN. */
+FA_DEVICE unsigned nan_of_e4m3(unsigned four) { return (four & 0x7F7F7F7Fu) + 0x01010101u & 0x80808080u; }
+
+FA_DEVICE void note_nonfinite_word(unsigned &note, unsigned word)
+{
+    if constexpr (FA_DTYPE == FA_F8E4M3)
+        note |= nan_of_e4m3(word);
+    else
+        note_nonfinite(note, word);
+}
+
+FA_DEVICE unsigned finite_word(unsigned word)
+{
+    return FA_DTYPE == FA_F8E4M3 ? word & ~((nan_of_e4m3(word) >> 7) * 0xFFu) : without_nonfinite(word);
 }
 
 /* ---- Inf and NaN in a tile of BYTES, of which each lane sees 16 bytes, then those STRIDE on; `from`: its first ---- */
@@ -56,12 +73,12 @@ template <int BYTES, int STRIDE> FA_DEVICE bool holds_nonfinite(unsigned from)
 #pragma unroll 4
     for (int offset = 0; offset < BYTES; offset += STRIDE) {
         uint4 v = shared_load_16(from + offset);
-        note_nonfinite(note, v.x);
-        note_nonfinite(note, v.y);
-        note_nonfinite(note, v.z);
-        note_nonfinite(note, v.w);
+        note_nonfinite_word(note, v.x);
+        note_nonfinite_word(note, v.y);
+        note_nonfinite_word(note, v.z);
+        note_nonfinite_word(note, v.w);
     }
-    return (note & 0x7FFF7FFFu) != 0; /* not +-0 in both halves */
+    return FA_DTYPE == FA_F8E4M3 ? note != 0 : (note & 0x7FFF7FFFu) != 0; /* not +-0 in both halves */
 }
 
 /* They become zeros. Rare. */
@@ -70,8 +87,7 @@ template <int BYTES, int STRIDE> FA_DEVICE void clear_nonfinite(unsigned from)
 #pragma unroll 1
     for (int offset = 0; offset < BYTES; offset += STRIDE) {
         uint4 v = shared_load_16(from + offset);
-        shared_store(from + offset, make_uint4(without_nonfinite(v.x), without_nonfinite(v.y), without_nonfinite(v.z),
-                                               without_nonfinite(v.w)));
+        shared_store(from + offset, make_uint4(finite_word(v.x), finite_word(v.y), finite_word(v.z), finite_word(v.w)));
     }
 }
 

@@ -7,14 +7,16 @@
 /*
  * What the tensor cores multiply. float32 is cut into three bfloat16, 8 bits of it each: a product is then the sum of the
  * six products of pieces that matter, exact but for 2^-24 or so, in the accumulators' float32. A tile of float32 is three
- * tiles of bfloat16, the planes, one behind the other.
+ * tiles of bfloat16, the planes, one behind the other. FP8 is multiplied as float16, which holds every E4M3 exactly.
  */
 #if FA_DTYPE == FA_F32
 typedef float fa_element;
+#elif FA_DTYPE == FA_F8E4M3
+typedef unsigned char fa_element;
 #else
 typedef fa_u16 fa_element;
 #endif
-constexpr int OPERAND = FA_DTYPE == FA_F32 ? FA_BF16 : FA_DTYPE;
+constexpr int OPERAND = FA_OPERANDS_F16 ? FA_F16 : FA_BF16;
 constexpr int PLANES  = FA_DTYPE == FA_F32 ? 3 : 1;
 
 #define FA_LOG2E 1.4426950408889634f
@@ -55,9 +57,31 @@ FA_DEVICE void pack_planes(unsigned (&plane)[PLANES], float low, float high)
     }
 }
 
-/* An element of any dtype; index in elements. */
+#if FA_ARCH < 89
+/* As 8.9's instruction does it. With its bits in place an E4M3 is a float16 2^8 times too small, and its NaN is 480, which no
+ * number is: one bit more makes that NaN again. */
+FA_DEVICE void f16_of_e4m3(unsigned (&pair)[2], unsigned four)
+{
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        unsigned x = (four >> 16 * n & 0xFFu) << 8 | (four >> 16 * n & 0xFF00u) << 16, size = x & 0x7F007F00u;
+        pair[n]    = multiply_f16((x & 0x80008000u) | size >> 1, 0x5C005C00u) | (size + 0x01000100u & 0x80008000u) >> 2;
+    }
+}
+#endif
+
+FA_DEVICE float float_of_e4m3(unsigned char byte)
+{
+    unsigned pair[2];
+    f16_of_e4m3(pair, byte);
+    return float_of_f16((fa_u16)pair[0]);
+}
+
+/* An element of any dtype, FP8 where that is FA_DTYPE; index in elements. */
 FA_DEVICE float load_element(const void *data, fa_i64 index, int dtype)
 {
+    if (FA_DTYPE == FA_F8E4M3 && dtype == FA_F8E4M3)
+        return float_of_e4m3(((const unsigned char *)data)[index]);
     if (dtype == FA_F32)
         return ((const float *)data)[index];
     fa_u16 half = ((const fa_u16 *)data)[index];
@@ -70,6 +94,16 @@ FA_DEVICE void store_element(void *data, fa_i64 index, int dtype, float value)
         ((float *)data)[index] = value;
     else
         ((fa_u16 *)data)[index] = (fa_u16)(dtype == FA_BF16 ? pack_bf16(value, 0.0f) : pack_f16(value, 0.0f));
+}
+
+/* Four neighbours of a row that lies in one piece, times `scale`; the first is a multiple of four. */
+FA_DEVICE void store_four(void *data, fa_i64 index, int dtype, float4 v, float scale)
+{
+    float a = v.x * scale, b = v.y * scale, c = v.z * scale, d = v.w * scale;
+    if (dtype == FA_F32)
+        *(float4 *)((float *)data + index) = make_float4(a, b, c, d);
+    else
+        *(uint2 *)((fa_u16 *)data + index) = dtype == FA_BF16 ? make_uint2(pack_bf16(a, b), pack_bf16(c, d)) : make_uint2(pack_f16(a, b), pack_f16(c, d));
 }
 
 FA_DEVICE bool finite(float x) { return (__float_as_int(x) & 0x7F800000) != 0x7F800000; }

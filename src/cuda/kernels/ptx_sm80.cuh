@@ -27,6 +27,12 @@ FA_DEVICE void copy_async(unsigned to, const void *from, bool valid)
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
+FA_DEVICE void copy_async_8(unsigned to, const void *from, bool valid)
+{
+    int bytes = valid ? 8 : 0;
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
 FA_DEVICE void copy_async_4(unsigned to, const void *from, bool valid)
 {
     int bytes = valid ? 4 : 0;
@@ -73,10 +79,36 @@ FA_DEVICE uint4 shared_load_16(unsigned from)
     return v;
 }
 
+FA_DEVICE uint2 shared_load_8(unsigned from)
+{
+    uint2 v;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
+    return v;
+}
+
 FA_DEVICE float2 shared_load_float2(unsigned from)
 {
     float2 v;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
+    return v;
+}
+
+FA_DEVICE void shared_store(unsigned to, float2 v)
+{
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(v.x), "f"(v.y) : "memory");
+}
+
+FA_DEVICE float shared_load_float(unsigned from)
+{
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(from) : "memory");
+    return v;
+}
+
+FA_DEVICE float4 shared_load_float4(unsigned from)
+{
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from) : "memory");
     return v;
 }
 
@@ -122,7 +154,7 @@ FA_DEVICE void load_matrix_transposed(unsigned (&r)[4], unsigned from)
  * (g + 8, 2t + 1). */
 FA_DEVICE void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
 {
-#if FA_DTYPE != FA_F16
+#if !FA_OPERANDS_F16
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -151,6 +183,22 @@ FA_DEVICE int load_acquire(const int *from)
 }
 
 FA_DEVICE void add_one_release(int *to) { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(to) : "memory"); }
+
+/* A launch that may begin before the one in front of it has ended (launch.c): that one lets it, and it waits until all is written. Before Hopper
+ * launches follow each other. */
+FA_DEVICE void let_next_launch_begin()
+{
+#if FA_ARCH >= 90
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+FA_DEVICE void wait_for_launch_before()
+{
+#if FA_ARCH >= 90
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 /* ---- numbers ---- */
 
@@ -197,10 +245,28 @@ FA_DEVICE float float_of_f16(fa_u16 half)
     return value;
 }
 
+/* Two float16 times two. */
+FA_DEVICE unsigned multiply_f16(unsigned a, unsigned b)
+{
+    unsigned product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+#if FA_ARCH >= 89
+/* Four E4M3 in one register as float16, the two of the lower addresses first. */
+FA_DEVICE void f16_of_e4m3(unsigned (&pair)[2], unsigned four)
+{
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
+        : "=r"(pair[0]), "=r"(pair[1])
+        : "r"(four));
+}
+#endif
+
 /* A 16-bit pair is Inf or NaN somewhere: acc turns NaN in that half and stays so. Start with 0. */
 FA_DEVICE void note_nonfinite(unsigned &acc, unsigned pair)
 {
-#if FA_DTYPE != FA_F16
+#if !FA_OPERANDS_F16
     asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(acc) : "r"(pair), "r"(0u));
 #else
     asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(acc) : "r"(pair), "r"(0u));

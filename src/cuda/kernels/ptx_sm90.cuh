@@ -5,11 +5,15 @@
  *
  * A tile in shared memory is made of panels: 64 columns of 16 bits, 128 bytes a row, rows one behind the other, each panel
  * 1024-byte aligned. Inside a row the 16-byte chunk c lies at chunk c ^ (row % 8): TMA's 128-byte swizzle, which WGMMA reads.
+ * Of FP8 a panel is 128 columns, or 64 where a row has no whole number of those: then chunk c lies at c ^ (row / 2 % 4).
  */
 #ifndef FA_PTX_SM90_CUH
 #define FA_PTX_SM90_CUH
 
 #include "numbers.cuh"
+
+constexpr int ELEMENT_BYTES = FA_DTYPE == FA_F8E4M3 ? 1 : 2;
+__device__ constexpr int panel_bytes(int columns) { return columns * ELEMENT_BYTES % 128 == 0 ? 128 : 64; }
 
 /* ---- mbarriers: `barrier` is the shared address of eight bytes ---- */
 
@@ -89,13 +93,13 @@ FA_DEVICE void tma_load(unsigned to, const fa_map &map, unsigned barrier, int co
 }
 
 /* A tile of ROWS rows and COLS columns by TMA, asked for by one thread; its box has ROWS rows. `barrier` must expect
- * ROWS * COLS * 2 bytes. */
+ * ROWS * COLS elements' bytes. */
 template <int ROWS, int COLS>
 FA_DEVICE void fetch_tile(unsigned tile, const fa_map &map, unsigned barrier, int entry, int head, int first)
 {
 #pragma unroll
-    for (int panel = 0; panel < COLS / 64; panel++)
-        tma_load(tile + panel * (ROWS * 128), map, barrier, 64 * panel, first, head, entry);
+    for (int panel = 0; panel < COLS * ELEMENT_BYTES / panel_bytes(COLS); panel++)
+        tma_load(tile + panel * (ROWS * panel_bytes(COLS)), map, barrier, panel_bytes(COLS) / ELEMENT_BYTES * panel, first, head, entry);
 }
 
 /* Of a ragged map (launch.c): rows of one sequence, which ends before row `end` of the tensor (entries one behind the other), from the one on that has
@@ -145,13 +149,24 @@ FA_DEVICE void store_matrix_transposed(unsigned to, const unsigned (&r)[4])
                  : "memory");
 }
 
+/* Four floats as E4M3, rounded to nearest even, no larger than 448; `a` has the lowest address. */
+FA_DEVICE unsigned pack_e4m3(float a, float b, float c, float d)
+{
+    unsigned packed;
+    asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; "
+        "mov.b32 %0, {low, high}; }"
+        : "=r"(packed)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+    return packed;
+}
+
 /* ---- WGMMA (sm_90a) ---- */
 #if FA_ARCH == 90
 
 /* A matrix of panels for WGMMA. Start address, "leading" and "stride" offset in units of 16 bytes in bits 0, 16, 32; swizzle
- * of 128 bytes in bits 62-63.
+ * in bits 62-63, 1: of 128 bytes, 2: of 64.
  *   Rows are the product's M or N, columns its K (Q, and K of Q K^T): the stride offset is from 8 rows to the next 8; the
- *   leading one is not used, for 16 columns lie in one panel. 16 columns on: + 32 bytes; after four of them the next panel.
+ *   leading one is not used, for 16 columns lie in one panel. 16 columns (of FP8 32) on: + 32 bytes; after four of them the next panel.
  *   Rows are the product's K, columns its N (V of P V, "transposed"): the stride offset likewise, 8 keys to the next; the
  *   leading one is from a panel to the next. 16 keys on: + 2048 bytes. */
 struct matrix {
@@ -161,9 +176,9 @@ struct matrix {
     __device__ __forceinline__ unsigned long long word() const { return (unsigned long long)high << 32 | low; }
 };
 
-FA_DEVICE matrix matrix_of(unsigned address, unsigned panel_bytes)
+template <int ROW_BYTES = 128> FA_DEVICE matrix matrix_of(unsigned address, unsigned leading)
 {
-    return {(address & 0x3FFFF) >> 4 | (panel_bytes >> 4) << 16, 1024 >> 4 | 1u << 30};
+    return {(address & 0x3FFFF) >> 4 | (leading >> 4) << 16, 8 * ROW_BYTES >> 4 | (ROW_BYTES == 128 ? 1u : 2u) << 30};
 }
 
 FA_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -192,9 +207,16 @@ template <int A, int B> FA_DEVICE void hold(unsigned (&r)[A][B])
             asm volatile("" : "+r"(r[a][b])::"memory");
 }
 
+/* FP8 always has K along the columns of b: there is nothing to be said of it. */
+#if FA_DTYPE == FA_F8E4M3
+#define FA_TURNED(b_down)
+#define FA_WGMMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 "
+#else
+#define FA_TURNED(b_down) ", " b_down
+#endif
 #if FA_DTYPE == FA_F16
 #define FA_WGMMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.f16.f16 "
-#else
+#elif FA_DTYPE != FA_F8E4M3
 #define FA_WGMMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 "
 #endif
 
@@ -222,46 +244,46 @@ template <int B_DOWN = 0, int COUNT> FA_DEVICE void wgmma_shared(float (&c)[COUN
 {
     static_assert(COUNT == 32 || COUNT == 40 || COUNT == 64 || COUNT == 88 || COUNT == 96, "no such WGMMA here");
     if constexpr (COUNT == 32)
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; " FA_WGMMA(64) "{" FA_N32 "}, %32, %33, p, 1, 1, 0, %35; }"
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; " FA_WGMMA(64) "{" FA_N32 "}, %32, %33, p, 1, 1" FA_TURNED("0, %35") "; }"
                      : FA_O32(c, 0)
                      : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN));
     else if constexpr (COUNT == 40)
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %42, 0; " FA_WGMMA(80) "{" FA_N40 "}, %40, %41, p, 1, 1, 0, %43; }"
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %42, 0; " FA_WGMMA(80) "{" FA_N40 "}, %40, %41, p, 1, 1" FA_TURNED("0, %43") "; }"
                      : FA_O32(c, 0), FA_O8(c, 32)
                      : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN));
     else if constexpr (COUNT == 64)
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; " FA_WGMMA(128) "{" FA_N64 "}, %64, %65, p, 1, 1, 0, %67; }"
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; " FA_WGMMA(128) "{" FA_N64 "}, %64, %65, p, 1, 1" FA_TURNED("0, %67") "; }"
                      : FA_O32(c, 0), FA_O32(c, 32)
                      : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN));
     else if constexpr (COUNT == 88)
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %90, 0; " FA_WGMMA(176) "{" FA_N88 "}, %88, %89, p, 1, 1, 0, %91; }"
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %90, 0; " FA_WGMMA(176) "{" FA_N88 "}, %88, %89, p, 1, 1" FA_TURNED("0, %91") "; }"
                      : FA_O32(c, 0), FA_O32(c, 32), FA_O8(c, 64), FA_O8(c, 72), FA_O8(c, 80)
                      : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN));
     else
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %98, 0; " FA_WGMMA(192) "{" FA_N96 "}, %96, %97, p, 1, 1, 0, %99; }"
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %98, 0; " FA_WGMMA(192) "{" FA_N96 "}, %96, %97, p, 1, 1" FA_TURNED("0, %99") "; }"
                      : FA_O32(c, 0), FA_O32(c, 32), FA_O32(c, 64)
                      : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN));
 }
 
 /* c (64 x 2 COUNT) = or += a b; a 64 x 16 in registers: rows and columns as those of an accumulator, two neighbours a
- * register; b by rows in shared memory, K along the rows. */
+ * register; b by rows in shared memory, K along the rows. FP8: a b^T, a 64 x 32, lane t's columns 4 t ... 4 t + 3 and those 16 on. */
 template <int COUNT>
 FA_DEVICE void wgmma_registers(float (&c)[COUNT], const unsigned (&a)[4], matrix b, int add)
 {
     static_assert(COUNT == 32 || COUNT == 64 || COUNT == 128, "no such WGMMA here");
     if constexpr (COUNT == 32)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; " FA_WGMMA(64) "{" FA_N32
-                     "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1; }"
+                     "}, {%32, %33, %34, %35}, %36, p, 1, 1" FA_TURNED("1") "; }"
                      : FA_O32(c, 0)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word()), "r"(add));
     else if constexpr (COUNT == 64)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0; " FA_WGMMA(128) "{" FA_N64
-                     "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1; }"
+                     "}, {%64, %65, %66, %67}, %68, p, 1, 1" FA_TURNED("1") "; }"
                      : FA_O32(c, 0), FA_O32(c, 32)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word()), "r"(add));
     else
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %133, 0; " FA_WGMMA(256) "{" FA_N128
-                     "}, {%128, %129, %130, %131}, %132, p, 1, 1, 1; }"
+                     "}, {%128, %129, %130, %131}, %132, p, 1, 1" FA_TURNED("1") "; }"
                      : FA_O32(c, 0), FA_O32(c, 32), FA_O32(c, 64), FA_O32(c, 96)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word()), "r"(add));
 }

@@ -86,8 +86,8 @@ static __device__ __noinline__ void redo_far_rows(const fa_args &args, const wor
             continue;
         double o[COLS], peak, total;
         float  lse;
-        far_row<COLS>(args, w, i, o, peak, total);
-        float scale = end_far_row(peak, total, sink_log2_of(args, shared_work), lse);
+        far_row<COLS>(args, w, w.head, i, o, peak, total);
+        float scale = end_far_row(peak, total, sink_log2_of(args, shared_work), lse) * descale_of(args.descale_v, w.b, w.kv_head);
         if (threadIdx.x % 32 == 0)
             store_lse(args, shared_work, i, lse);
         for (int c = 0, col = threadIdx.x % 32; c < COLS; c++, col += 32)

@@ -18,15 +18,27 @@ FA_DEVICE float tanh_accurate(float x)
     return ax < 0.3f ? small : large;
 }
 
+/* What FP8's elements are to be multiplied by; 1 for the other dtypes. */
+FA_DEVICE float descale_of(const fa_view &view, int b, int kv_head)
+{
+    bool has = FA_DTYPE == FA_F8E4M3 && view.data;
+    return has ? ((const float *)view.data)[b * view.stride[0] + kv_head * view.stride[1]] : 1.0f;
+}
+
+FA_DEVICE float descale_of_scores(const fa_args &args, int b, int kv_head)
+{
+    return descale_of(args.descale_q, b, kv_head) * descale_of(args.descale_k, b, kv_head);
+}
+
 /* One head's additions to the scores. */
 struct score_terms {
     const char *bias; /* [i, j] at i * stride[2] + j * stride[3] */
-    float       slope_log2;
+    float       slope_log2, descale; /* of the dot products */
 };
 
 FA_DEVICE score_terms score_terms_of(const fa_args &args, int b, int head)
 {
-    score_terms terms = {nullptr, 0.0f};
+    score_terms terms = {nullptr, 0.0f, descale_of_scores(args, b, head / args.group)};
     if (FA_HAS_BIAS)
         terms.bias = (const char *)args.bias.data +
                      (b * args.bias.stride[0] + head * args.bias.stride[1]) * (FA_DTYPE_BIAS == FA_F32 ? 4 : 2);
@@ -47,6 +59,7 @@ FA_DEVICE float capped_score(const fa_args &args, float dot, float &capped)
 FA_DEVICE float modified_score(const fa_args &args, const score_terms &terms, const sequence &s, float dot, int i, int j,
                                float &capped)
 {
+    dot *= terms.descale;
     float score = FA_HAS_SOFTCAP ? capped_score(args, dot, capped) * FA_LOG2E : dot * args.scale_log2;
     if (FA_HAS_BIAS && i < s.seqlen_q && j < s.seqlen_k)
         score += load_element(terms.bias, i * args.bias.stride[2] + j * args.bias.stride[3], FA_DTYPE_BIAS) * FA_LOG2E;

@@ -94,15 +94,19 @@ struct rows_of_pages {
     const int        *pages;
     fa_i64            page_stride, stride;
     int               key, page_size, num_pages, num_keys;
+    int               page = key / page_size, place = key % page_size; /* of row 0 */
+    float             share = 1.0f / page_size;
 
     static constexpr bool PLAIN = false;
+    static constexpr int  MOST_ROWS = 128; /* so few pass one page's end at most, or are counted rightly in float */
     __device__ __forceinline__ const fa_element *row(int r) const
     {
         int j = key + r;
         if ((unsigned)j >= (unsigned)num_keys)
             return data;
-        int page = pages[j / page_size];
-        return (unsigned)page < (unsigned)num_pages ? data + page * page_stride + (j % page_size) * stride : data;
+        int further = page_size >= MOST_ROWS ? place + r >= page_size : (int)((place + r + 0.5f) * share);
+        int found   = pages[page + further];
+        return (unsigned)found < (unsigned)num_pages ? data + found * page_stride + (place + r - further * page_size) * stride : data;
     }
 };
 
@@ -118,10 +122,13 @@ FA_DEVICE void store_chunk(unsigned at, int plane_bytes, const float (&e)[8])
         shared_store(at + p * plane_bytes, make_uint4(word[0][p], word[1][p], word[2][p], word[3][p]));
 }
 
+/* FP8 arrives as it is, each chunk's eight bytes in the chunk's first half, and expand_tile makes float16 of it. */
+constexpr bool AS_BYTES = FA_DTYPE == FA_F8E4M3 && FA_ALIGNED;
+
 /*
  * All threads copy rows [0, ROWS) of `source` to a tile. Rows outside [begin, end) and columns from `cols` on are zeros,
  * which keeps what lies there (NaN too) out of the products. No branch: the compiler may spread the copies over the
- * products around them. Needs copy_commit and copy_wait; without FA_ALIGNED it is done on return.
+ * products around them. Needs copy_commit, copy_wait and expand_tile; without FA_ALIGNED it is done on return.
  */
 template <int ROWS, int COLS, class SOURCE>
 FA_DEVICE void copy_tile(unsigned to, const SOURCE &source, int begin, int end, int cols, fa_i64 inner_stride)
@@ -130,22 +137,30 @@ FA_DEVICE void copy_tile(unsigned to, const SOURCE &source, int begin, int end, 
     constexpr int LANES        = layout::GROUP; /* threads that copy one row side by side */
     constexpr int ROWS_AT_ONCE = THREADS / LANES;
     int           lane = threadIdx.x % LANES, first_row = threadIdx.x / LANES;
-    const fa_element *from = source.row(first_row); /* moved on by a step, so that no row keeps an address in registers */
+    constexpr int     STEPS = SOURCE::PLAIN ? 1 : (ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    const fa_element *found[STEPS]; /* page table or division: all rows at once, for nothing passes a copy */
+#pragma unroll
+    for (int n = 0; n < STEPS; n++)
+        found[n] = source.row(first_row + n * ROWS_AT_ONCE);
+    const fa_element *from = found[0]; /* moved on by a step, so that no row keeps an address in registers */
 #pragma unroll
     for (int r = 0; r < ROWS; r += ROWS_AT_ONCE) {
         int row = first_row + r;
         if (ROWS % ROWS_AT_ONCE != 0 && row >= ROWS)
             break;
         if (r > 0) {
-            from = SOURCE::PLAIN ? from + ROWS_AT_ONCE * source.stride : source.row(row);
-            asm("" : "+l"(from)); /* or the compiler keeps every row's offset in registers over the whole loop */
+            from = SOURCE::PLAIN ? from + ROWS_AT_ONCE * source.stride : found[r / ROWS_AT_ONCE % STEPS];
+            if (SOURCE::PLAIN)
+                asm("" : "+l"(from)); /* or the compiler keeps every row's offset in registers over the whole loop */
         }
         bool valid = row >= begin && row < end;
 #pragma unroll
         for (int group = 0; group < layout::CHUNKS; group += LANES) {
             int      chunk = group + lane;
             unsigned at    = to + layout::offset(row, chunk);
-            if constexpr (FA_ALIGNED && PLANES == 1) {
+            if constexpr (AS_BYTES) {
+                copy_async_8(at, from + chunk * 8, valid && (FA_EVEN_D || chunk * 8 < cols));
+            } else if constexpr (FA_ALIGNED && PLANES == 1) {
                 copy_async(at, from + chunk * 8, valid && (FA_EVEN_D || chunk * 8 < cols));
             } else {
                 float e[8];
@@ -171,6 +186,26 @@ FA_DEVICE void convert_tile(unsigned to, const float *from, fa_i64 stride, fa_i6
                 e[c] = row < end && chunk * 8 + c < cols ? from[row * stride + (chunk * 8 + c) * inner_stride] : 0.0f;
             store_chunk(to + layout::offset(row, chunk), ROWS * layout::ROW_BYTES, e);
         }
+}
+
+/* The chunks that this thread copied by copy_tile, once copy_wait has seen them: bytes become float16. */
+template <int ROWS, int COLS> FA_DEVICE void expand_tile(unsigned tile_at)
+{
+    using layout               = tile<COLS>;
+    constexpr int LANES        = layout::GROUP;
+    constexpr int ROWS_AT_ONCE = THREADS / LANES;
+    int           lane = threadIdx.x % LANES, first_row = threadIdx.x / LANES;
+#pragma unroll 1 /* scores and O leave few registers */
+    for (int r = 0; r < (AS_BYTES ? ROWS : 0); r += ROWS_AT_ONCE)
+#pragma unroll
+        for (int group = 0; group < layout::CHUNKS; group += LANES)
+            if (ROWS % ROWS_AT_ONCE == 0 || first_row + r < ROWS) {
+                unsigned at = tile_at + layout::offset(first_row + r, group + lane), low[2], high[2];
+                uint2    v  = shared_load_8(at);
+                f16_of_e4m3(low, v.x);
+                f16_of_e4m3(high, v.y);
+                shared_store(at, make_uint4(low[0], low[1], high[0], high[1]));
+            }
 }
 
 /* Looks through the chunks that this thread copied by copy_tile (its own copies are visible to it after copy_wait); Inf

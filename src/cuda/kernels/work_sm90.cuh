@@ -5,6 +5,7 @@
 #include "fragment_sm90.cuh"
 #include "packed_sm90.cuh"
 #include "pairs_sm90.cuh"
+#include "softmax.cuh"
 
 /* A tile of queries of one head, and the key tiles that it meets. In shared memory: registers are for S and O. */
 struct work {
@@ -15,6 +16,9 @@ struct work {
     int       first_clean, end_clean; /* steps [first_clean, end_clean) need no mask */
     int       cleared;                /* an inspector found Inf or NaN in V and took it away */
     sequence  seq;
+#if FA_DTYPE == FA_F8E4M3
+    float     unit, descale; /* log2 units of a dot product; what O is to be multiplied with */
+#endif
 };
 
 /* Where every sequence is as long as the others (args.order_heads 0), causal tiles come in pairs. Otherwise a block has one tile, and the
@@ -64,6 +68,10 @@ FA_DEVICE void find_work(const fa_args &args, unsigned n, work &w)
     w.cleared     = 0;
     w.tiles       = 0;
     w.seq         = sequence_at(args, w.b);
+#if FA_DTYPE == FA_F8E4M3
+    w.unit    = args.scale_log2 * descale_of_scores(args, w.b, w.kv_head);
+    w.descale = descale_of(args.descale_v, w.b, w.kv_head);
+#endif
     if (in_pairs(args) && is_own_pair(args.tiles_q, args.heads_q * args.batch, at, n % 2))
         w.seq.rows_q = w.seq.seqlen_q = 0; /* done already */
     fa_range queries = {w.first_q, fa_min_int(w.first_q + FA_TILE_Q, w.seq.seqlen_q)};
@@ -76,6 +84,25 @@ FA_DEVICE void find_work(const fa_args &args, unsigned n, work &w)
     w.tiles        = tiles;
     w.first_clean  = fa_min_int(fa_max_int(right + 1 - clean.end, 0), tiles);
     w.end_clean    = fa_max_int(right + 1 - clean.begin, w.first_clean);
+}
+
+/* Elsewhere than with FP8 the same for all: from the arguments, not from shared memory. */
+FA_DEVICE float unit_of(const fa_args &args, const work &w)
+{
+#if FA_DTYPE == FA_F8E4M3
+    return w.unit;
+#else
+    return args.scale_log2;
+#endif
+}
+
+FA_DEVICE float descale_of_o(const work &w)
+{
+#if FA_DTYPE == FA_F8E4M3
+    return w.descale;
+#else
+    return 1.0f;
+#endif
 }
 
 FA_DEVICE bool is_masked(const work &w, int step) { return step < w.first_clean || step >= w.end_clean; }

@@ -1,0 +1,220 @@
+/* What a block of the forward works on: rows of a tile, keys, where they lie and where results go. For rows that are computed again
+ * (far scores, Inf and NaN in V) too. */
+#ifndef FA_FORWARD_WORK_CUH
+#define FA_FORWARD_WORK_CUH
+
+#include "far_rows.cuh"
+#include "tile.cuh"
+
+constexpr bool PACKED    = FA_VARIANT > 1;                  /* rows of a tile: query by query, each of all heads of a key head */
+constexpr int  KEY_WARPS = PACKED ? FA_VARIANT / 2 : 1;     /* warps that share a row, each with its own keys */
+
+/* K or V as a block sees it. */
+struct kv_source {
+    const fa_element *data; /* the head's row 0 of this sequence; paged: of page 0 */
+    const int        *pages; /* this sequence's */
+};
+
+/* What a block works on. */
+struct work {
+    int        b, head, kv_head, split; /* PACKED: the first head */
+    int        first_q;            /* query of the tile's first row */
+    int        first_row, rows;    /* PACKED: the tile's first row, counted from the sequence's first; rows of the tile */
+    fa_range   queries, keys;      /* rows that count, keys that some of them may see */
+    fa_range   clean;              /* tiles of which every query sees every key (slices apart): they need no mask */
+    int        first_tile;         /* the last to visit; the walk goes from right to left */
+    float      unit;               /* log2 units of one score, > 0 always: a scale of 0 or below goes into Q */
+    sequence   seq;
+    fa_range   slices;
+    kv_source  k, v;
+    bool       far[FA_TILE_Q];     /* rows to be computed again (far_rows.cuh) */
+};
+
+FA_DEVICE kv_source kv_source_of(const fa_args &args, const fa_view &view, const work &w)
+{
+    const fa_element *data = (const fa_element *)view.data + w.kv_head * view.stride[2];
+    if (FA_HAS_PAGED)
+        return {data, args.page_table + w.b * args.page_row_stride};
+    return {data + w.seq.kv_entry * view.stride[0] + w.seq.kv_row * view.stride[1], nullptr};
+}
+
+FA_DEVICE float scale_log2_of(const fa_args &args, const work &w)
+{
+    return args.scale_log2 * descale_of_scores(args, w.b, w.kv_head);
+}
+
+FA_DEVICE work work_of(const fa_args &args)
+{
+    work       w;
+    grid_place at   = grid_place_of<FA_TILE_Q>(blockIdx.x, args.tiles_q);
+    unsigned   n    = at.other;
+    int        tile = at.tile;
+    w.split = FA_HAS_SPLIT ? n % args.num_splits : 0;
+    n       = FA_HAS_SPLIT ? n / args.num_splits : n;
+    int heads = PACKED ? args.heads_k : args.heads_q;
+    w.head    = n % heads;
+    w.b       = n / heads;
+    w.kv_head = PACKED || args.group == 1 ? w.head : w.head / args.group;
+    if (FA_MASK != FA_MASK_NONE)
+        tile = args.tiles_q - 1 - tile;
+    w.seq     = sequence_at(args, w.b);
+    w.slices  = FA_HAS_SLICES ? slices_of(args, w.b) : fa_range{0, 0};
+    if (PACKED) {
+        w.head *= args.group;
+        w.first_row = tile * FA_TILE_Q;
+        w.rows      = fa_min_int(FA_TILE_Q, w.seq.rows_q * args.group - w.first_row);
+        w.first_q   = w.first_row / args.group;
+        w.queries   = {w.first_q, fa_min_int((w.first_row + w.rows - 1) / args.group + 1, w.seq.seqlen_q)};
+    } else {
+        w.first_q = tile * FA_TILE_Q;
+        w.queries = {w.first_q, fa_min_int(w.first_q + FA_TILE_Q, w.seq.seqlen_q)};
+        w.rows    = w.queries.end - w.first_q;
+    }
+    fa_range all = {w.seq.key_begin, w.seq.seqlen_k};
+    if (FA_HAS_SPLIT) {
+        int part = args.split_keys;
+        for (int n = 0; n < args.part_doublings && (fa_i64)part * part < (fa_i64)args.part_growth * w.seq.seqlen_k; n++)
+            part *= 2;
+        all.begin = fa_max_int(all.begin, w.split * part);
+        all.end   = fa_min_int(all.end, (w.split + 1) * part);
+    }
+    w.keys = fa_keys_seen(window_of(args), w.seq.diagonal, w.queries, all);
+    if (w.queries.begin >= w.queries.end)
+        w.keys.end = w.keys.begin;
+    w.clean      = clean_tiles<FA_TILE_K>(args, w.seq, w.queries, w.keys);
+    w.first_tile = w.keys.begin / FA_TILE_K;
+    w.unit       = MODIFIED || scale_log2_of(args, w) == 0 ? 1.0f : fabsf(scale_log2_of(args, w));
+    w.k          = kv_source_of(args, args.k, w);
+    w.v          = kv_source_of(args, args.v, w);
+    return w;
+}
+
+/* The query and the head of a row of the tile. */
+FA_DEVICE int query_of(const fa_args &args, const work &w, int row)
+{
+    return PACKED ? (w.first_row + row) / args.group : w.first_q + row;
+}
+FA_DEVICE int head_of(const fa_args &args, const work &w, int row)
+{
+    return PACKED ? w.head + (w.first_row + row) % args.group : w.head;
+}
+
+/* Rows of queries that count. */
+FA_DEVICE int rows_used(const fa_args &args, const work &w)
+{
+    return PACKED ? fa_min_int(w.rows, w.seq.seqlen_q * args.group - w.first_row) : w.rows;
+}
+
+/* PACKED: row r of the tile is a query of one of the heads. */
+struct rows_of_heads {
+    const fa_element *first; /* query 0, first head */
+    fa_i64            query_stride, head_stride, stride;
+    int               first_row, group;
+
+    static constexpr bool PLAIN = false;
+    __device__ __forceinline__ const fa_element *row(int r) const
+    {
+        return first + (first_row + r) / group * query_stride + (first_row + r) % group * head_stride;
+    }
+};
+
+/* The tile's rows of Q. */
+FA_DEVICE auto queries_from(const fa_args &args, const work &w)
+{
+    const fa_element *q = (const fa_element *)args.q.data + w.seq.q_entry * args.q.stride[0] + w.head * args.q.stride[2];
+    if constexpr (PACKED)
+        return rows_of_heads{q + w.seq.q_row * args.q.stride[1], args.q.stride[1], args.q.stride[2], 0, w.first_row, args.group};
+    else
+        return rows_of{q + (fa_i64)(w.seq.q_row + w.first_q) * args.q.stride[1], args.q.stride[1]};
+}
+
+/* Row j of the sequence and those after it. */
+FA_DEVICE auto rows_from(const fa_args &args, const work &w, const kv_source &source, const fa_view &view, int j)
+{
+    if constexpr (FA_HAS_PAGED)
+        return rows_of_pages{source.data, source.pages, view.stride[0], view.stride[1], j, args.kv_rows, args.kv_entries,
+                             w.seq.rows_k};
+    else
+        return rows_of{source.data + j * view.stride[1], view.stride[1]};
+}
+
+/* Row of o_partial and lse_partial for query i. */
+FA_DEVICE fa_i64 partial_row(const fa_args &args, const work &w, int head, int i)
+{
+    return ((fa_i64)w.split * args.heads_q + head) * args.q_entries * args.q_rows +
+           (fa_i64)w.seq.q_entry * args.q_rows + w.seq.q_row + i;
+}
+
+FA_DEVICE void store_lse(const fa_args &args, const work &w, int head, int i, float lse)
+{
+    if (FA_HAS_SPLIT)
+        args.lse_partial[partial_row(args, w, head, i)] = lse;
+    else if (args.lse.data)
+        ((float *)args.lse.data)[w.seq.q_entry * args.lse.stride[0] + head * args.lse.stride[1] +
+                                 (w.seq.q_row + i) * args.lse.stride[2]] = lse;
+}
+
+FA_DEVICE float sink_log2_of(const fa_args &args, int head)
+{
+    if (FA_HAS_SPLIT || !args.sinks.data)
+        return -infinity();
+    return load_element(args.sinks.data, head * args.sinks.stride[1], args.sinks.dtype) * FA_LOG2E;
+}
+
+/* Index of O's element (i, col), or of o_partial's. */
+FA_DEVICE fa_i64 o_place(const fa_args &args, const work &w, int head, int i, int col)
+{
+    return FA_HAS_SPLIT ? partial_row(args, w, head, i) * FA_HEAD_DIM_V + col
+                        : w.seq.q_entry * args.o.stride[0] + (w.seq.q_row + i) * args.o.stride[1] +
+                              head * args.o.stride[2] + col * args.o.stride[3];
+}
+
+/* Far rows once more, a warp a row. */
+static __device__ __noinline__ void redo_far_rows(const fa_args &args, const work &w)
+{
+    __syncthreads();
+    for (int row = threadIdx.x / 32; row < w.rows; row += FA_WARPS) {
+        int i = query_of(args, w, row), head = head_of(args, w, row);
+        if (!w.far[row] || i >= w.queries.end)
+            continue;
+        constexpr int COLS = FA_HEAD_DIM_V / 32;
+        double        o[COLS], peak, total;
+        float         lse;
+        far_row<COLS>(args, w, head, i, o, peak, total);
+        float scale = end_far_row(peak, total, sink_log2_of(args, head), lse) * (FA_HAS_DROPOUT ? args.dropout.keep_scale : 1.0f) *
+                      descale_of(args.descale_v, w.b, w.kv_head);
+        if (threadIdx.x % 32 == 0)
+            store_lse(args, w, head, i, lse);
+        for (int c = 0, col = threadIdx.x % 32; c < COLS; c++, col += 32)
+            if (col < args.head_dim_v)
+                store_element(FA_HAS_SPLIT ? args.o_partial : args.o.data, o_place(args, w, head, i, col),
+                              FA_HAS_SPLIT ? FA_F32 : FA_DTYPE_O, (float)o[c] * scale);
+    }
+}
+
+/*
+ * Inf and NaN of V were cleared from edge tiles, for 0 * NaN would reach rows that do not see the key. Here the rows that
+ * do see it get it, in what was just stored. Rare, slow, and kept out of the registers of the rest.
+ */
+static __device__ __noinline__ void add_nonfinite(const fa_args &args, const work &w)
+{
+    __syncthreads();
+    for (int n = threadIdx.x; n < w.rows * args.head_dim_v; n += THREADS) {
+        int    row = n / args.head_dim_v, col = n % args.head_dim_v;
+        int    i = query_of(args, w, row), head = head_of(args, w, row);
+        float  total = 0.0f;
+        fa_i64 at    = o_place(args, w, head, i, col);
+        for (int j = w.keys.begin; j < w.keys.end; j++) {
+            float value = load_element(rows_from(args, w, w.v, args.v, j).row(0), col * args.v.stride[3], FA_DTYPE);
+            if (!finite(value) && sees(args, w.seq, w.slices, i, j) &&
+                (!FA_HAS_DROPOUT || fa_dropout_keeps(&args.dropout, w.b * args.heads_q + head, i, j)))
+                total += value;
+        }
+        void *o     = FA_HAS_SPLIT ? args.o_partial : args.o.data;
+        int   dtype = FA_HAS_SPLIT ? FA_F32 : FA_DTYPE_O;
+        if (!finite(total))
+            store_element(o, at, dtype, load_element(o, at, dtype) + total);
+    }
+}
+
+#endif

@@ -1,0 +1,63 @@
+/* forward_sm90.cu: the online softmax of a consumer's 64 rows. */
+#ifndef FA_SOFTMAX_SM90_CUH
+#define FA_SOFTMAX_SM90_CUH
+
+#include "softmax.cuh"
+#include "warpgroup.cuh"
+
+/* P is 2^P_LOG2 times as large: with FP8 up to 2^(P_LOG2 + P_LAG), below its largest, 448 = 2^8.8. */
+constexpr float P_LOG2 = FP8 ? 8.0f : 0.0f, P_LAG = FP8 ? 0.75f : MAX_LAG;
+
+struct row_state {
+    float max[2], sum[2]; /* of dot products; this thread's part of the sum of exponentials. Of rows h = 0, 1 */
+};
+
+/* Line 9: S becomes P = exp2(unit * (S - max)), and the row's maximum and sum take it in. The maximum may lag behind (softmax.cuh), so lanes
+ * tell each other theirs only where one has moved too far: true then, and alpha is what O has to be multiplied with. A row that has not moved
+ * keeps its bits, whatever the warp's others do. GUARD: a row may have seen nothing. */
+template <bool GUARD>
+FA_DEVICE bool softmax_step(float (&s)[S_COUNT], row_state &rows, float (&alpha)[2], float unit)
+{
+    float highest[2]; /* of this lane */
+    bool  far = false;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        highest[h] = fmaxf(s[2 * h], s[2 * h + 1]);
+#pragma unroll
+        for (int j = 1; j < FA_TILE_K / 8; j++)
+            highest[h] = fmaxf(highest[h], fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+        far |= (highest[h] - rows.max[h]) * unit > P_LAG; /* -inf - -inf is NaN: not far */
+        alpha[h] = 1.0f;
+    }
+    bool moved = __any_sync(0xFFFFFFFFu, far);
+    if (moved) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float top = quad_max(highest[h]), old = rows.max[h];
+            if ((top - old) * unit > P_LAG) {
+                rows.max[h] = top;
+                alpha[h]    = exp2_fast((old - top) * unit);
+            }
+            rows.sum[h] *= alpha[h];
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float shift = rows.max[h] * unit - P_LOG2, sum = 0.0f;
+        if (GUARD && rows.max[h] == -infinity())
+            shift = 0.0f;
+#pragma unroll
+        for (int j = 0; j < FA_TILE_K / 8; j++)
+#pragma unroll
+            for (int e = 2 * h; e < 2 * h + 2; e++) {
+                s[4 * j + e] = exp2_fast(s[4 * j + e] * unit - shift);
+                sum += s[4 * j + e];
+            }
+        rows.sum[h] += sum;
+    }
+    return moved;
+}
+
+FA_DEVICE row_state no_rows() { return {{-infinity(), -infinity()}, {0.0f, 0.0f}}; }
+
+#endif
