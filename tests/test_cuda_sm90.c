@@ -108,7 +108,8 @@ static int run_shape(test_case shape, flash_attn_dtype dtype, flash_attn_context
 /* FP8 leaves packed sequences and caches to the portable kernel. */
 static bool is_for_fp8(const test_case *shape) { return !shape->varlen_q && !shape->varlen_k && !shape->cache_batch_idx; }
 
-/* Each shape in three head dims, where it names none, in bfloat16, the forward in FP8 too, and some in float16. A backward's reference takes long: every second at 256. */
+/* Each shape in three head dims, where it names none, in bfloat16, the forward in one of them in FP8 too, by turns, and some in float16. The reference
+ * is what takes long: of backwards every second at 256. */
 static void run_shapes(const test_case *all, int count, flash_attn_context *with)
 {
     int failed = 0;
@@ -120,7 +121,7 @@ static void run_shapes(const test_case *all, int count, flash_attn_context *with
             if (!shape.head_dim)
                 shape.head_dim = d;
             failed += run_shape(shape, FLASH_ATTN_BF16, with);
-            if (with == context && is_for_fp8(&shape))
+            if (with == context && is_for_fp8(&shape) && (all[n].head_dim || d == 64 << (n + 2) % 3))
                 failed += run_shape(shape, FLASH_ATTN_F8E4M3, with);
             if (n % 4 == 1 && shape.head_dim == 128)
                 failed += run_shape(shape, FLASH_ATTN_F16, with);
