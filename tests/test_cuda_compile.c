@@ -5,7 +5,7 @@
  *
  *     test_cuda_compile [--all] [--kernel NAME] [--option NAME] [--dtype N] [--nvrtc FILE]
  *         --all: every architecture (but where another stands for it, the ladder on 8.0, 9.0 and 12.0), and each option of a problem
- *                on each row of other tiles (float32: some of them off 9.0; FP8: at head_dim 128); otherwise sm_80 and sm_90, and the options of head_dim 128 on one
+ *                on each row of other tiles (float32, backward: some of them off 9.0; FP8: those of masks and copies, at head_dim 128); otherwise sm_80 and sm_90, and the options of head_dim 128 on one
  *         --kernel: this kernel alone, for who works on it
  *         --option: this option alone ("small", say), on every architecture
  *         --dtype: this flash_attn_dtype alone, as a number
@@ -391,11 +391,13 @@ static void every_row_is_taken_on_every_architecture_that_it_names(void **state)
 }
 
 /* What a lower architecture of the row stands for: 8.9 has the instructions and registers of 8.6, and float32 uses no more
- * of 8.6 and 10.0 than of 8.0 and 9.0. 8.9 has an instruction for FP8. */
+ * of 8.6 and 10.0 than of 8.0 and 9.0. FP8 is widened by other instructions from 8.9 on. */
 static bool stands_with_a_lower(int arch, const fa_tune_row *row, int dtype)
 {
     bool f32 = row->dtypes == FA_IN_F32;
-    return (arch == 89 && row->arch_min <= 86 && dtype != FLASH_ATTN_F8E4M3) || (f32 && arch == 86 && row->arch_min <= 80) ||
+    if (dtype == FLASH_ATTN_F8E4M3)
+        return (arch == 86 && row->arch_min <= 80) || (arch == 100 && row->arch_min <= 90);
+    return (arch == 89 && row->arch_min <= 86) || (f32 && arch == 86 && row->arch_min <= 80) ||
            (f32 && arch == 100 && row->arch_min <= 90);
 }
 
@@ -450,10 +452,15 @@ static bool has_twin_below(int r)
     return false;
 }
 
-/* float32 takes the compiler longest: 9.0's rows have every option, others those that need most registers. */
+/* float32 and the backward take the compiler longest: 9.0's rows have every option, others those that need most registers. */
 static bool is_for_9_0_alone(const fa_tune_row *row, int arch, const option *with)
 {
-    return row->dtypes == FA_IN_F32 && arch != 90 && with->set != set_dropout && with->set != set_dbias && with->set != set_slices;
+    return (row->dtypes == FA_IN_F32 || is_backward(row)) && arch != 90 && with->set != set_dropout && with->set != set_dbias && with->set != set_slices;
+}
+
+static bool is_of_scores(const option *with)
+{
+    return with->set == set_softcap || with->set == set_bias || with->set == set_bias_f32 || with->set == set_alibi || with->set == set_sinks;
 }
 
 static void every_option_builds_cleanly(void **state)
@@ -477,7 +484,7 @@ static void every_option_builds_cleanly(void **state)
             for (int dtype = 0; dtype <= FLASH_ATTN_F8E4M3; dtype++) {
                 if (!(row->dtypes >> dtype & 1) || (dtype == FLASH_ATTN_F16 && (row->dtypes & FA_IN_BF16)))
                     continue;
-                if (dtype == FLASH_ATTN_F8E4M3 && row->head_dim != 128 && !only_option) /* float16's code but for the copies, which no option changes */
+                if (dtype == FLASH_ATTN_F8E4M3 && !only_option && (row->head_dim != 128 || is_of_scores(with))) /* float16's code but for the copies */
                     continue;
                 if (call_for(row, (flash_attn_dtype)dtype, with, &call) != FLASH_ATTN_OK)
                     fail_msg("%s: %s", with->name, flash_attn_last_error());
