@@ -108,6 +108,20 @@ void fixture_run(fixture *f, const tier *t, int num_threads)
     expect_status(flash_attn_backward(t->context, &f->p, &f->g, &exec), FLASH_ATTN_OK, "backward");
 }
 
+void expect_ok(flash_attn_status status)
+{
+    if (status != FLASH_ATTN_OK)
+        fail_msg("%s", flash_attn_last_error());
+}
+
+void skip_unless(bool there, const char *why)
+{
+    if (there)
+        return;
+    print_message("skipped: %s\n", why);
+    skip();
+}
+
 int64_t count_of(const flash_attn_tensor *t) { return t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3]; }
 
 static void index_of(const flash_attn_tensor *t, int64_t n, int64_t at[4])

@@ -50,6 +50,12 @@ void fixture_run(fixture *f, const tier *t, int num_threads);
 /* Fails the test with the library's sentence unless status is as expected. */
 void expect_status(flash_attn_status status, flash_attn_status expected, const char *what);
 
+/* Fails the test with the library's sentence. */
+void expect_ok(flash_attn_status status);
+
+/* Skips the test, with the reason, where what it needs is not there. */
+void skip_unless(bool there, const char *why);
+
 /* A tensor's elements in row-major order; free them. */
 double *values_of(const flash_attn_tensor *t);
 int64_t count_of(const flash_attn_tensor *t);

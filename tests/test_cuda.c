@@ -19,13 +19,7 @@ static const case_memory *memory;
 static const case_gpu    *gpu;
 static char               no_gpu[200];
 
-static void need_gpu(void)
-{
-    if (memory)
-        return;
-    print_message("skipped: %s\n", no_gpu);
-    skip();
-}
+static void need_gpu(void) { skip_unless(memory != NULL, no_gpu); }
 
 static flash_attn_device on_gpu(void) { return (flash_attn_device){.type = FLASH_ATTN_CUDA}; }
 
@@ -93,12 +87,6 @@ static flash_attn_status forward_on(plain *p, void *stream)
 {
     flash_attn_exec exec = {.stream = stream, .workspace = p->workspace, .workspace_bytes = p->workspace_bytes};
     return flash_attn_forward(NULL, &p->problem, &exec);
-}
-
-static void expect_ok(flash_attn_status status)
-{
-    if (status != FLASH_ATTN_OK)
-        fail_msg("%s", flash_attn_last_error());
 }
 
 /* o's and lse's bytes. */

@@ -10,21 +10,9 @@ static const case_memory *memory;
 static const case_gpu    *gpu;
 static char               no_gpu[200];
 
-static void need_gpu(void)
-{
-    if (memory)
-        return;
-    print_message("skipped: %s\n", no_gpu);
-    skip();
-}
+static void need_gpu(void) { skip_unless(memory != NULL, no_gpu); }
 
 static const flash_attn_device on_gpu = {.type = FLASH_ATTN_CUDA}, on_host = {.type = FLASH_ATTN_REFERENCE};
-
-static void expect_ok(flash_attn_status status)
-{
-    if (status != FLASH_ATTN_OK)
-        fail_msg("%s", flash_attn_last_error());
-}
 
 /* One array in host and device memory. */
 typedef struct twin {

@@ -12,28 +12,16 @@ static const case_memory *memory;
 static const case_gpu    *gpu;
 static char               no_gpu[200];
 
-static void need_gpu(void)
-{
-    if (memory)
-        return;
-    print_message("skipped: %s\n", no_gpu);
-    skip();
-}
+static void need_gpu(void) { skip_unless(memory != NULL, no_gpu); }
 
 /* One problem in host memory, for the reference, and in device memory. */
 typedef struct fp8_problem {
     flash_attn_problem host, device;
 } fp8_problem;
 
-static void expect_ok(flash_attn_status status)
-{
-    if (status != FLASH_ATTN_OK)
-        fail_msg("%s", flash_attn_last_error());
-}
-
 static size_t bytes_of(const flash_attn_tensor *t)
 {
-    return (size_t)(t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3]) * dtype_bytes(t->dtype);
+    return (size_t)count_of(t) * dtype_bytes(t->dtype);
 }
 
 /* Contiguous, without contents. apart: bytes between 16-byte boundaries and the device's copy. */

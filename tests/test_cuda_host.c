@@ -23,12 +23,6 @@ typedef struct tiny {
     void              *memory;
 } tiny;
 
-static void expect_ok(flash_attn_status status)
-{
-    if (status != FLASH_ATTN_OK)
-        fail_msg("%s", flash_attn_last_error());
-}
-
 static tiny make_tiny(flash_attn_context *context, int length)
 {
     size_t count = (size_t)length * HEADS * HEAD_DIM;
@@ -81,13 +75,7 @@ static int ascending(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-static void need_gpu(void)
-{
-    if (memory)
-        return;
-    print_message("skipped: %s\n", no_gpu);
-    skip();
-}
+static void need_gpu(void) { skip_unless(memory != NULL, no_gpu); }
 
 static void measure(int pass, int length)
 {

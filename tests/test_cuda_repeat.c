@@ -23,12 +23,6 @@ typedef struct both_passes {
     size_t             bytes[NUM_ARRAYS];
 } both_passes;
 
-static void expect_ok(flash_attn_status status)
-{
-    if (status != FLASH_ATTN_OK)
-        fail_msg("%s", flash_attn_last_error());
-}
-
 static void *room_for(size_t bytes)
 {
     void *room = gpu->alloc(bytes);

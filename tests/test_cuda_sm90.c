@@ -61,13 +61,7 @@ static const test_case shapes[] = {
 };
 enum { NUM_SHAPES = sizeof shapes / sizeof *shapes };
 
-static void need_hopper(void)
-{
-    if (context)
-        return;
-    print_message("skipped: %s\n", why_not);
-    skip();
-}
+static void need_hopper(void) { skip_unless(context != NULL, why_not); }
 
 static int run_case(case_instance *instance, const test_case *shape, flash_attn_dtype dtype, const case_device *device)
 {
@@ -199,12 +193,6 @@ static void every_backward_shape_is_right(void **state)
 /* ---- Inf and NaN in V reach the rows that see them and no other ---- */
 
 enum { LENGTH = 300, HEAD_DIM = 64, COUNT = LENGTH * HEAD_DIM };
-
-static void expect_ok(flash_attn_status status)
-{
-    if (status != FLASH_ATTN_OK)
-        fail_msg("%s", flash_attn_last_error());
-}
 
 static float value_of(uint16_t bf16)
 {
