@@ -308,9 +308,22 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
     return FLASH_ATTN_OK;
 }
 
+/* The launch that merges the parts of `main`; its bits are the same by one warp a row or by eight. */
+static flash_attn_status add_combine(const fa_call *call, fa_plan *plan, const fa_key *main)
+{
+    enum { FEW_PARTS = 4, SOME_PARTS = 64, MANY_ROWS = 2048 };
+    fa_args *args    = &plan->args;
+    fa_key   combine = helper_key(FA_KERNEL_COMBINE, main);
+    int64_t  rows    = call->q.shape[0] * call->q.shape[1] * call->heads_q;
+    combine.dtype    = 0; /* it sees only partial results and o */
+    combine.warps    = FA_COMBINE_WARPS;
+    bool alone       = args->num_splits <= FEW_PARTS || (args->num_splits <= SOME_PARTS && rows > MANY_ROWS);
+    args->row_warps  = alone ? 1 : FA_COMBINE_WARPS;
+    return add_launch(plan, &combine, alone ? ceil_div(rows, FA_COMBINE_WARPS) : rows);
+}
+
 static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key *key)
 {
-    enum { FEW_PARTS = 4, SOME_PARTS = 64, MANY_ROWS = 2048 }; /* combine, whose bits are the same by one warp a row or by eight */
     fa_args *args = &plan->args;
     if (key->kernel == FA_KERNEL_FORWARD_SM90)
         return plan_forward_sm90(call, plan, key);
@@ -323,15 +336,7 @@ static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key
         args->tiles_q = (int)ceil_div(call->max_seqlen_q * call->group, key->tile_q);
     }
     FA_TRY(add_launch(plan, key, (int64_t)args->tiles_q * args->num_splits * heads * call->batch));
-    if (!key->has_split)
-        return FLASH_ATTN_OK;
-    fa_key  combine = helper_key(FA_KERNEL_COMBINE, key);
-    int64_t rows    = call->q.shape[0] * call->q.shape[1] * call->heads_q;
-    combine.dtype   = 0; /* it sees only partial results and o */
-    combine.warps   = FA_COMBINE_WARPS;
-    bool alone      = args->num_splits <= FEW_PARTS || (args->num_splits <= SOME_PARTS && rows > MANY_ROWS);
-    args->row_warps = alone ? 1 : FA_COMBINE_WARPS;
-    return add_launch(plan, &combine, alone ? ceil_div(rows, FA_COMBINE_WARPS) : rows);
+    return key->has_split ? add_combine(call, plan, key) : FLASH_ATTN_OK;
 }
 
 /* A launch takes the host two microseconds and the GPU about as long to begin: with few blocks, that is what counts. A key
@@ -418,7 +423,40 @@ static flash_attn_status plan_backward(const fa_call *call, fa_plan *plan, fa_ke
     return FLASH_ATTN_OK;
 }
 
-/* The rungs of the ladder: one launch for each tile of queries, but for the two that keep something in memory. */
+/* K7 and K8: all tiles of Q, K and V are made E4M3 first; K8's rows rotated (FA_VARIANT), of which the main kernel knows nothing. */
+static flash_attn_status plan_k7(const fa_call *call, fa_plan *plan, const fa_key *key)
+{
+    enum { QUANTISE_WARPS = 8 };
+    int64_t tiles = plan->args.tiles_q * call->heads_q * call->batch, pieces = tiles + 2 * plan->args.tiles_k * call->heads_k * call->batch;
+    fa_key  first = *key, quantise, main = *key;
+    first.kernel    = FA_KERNEL_K7_LARGEST;
+    first.warps     = QUANTISE_WARPS;
+    quantise        = first;
+    quantise.kernel = FA_KERNEL_K7_QUANTISE;
+    main.dtype      = FA_F8E4M3;
+    main.variant    = 0;
+    FA_TRY(add_launch(plan, &first, pieces));
+    FA_TRY(add_launch(plan, &quantise, pieces));
+    plan->main = plan->num_launches;
+    return add_launch(plan, &main, tiles);
+}
+
+/* Flash decoding: parts of the keys, as many as fill a large GPU. */
+static flash_attn_status plan_fd(const fa_call *call, fa_plan *plan, fa_key *key)
+{
+    enum { FD_BLOCKS = 1024 };
+    fa_args *args = &plan->args;
+    int64_t  rows = call->max_seqlen_q * call->heads_q * call->batch, tiles = 1; /* of keys, of a part */
+    while (tiles < args->tiles_k && ceil_div(args->tiles_k, tiles) * rows > FD_BLOCKS)
+        tiles++;
+    args->split_keys = (int)(tiles * key->tile_k);
+    args->num_splits = (int)largest(ceil_div(args->tiles_k, tiles), 1);
+    key->has_split   = 1;
+    FA_TRY(add_launch(plan, key, args->num_splits * rows));
+    return add_combine(call, plan, key);
+}
+
+/* The rungs of the ladder: one launch for each tile of queries, but for those that keep something in memory. */
 static flash_attn_status plan_ladder(const fa_call *call, fa_plan *plan, fa_key *key)
 {
     enum { FA1_BLOCKS = 512 }; /* enough for a large GPU: a head's queries are dealt to several */
@@ -436,6 +474,10 @@ static flash_attn_status plan_ladder(const fa_call *call, fa_plan *plan, fa_key 
         while (args->num_splits < args->tiles_q && args->num_splits * sequences < FA1_BLOCKS)
             args->num_splits++;
         return add_launch(plan, key, tiles > 0 ? args->num_splits * sequences : 0);
+    case FA_KERNEL_K7:
+        return plan_k7(call, plan, key);
+    case FA_KERNEL_FD:
+        return plan_fd(call, plan, key);
     default:
         return add_launch(plan, key, tiles);
     }
@@ -471,6 +513,16 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
     }
     if (key->kernel == FA_KERNEL_FORWARD_SM90 && key->dtype == FA_F8E4M3)
         args->v_turned = take(&a, call->batch * call->heads_k * args->tiles_k * key->tile_k, (size_t)key->head_dim_v);
+    if (key->kernel == FA_KERNEL_K7) {
+        int64_t kv_bytes = call->batch * call->heads_k * args->tiles_k * key->tile_k * key->head_dim;
+        args->q_tiles    = take(&a, call->batch * call->heads_q * args->tiles_q * key->tile_q, (size_t)key->head_dim);
+        args->k_tiles    = take(&a, kv_bytes, 1);
+        args->v_turned   = take(&a, kv_bytes, 1);
+        size_t begin     = a.used;
+        args->largest    = take(&a, call->batch * (call->heads_q + 2 * call->heads_k), sizeof(float));
+        plan->zero       = base ? base + begin : NULL;
+        plan->zero_bytes = a.used - begin;
+    }
     if (key->kernel == FA_KERNEL_K1_SCORES)
         args->o_partial = take(&a, call->heads_q * tokens * call->max_seqlen_k, sizeof(float));
     if (key->kernel == FA_KERNEL_FA1) {
