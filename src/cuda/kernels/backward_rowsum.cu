@@ -1,6 +1,7 @@
 /*
  * Before the backward: delta = rowsum(dO * O) for every query (Algorithm 2, line 4), and zeros in the float dQ that blocks
- * add to. Bound by memory: each row is read once, 16 bytes a lane. FA_VARIANT 1: for backward_sm90.cu, by its tiles of queries, with LSE.
+ * add to. Bound by memory: each row is read once, 16 bytes a lane. FA_VARIANT 1: for backward_sm90.cu, by its tiles of queries, with LSE,
+ * and without zeros where args.first_stores.
  */
 #include "backward_rows.cuh"
 #include "packed_sm90.cuh"
