@@ -351,16 +351,35 @@ static bool is_small(const fa_call *call, const fa_key *key, const fa_args *args
 }
 
 /* Backward for Hopper: key heads, of all sequences if they are not packed, whose queries' Q, dO and float dQ stay in L2 beside each other. */
-static int64_t key_heads_in_l2(const fa_call *call, const fa_key *key, int64_t all)
+static int64_t key_heads_in_l2(const fa_call *call, const fa_key *key, const fa_args *args)
 {
-    enum { BYTES_OF_ELEMENT = 2 + 2 + 4 };
-    int64_t l2_bytes = key->mask == FA_MASK_NONE ? 16 << 20 : 32 << 20; /* measured: decision 0056 */
+    enum { BYTES_OF_ELEMENT = 2 + 2 + 4, MOST_COLUMNS = 4096 };
+    int64_t l2_bytes = key->mask == FA_MASK_NONE ? 16 << 20 : 32 << 20; /* measured, as MOST_COLUMNS is: decision 0056 */
     int64_t bytes = call->max_seqlen_q * call->group * key->head_dim * BYTES_OF_ELEMENT, heads = bytes > 0 ? l2_bytes / bytes : 1;
+    int64_t most = args->first_stores ? MOST_COLUMNS / key->head_dim : heads, all = args->dealt_heads;
+    heads = heads < most ? heads : most;
     return heads < 1 ? 1 : heads < all ? heads : all;
 }
 
 /* Tiles of keys of the backward for Hopper go to who is free: where lengths differ, and where blocks wait for each other. */
-static bool is_dealt(const fa_call *call) { return call->deterministic || !is_alike(call); }
+static bool is_dealt(const fa_call *call, const fa_args *args) { return call->deterministic || args->first_stores || !is_alike(call); }
+
+/* The first tile of keys of each head sees all queries, so that no dQ need be cleared; with many tiles clearing costs less than waiting (measured: decision 0056). */
+static bool first_can_store(const fa_call *call, const fa_key *key, const fa_args *args)
+{
+    enum { FEW_TILES = 32 };
+    bool sees_all = key->mask == FA_MASK_NONE || (key->mask == FA_MASK_CAUSAL && call->max_seqlen_k - call->max_seqlen_q + call->window.right >= 0);
+    return sees_all && is_alike(call) && !call->leftpad_k && !call->deterministic && args->tiles_k > 0 && args->tiles_k <= FEW_TILES;
+}
+
+/* Causal tiles in pairs alone would end with a round that some blocks have no pair for: the last heads' tiles, one and a half for each of 132
+ * multiprocessors, are dealt one by one, the longest first. */
+static int64_t heads_of_pairs(const fa_args *args, int64_t heads)
+{
+    enum { DEALT_TILES = 200 };
+    int64_t last = args->tiles_k > 0 ? ceil_div(DEALT_TILES, args->tiles_k) : heads;
+    return last < heads ? (heads - last) / 2 * 2 : 0;
+}
 
 static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
 {
@@ -368,26 +387,28 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     fa_args *args = &plan->args;
     int64_t  all_q = tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], key->tile_q, args->tiles_q);
     int64_t  all_k = tiles_of_all(call, call->cu_seqlens_k, call->k.shape[1], key->tile_k, args->tiles_k);
-    int64_t  tiles = all_k, heads = call->heads_k, tiles_q = all_q * call->heads_q;
-    if (key->mask == FA_MASK_CAUSAL && !is_dealt(call)) { /* in pairs (pairs_sm90.cuh) */
-        tiles = args->tiles_k, heads *= call->batch;
-        tiles = (tiles * heads + 1) / 2 + (heads % 2 != 0 ? tiles / 2 : 0), heads = 1;
-    }
+    int64_t  heads = call->heads_k * (call->cu_seqlens_k ? 1 : call->batch), own = heads, tiles_q = all_q * call->heads_q;
     args->all_tiles_q = (int)all_q;
     args->all_tiles_k = (int)all_k;
     args->apart_q     = fa_map_entry_rows(&call->q);
     args->apart_k     = fa_map_entry_rows(&call->k);
     args->apart_v     = fa_map_entry_rows(&call->v);
     args->apart_dout  = fa_map_entry_rows(&call->dout);
+    args->first_stores = first_can_store(call, key, args); /* is_dealt asks for it */
+    if (is_dealt(call, args))
+        own = 0;
+    else if (key->mask == FA_MASK_CAUSAL)
+        own = heads_of_pairs(args, heads);
+    args->own_heads   = (int)own;
     args->dealt_tiles = call->cu_seqlens_k ? (int)all_k : args->tiles_k;
-    args->dealt_heads = (int)(call->cu_seqlens_k ? call->heads_k : call->heads_k * call->batch);
-    args->order_heads = (int)key_heads_in_l2(call, key, args->dealt_heads);
+    args->dealt_heads = (int)(heads - own);
+    args->order_heads = is_dealt(call, args) ? (int)key_heads_in_l2(call, key, args) : args->dealt_heads;
     rowsum.tile_q  = key->tile_q;
     rowsum.variant = 1;
     plan->has_maps = true;
     FA_TRY(add_launch(plan, &rowsum, tiles_q));
     plan->main = plan->num_launches;
-    FA_TRY(add_launch(plan, key, tiles * heads));
+    FA_TRY(add_launch(plan, key, all_k * call->heads_k));
     plan->launch[plan->main].stays = true;
     convert.tile_q = key->tile_q;
     convert.dtype_o = convert.dtype_dout = 0;
@@ -533,8 +554,8 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         int64_t tiles   = call->heads_q * args->all_tiles_q, rows = tiles * key->tile_q; /* cleared by backward_rowsum */
         args->row_stats = take(&a, 2 * rows, sizeof(float));
         args->dq_accum  = take(&a, rows * key->head_dim, sizeof(float));
-        args->dq_turn   = take(&a, call->deterministic ? tiles : 0, sizeof(int));
-        args->next_item = take(&a, is_dealt(call), sizeof(int));
+        args->dq_turn   = take(&a, call->deterministic || args->first_stores ? tiles : 0, sizeof(int));
+        args->next_item = take(&a, args->dealt_heads > 0, sizeof(int));
     } else if (call->pass == FLASH_ATTN_BACKWARD) {
         args->delta  = take(&a, key->one_launch ? 0 : call->heads_q * tokens, sizeof(float));
         args->dq_accum = take(&a, call->heads_q * tokens * key->head_dim, sizeof(float));

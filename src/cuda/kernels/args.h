@@ -89,7 +89,10 @@ typedef struct fa_args {
                                               there [heads_q][all_tiles_q][FA_TILE_Q * FA_HEAD_DIM], in backward_sm90.cu's order */
     int   *next_item;                      /* backward_sm90: where tiles of keys are dealt one by one, how many have been; zeroed by
                                               backward_rowsum.cu. Null: each block knows its own */
-    int dealt_tiles, dealt_heads;          /* backward_sm90 with next_item: tiles and heads that order_heads is a part of */
+    int own_heads;                         /* backward_sm90: key heads of all sequences, the first, whose tiles blocks have without being dealt them */
+    int dealt_tiles, dealt_heads;          /* backward_sm90 with next_item: tiles and heads that order_heads is a part of, behind own_heads */
+    int first_stores;                      /* backward_sm90: the first tile of keys of a head sees all queries and stores its dQ, others wait
+                                              for dq_turn and add: dq_accum is not cleared */
     int all_tiles_q, all_tiles_k;          /* of a head, over all sequences (packed_sm90.cuh): backward_sm90, and forward_sm90 with block_tiles */
     int row_warps;                         /* combine: warps of a row, 1 or FA_COMBINE_WARPS */
     int block_tiles;                       /* forward_sm90: neighbours of all_tiles_q that a block takes; 0: it has others */
