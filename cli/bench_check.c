@@ -6,7 +6,7 @@
 
 #include <stdlib.h>
 
-enum { SAMPLES = 6, LARGEST_DIM = 1024 };
+enum { LARGEST_DIM = 1024 };
 
 /* Sums over the elements judged of one result. */
 typedef struct tally {
@@ -19,6 +19,7 @@ typedef struct checker {
     bool                standard;
     double              scale;
     tally               o, dq, dk, dv;
+    double              lse_tolerance;
     bool                lse_right;
     double             *prob, *slope; /* one row: P before dropout; bench_score's slope */
 } checker;
@@ -108,7 +109,7 @@ static void check_query(checker *c, flash_attn_pass pass, int64_t b, int64_t row
     if (pass == FLASH_ATTN_FORWARD) {
         float found = ((const float *)a->problem.lse.data)[(b * shape->heads + h) * shape->seqlen_q + row];
         judge(c, &c->o, &a->problem.o, a->o, first, o, o_size);
-        if (!c->standard && !((double)found == lse || fabs(found - lse) <= 5e-6 * fmax(1, fabs(lse))))
+        if (!c->standard && !((double)found == lse || fabs(found - lse) <= c->lse_tolerance * fmax(1, fabs(lse))))
             c->lse_right = false;
         return;
     }
@@ -172,22 +173,22 @@ static double settle(const tally *t, double tolerance, bool *right)
     return reference > 0 ? error / reference : error;
 }
 
-double bench_error(const bench_arrays *arrays, flash_attn_pass pass, bool standard, uint64_t seed, double tolerance,
+double bench_error(const bench_arrays *arrays, flash_attn_pass pass, bool standard, const bench_bounds *bounds,
                    bool *right)
 {
     const bench_shape *shape  = &arrays->shape;
-    uint64_t           random = seed ^ 0xC4EC;
-    checker            c      = {.arrays = arrays, .standard = standard, .lse_right = true};
-    const cli_number  *scale  = &shape->options.scale;
-    c.scale                   = scale->given ? (double)(float)scale->value : 1.0 / sqrt((double)shape->head_dim);
-    c.prob                    = malloc(2 * (size_t)shape->seqlen_k * sizeof *c.prob);
-    c.slope                   = c.prob + shape->seqlen_k;
-    *right                    = c.prob != NULL && shape->head_dim <= LARGEST_DIM;
+    uint64_t           random = bounds->seed ^ 0xC4EC;
+    checker c = {.arrays = arrays, .standard = standard, .lse_tolerance = bounds->lse_tolerance, .lse_right = true};
+    const cli_number *scale = &shape->options.scale;
+    c.scale                 = scale->given ? (double)(float)scale->value : 1.0 / sqrt((double)shape->head_dim);
+    c.prob                  = malloc(2 * (size_t)shape->seqlen_k * sizeof *c.prob);
+    c.slope                 = c.prob + shape->seqlen_k;
+    *right                  = c.prob != NULL && shape->head_dim <= LARGEST_DIM;
     if (!*right) {
         free(c.prob);
         return INFINITY;
     }
-    for (int n = 0; n < SAMPLES; n++) { /* the first and the last row, then random ones */
+    for (int n = 0; n < bounds->rows; n++) { /* the first and the last row, then random ones */
         int64_t b = random_int(&random, 0, (int)shape->batch - 1), h = random_int(&random, 0, (int)shape->heads - 1);
         int64_t row = random_int(&random, 0, (int)shape->seqlen_q - 1),
                 key = random_int(&random, 0, (int)shape->seqlen_k - 1);
@@ -198,8 +199,8 @@ double bench_error(const bench_arrays *arrays, flash_attn_pass pass, bool standa
     free(c.prob);
     if (pass == FLASH_ATTN_FORWARD) {
         *right = c.lse_right;
-        return settle(&c.o, tolerance, right);
+        return settle(&c.o, bounds->tolerance, right);
     }
-    return fmax(settle(&c.dq, tolerance, right),
-                fmax(settle(&c.dk, tolerance, right), settle(&c.dv, tolerance, right)));
+    return fmax(settle(&c.dq, bounds->tolerance, right),
+                fmax(settle(&c.dk, bounds->tolerance, right), settle(&c.dv, bounds->tolerance, right)));
 }

@@ -10,10 +10,16 @@
 
 enum { TOKENS = 16384, HIDDEN = 2048, MOST_NAMES = 32, NAME_BYTES = 32 };
 
-/* The rungs in order (docs/ladder.md), then the library's own kernel. */
-static const char *const rungs[]  = {"k1", "fa1", "k2", "k3.1", "k3.2", "k3.3", "k4.1", "k4.2", "k5", "k6"};
-static const char *const others[] = {"forward_sm80", "forward_sm90"};
-enum { NUM_RUNGS = sizeof rungs / sizeof *rungs, NUM_OTHERS = sizeof others / sizeof *others };
+/* The rungs in order (docs/ladder.md), then the library's own kernels. */
+static const char *const kernels[] = {"k1", "fa1", "k2", "k3.1", "k3.2", "k3.3", "k4.1", "k4.2", "k5", "k6", "k7", "k8", "fd",
+                                      "forward_sm80", "forward_sm90"};
+enum { NUM_KERNELS = sizeof kernels / sizeof *kernels, NUM_RUNGS = NUM_KERNELS - 2 };
+
+/* Rounds Q, K and V to FP8. */
+static bool rounds(const char *name) { return strcmp(name, "k7") == 0 || strcmp(name, "k8") == 0; }
+
+/* Is for one query. */
+static bool decodes(const char *name) { return strcmp(name, "fd") == 0; }
 
 typedef struct ladder_run {
     const ladder_request *request;
@@ -31,6 +37,7 @@ typedef struct ladder_row {
     bench_shape shape;
     bool        runs, right; /* runs: the library has this kernel for this shape and GPU */
     double      error, tolerance, median_ms, min_ms;
+    double      outlier_error; /* with outliers among the inputs */
     char        reason[256]; /* if it does not run */
 } ladder_row;
 
@@ -38,23 +45,21 @@ typedef struct ladder_row {
 
 static int unknown_name(const char *name)
 {
-    const char *known[NUM_RUNGS + NUM_OTHERS + 1] = {"all"};
-    memcpy(known + 1, rungs, sizeof rungs);
-    memcpy(known + 1 + NUM_RUNGS, others, sizeof others);
-    const char *nearest = cli_nearest(name, known, NUM_RUNGS + NUM_OTHERS + 1);
+    const char *known[NUM_KERNELS + 1] = {"all"};
+    char        list[256]              = "";
+    memcpy(known + 1, kernels, sizeof kernels);
+    const char *nearest = cli_nearest(name, known, NUM_KERNELS + 1);
     if (nearest)
         return cli_fail("bench: --kernel %s: there is no such kernel; did you mean %s?", name, nearest);
-    return cli_fail("bench: --kernel %s: expected all, or some of k1,fa1,k2,k3.1,k3.2,k3.3,k4.1,k4.2,k5,k6,forward_sm80,forward_sm90",
-                    name);
+    for (int i = 0; i < NUM_KERNELS; i++)
+        snprintf(list + strlen(list), sizeof list - strlen(list), "%s%s", i > 0 ? "," : "", kernels[i]);
+    return cli_fail("bench: --kernel %s: expected all, or some of %s", name, list);
 }
 
 static bool is_known(const char *name)
 {
-    for (int i = 0; i < NUM_RUNGS; i++)
-        if (strcmp(rungs[i], name) == 0)
-            return true;
-    for (int i = 0; i < NUM_OTHERS; i++)
-        if (strcmp(others[i], name) == 0)
+    for (int i = 0; i < NUM_KERNELS; i++)
+        if (strcmp(kernels[i], name) == 0)
             return true;
     return false;
 }
@@ -63,7 +68,7 @@ static int read_names(ladder_run *run)
 {
     if (strcmp(run->request->kernels, "all") == 0) {
         for (int i = 0; i < NUM_RUNGS; i++)
-            snprintf(run->name[run->num_names++], NAME_BYTES, "%s", rungs[i]);
+            snprintf(run->name[run->num_names++], NAME_BYTES, "%s", kernels[i]);
         return CLI_GO_ON;
     }
     for (const char *word = run->request->kernels; *word;) {
@@ -168,9 +173,12 @@ static const struct {
              {1, 4, 2, 130, 257}, {1, 2, 2, 200, 120}, {1, 1, 1, 30, 0},    {1, 1, 1, 77, 1100}};
 enum { NUM_SMALL = sizeof small / sizeof *small, MOST_SHOWN = 4 };
 
+#define FP8_TOLERANCE 0.08 /* relative L2: Q's and K's rounding makes 3.7% of P, V's and P's own 2.6% each */
+#define FP8_LSE_TOLERANCE 0.25
+
 /* Elements of `got` that are off, the first few printed. NaN is off. */
 static int64_t compare(ladder_run *run, const char *what, const flash_attn_tensor *got, const flash_attn_tensor *expected,
-                       double relative, double absolute, double *error2, double *norm2)
+                       double tolerance, double *error2, double *norm2)
 {
     int64_t wrong = 0;
     for (int64_t b = 0; b < got->shape[0]; b++)
@@ -182,7 +190,7 @@ static int64_t compare(ladder_run *run, const char *what, const flash_attn_tenso
                         off = 0;
                     *error2 += isfinite(off) ? off * off : 0;
                     *norm2 += isfinite(y) ? y * y : 0;
-                    if (!(off <= absolute + relative * fmax(1, fabs(y))) && wrong++ < MOST_SHOWN)
+                    if (!(off <= tolerance * fmax(1, fabs(y))) && wrong++ < MOST_SHOWN)
                         fprintf(run->table, "  %s[%lld][%lld][%lld][%lld]: %g, expected %g\n", what, (long long)b, (long long)s,
                                 (long long)h, (long long)c, x, y);
                 }
@@ -217,9 +225,11 @@ static int judge_small(ladder_run *run, const ladder_row *row, bench_arrays *arr
         flash_attn_tensor got = with_strides(arrays->problem.o), got_lse = with_strides(arrays->problem.lse);
         flash_attn_tensor expected = with_strides(reference.o), expected_lse = with_strides(reference.lse);
         double            error2 = 0, norm2 = 0, ignored = 0, epsilon = dtype_epsilon(row->shape.dtype);
-        /* Four roundings of the largest value near: P's, O's, and the sums between; the norm is the sharper test. */
-        int64_t wrong = compare(run, "o", &got, &expected, 4 * epsilon, 0, &error2, &norm2) +
-                        compare(run, "lse", &got_lse, &expected_lse, 5e-6, 0, &ignored, &ignored);
+        /* Four roundings of the largest value near: P's, O's, and the sums between; the norm is the sharper test. With FP8 a score is
+         * off by 4% of what one varies by, and with few keys so are LSE and P. */
+        bool    fp8   = rounds(row->name);
+        int64_t wrong = compare(run, "o", &got, &expected, fp8 ? 0.3 : 4 * epsilon, &error2, &norm2) +
+                        compare(run, "lse", &got_lse, &expected_lse, fp8 ? FP8_LSE_TOLERANCE : BENCH_LSE_TOLERANCE, &ignored, &ignored);
         *right        = wrong == 0 && sqrt(error2) <= row->tolerance * sqrt(norm2);
         if (!*right)
             fprintf(run->table,
@@ -289,6 +299,37 @@ static int time_call(gpu_call *call, ladder_row *row)
     return CLI_GO_ON;
 }
 
+/* One number in a thousand of `tensor`, and of the same in float32, gets another one besides that is ten times as large. */
+static void add_outliers(flash_attn_tensor *tensor, float *floats, uint64_t *random)
+{
+    flash_attn_tensor flat  = *tensor;
+    int64_t           count = (int64_t)(bytes_of(tensor) / dtype_bytes(tensor->dtype));
+    memcpy(flat.stride, (int64_t[4]){0, 0, 0, 1}, sizeof flat.stride);
+    for (int64_t n = random_int(random, 0, 1999); n < count; n += random_int(random, 1, 1999)) {
+        set(&flat, 0, 0, 0, n, (double)floats[n] + 10 * random_normal(random));
+        floats[n] = (float)get(&flat, 0, 0, 0, n);
+    }
+}
+
+/* The same call with outliers among Q, K and V, as trained models have them. Many rows: few of them are more than their largest. */
+enum { OUTLIER_ROWS = 100 };
+static int check_outliers(ladder_run *run, gpu_call *call, bench_arrays *arrays, ladder_row *row)
+{
+    uint64_t     random = run->request->seed ^ 0x0071;
+    bench_bounds bounds = {.rows = OUTLIER_ROWS, .seed = run->request->seed};
+    bool         ignored;
+    close_call(call);
+    add_outliers(&arrays->problem.q, arrays->q, &random);
+    add_outliers(&arrays->problem.k, arrays->k, &random);
+    add_outliers(&arrays->problem.v, arrays->v, &random);
+    int status = open_call(call, run, arrays, row);
+    if (status == CLI_GO_ON)
+        status = run_once(call, arrays);
+    if (status == CLI_GO_ON)
+        row->outlier_error = bench_error(arrays, FLASH_ATTN_FORWARD, false, &bounds, &ignored);
+    return status;
+}
+
 /* Some rows of the large shape against the formula, then its time. */
 static int check_and_time(ladder_run *run, ladder_row *row)
 {
@@ -302,9 +343,12 @@ static int check_and_time(ladder_run *run, ladder_row *row)
     if (status == CLI_GO_ON && row->runs) {
         status = run_once(&call, &arrays);
         if (status == CLI_GO_ON) {
-            row->error = bench_error(&arrays, FLASH_ATTN_FORWARD, false, settings.seed, row->tolerance, &row->right);
+            bench_bounds bounds = {BENCH_ROWS, settings.seed, row->tolerance, rounds(row->name) ? FP8_LSE_TOLERANCE : BENCH_LSE_TOLERANCE};
+            row->error          = bench_error(&arrays, FLASH_ATTN_FORWARD, false, &bounds, &row->right);
             if (row->right)
                 status = time_call(&call, row);
+            if (row->right && status == CLI_GO_ON)
+                status = check_outliers(run, &call, &arrays, row);
         }
     }
     close_call(&call);
@@ -322,14 +366,14 @@ static double tflops(const ladder_row *row)
 static void report(ladder_run *run, const ladder_row *row)
 {
     const bench_shape *shape = &row->shape;
-    fprintf(run->table, "%-12s %-4s %4lld %-6s %6lld |", row->name, cli_dtype_name(shape->dtype), (long long)shape->head_dim,
-            shape->causal ? "causal" : "full", (long long)shape->seqlen_k);
+    fprintf(run->table, "%-12s %-4s %4lld %-6s %7lld %7lld |", row->name, cli_dtype_name(shape->dtype), (long long)shape->head_dim,
+            shape->causal ? "causal" : "full", (long long)shape->seqlen_q, (long long)shape->seqlen_k);
     if (!row->runs)
         fprintf(run->table, " not run: %s\n", row->reason);
     else if (!row->right)
         fprintf(run->table, " WRONG: relative error %.2g, tolerance %.2g\n", row->error, row->tolerance);
     else
-        fprintf(run->table, " %9.3f %9.3f %8.1f | %.1e\n", row->min_ms, row->median_ms, tflops(row), row->error);
+        fprintf(run->table, " %9.4f %9.4f %8.1f | %.1e %12.1e\n", row->min_ms, row->median_ms, tflops(row), row->error, row->outlier_error);
     fflush(run->table);
     if (!run->json.file)
         return;
@@ -347,6 +391,7 @@ static void report(ladder_run *run, const ladder_row *row)
     json_text(&run->json, "reason", row->runs ? NULL : row->reason);
     json_bool(&run->json, "right", row->runs && row->right);
     json_real(&run->json, "error", row->error);
+    json_real(&run->json, "outlier_error", row->outlier_error);
     json_real(&run->json, "tolerance", row->tolerance);
     json_real(&run->json, "min_ms", row->min_ms);
     json_real(&run->json, "median_ms", row->median_ms);
@@ -359,13 +404,15 @@ static int run_lengths(ladder_run *run, const char *name, flash_attn_dtype dtype
 {
     const ladder_request *r   = run->request;
     ladder_row            row = {.name = name, .runs = true, .tolerance = bench_tolerance(dtype, FLASH_ATTN_FORWARD)};
+    if (rounds(name))
+        row.tolerance = FP8_TOLERANCE;
     row.shape                 = (bench_shape){.dtype = dtype, .head_dim = d, .causal = causal};
     int status                = check_small(run, &row);
     for (int s = 0; s < r->seqlen.count && status == CLI_GO_ON; s++) {
         int64_t    seqlen = r->seqlen.value[s];
         ladder_row one    = row;
         one.shape.seqlen_k = seqlen;
-        one.shape.seqlen_q = r->seqlen_q ? r->seqlen_q : seqlen;
+        one.shape.seqlen_q = r->seqlen_q ? r->seqlen_q : decodes(name) ? 1 : seqlen;
         one.shape.batch    = r->batch ? r->batch : seqlen < TOKENS ? TOKENS / seqlen : 1;
         one.shape.heads    = r->heads ? r->heads : d < HIDDEN ? HIDDEN / d : 1;
         one.shape.heads_k  = r->heads_k ? r->heads_k : one.shape.heads;
@@ -416,8 +463,8 @@ static int run_all(ladder_run *run)
         json_open(&run->json, "rows", '[');
     }
     fprintf(run->table, "%s, %s; forward, checked against the formula in double\n", info.name, info.isa);
-    fprintf(run->table, "%-12s %-4s %4s %-6s %6s | %9s %9s %8s | %s\n", "kernel", "", "d", "mask", "seqlen", "min ms",
-            "median ms", "TFLOP/s", "error");
+    fprintf(run->table, "%-12s %-4s %4s %-6s %7s %7s | %9s %9s %8s | %-7s %s\n", "kernel", "", "d", "mask", "queries", "keys", "min ms",
+            "median ms", "TFLOP/s", "error", "with outliers");
     for (int i = 0; i < run->num_names && go_on == CLI_GO_ON; i++)
         go_on = run_kernel(run, run->name[i]);
     if (run->json.file && go_on == CLI_GO_ON) {

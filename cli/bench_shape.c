@@ -222,11 +222,12 @@ static flash_attn_status check(bench_arrays *arrays, const bench_settings *setti
     if (status != FLASH_ATTN_OK)
         return status;
     row->tolerance      = bench_tolerance(row->shape.dtype, row->pass);
-    row->error          = bench_error(arrays, row->pass, false, settings->seed, row->tolerance, &right);
+    bench_bounds bounds = {BENCH_ROWS, settings->seed, row->tolerance, BENCH_LSE_TOLERANCE};
+    row->error          = bench_error(arrays, row->pass, false, &bounds, &right);
     row->standard_error = -1;
     if (arrays->standard.prob) {
         run_standard(arrays, row->pass);
-        row->standard_error = bench_error(arrays, row->pass, true, settings->seed, row->tolerance, &standard_right);
+        row->standard_error = bench_error(arrays, row->pass, true, &bounds, &standard_right);
     }
     row->right = right && standard_right;
     return FLASH_ATTN_OK;

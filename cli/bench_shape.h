@@ -76,9 +76,19 @@ const char *bench_mask_name(const bench_shape *shape);
  * The backward's five products count against two. */
 double bench_flops(const bench_shape *shape, flash_attn_pass pass);
 
+/* What a result is judged by: so many rows of it, the first, the last and random ones; relative L2; LSE's, of max(1,
+ * |lse|). */
+typedef struct bench_bounds {
+    int      rows;
+    uint64_t seed;
+    double   tolerance, lse_tolerance;
+} bench_bounds;
+#define BENCH_ROWS 6
+#define BENCH_LSE_TOLERANCE 5e-6
+
 /* bench_check.c: the worst relative L2 error of some rows of the results against the formula in double. `standard`:
- * judge standard attention's results instead of the library's. *right: within the tolerance, LSE too. */
-double bench_error(const bench_arrays *arrays, flash_attn_pass pass, bool standard, uint64_t seed, double tolerance,
+ * judge standard attention's results instead of the library's. *right: within the bounds. */
+double bench_error(const bench_arrays *arrays, flash_attn_pass pass, bool standard, const bench_bounds *bounds,
                    bool *right);
 double bench_tolerance(flash_attn_dtype dtype, flash_attn_pass pass);
 

@@ -57,8 +57,8 @@ static const cli_option bench_flag_table[] = {
     {"threads", "LIST", cli_parse_counts, FIELD(threads), "default: all cores that this process may use"},
     {"device", "NAME", cli_parse_device, FIELD(device), "cpu or reference; with --kernel cuda or cuda:N"},
     {"kernel", "LIST", cli_parse_text, FIELD(kernel),
-     "GPU kernels by name instead: the ladder's rungs k1,fa1,k2,k3.1,\nk3.2,k3.3,k4.1,k4.2,k5,k6, or all of them, or "
-     "forward_sm80, forward_sm90"},
+     "GPU kernels by name instead: the ladder's rungs k1,fa1,k2,k3.1,\nk3.2,k3.3,k4.1,k4.2,k5,k6,k7,k8,fd, or all of them, or "
+     "forward_sm80,\nforward_sm90"},
     {"isa", "TIER", cli_parse_isa, FIELD(isa), "highest tier: auto, scalar, neon, neon-bf16, avx2, avx512, amx, amx-fp16"},
     {"no-amx-split", NULL, cli_parse_switch, FIELD(no_amx_split), "never run f32 and f16 as bfloat16 pieces on AMX"},
     {"no-standard", NULL, cli_parse_switch, FIELD(no_standard), "leave out standard attention"},
@@ -90,6 +90,7 @@ static const cli_help bench_help = {
                 "  flashattn bench --threads 1,2,4,8,16 --seqlen 8192 --no-standard\n"
                 "  flashattn bench --softcap 30 --window 1024,0 --seqlen 4096 --dtype bf16\n"
                 "  flashattn bench --kernel all\n"
+                "  flashattn bench --kernel k2,fd,forward_sm80 --seqlen-q 1 --seqlen 8192,65536\n"
                 "  flashattn bench --kernel k4.2,k6,forward_sm80 --head-dim 128 --seqlen 1024,8192 --json ladder.json",
 };
 

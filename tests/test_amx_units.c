@@ -18,20 +18,33 @@ bool fa_amx_forward_block_fixed(const fa_forward_block *block);
 
 /* ---- what the assembly was asked for ---- */
 
-static int calls[2], outgrown[2]; /* by whether the first unit is odd, and whether the last one that was done is */
+enum { UNITS, CHUNKS, KINDS };
 
-#define COUNTED(name)                                                                                                  \
-    int64_t __real_##name(fa_amx_units *units);                                                                        \
-    int64_t __wrap_##name(fa_amx_units *units);                                                                        \
-    int64_t __wrap_##name(fa_amx_units *units)                                                                         \
+/* By whether the first unit is odd, and whether the last one that was done is. */
+static int calls[KINDS][2], outgrown[KINDS][2], chunk_values_calls;
+
+#define COUNTED(kind, type, name)                                                                                      \
+    int64_t __real_##name(type *units);                                                                                \
+    int64_t __wrap_##name(type *units);                                                                                \
+    int64_t __wrap_##name(type *units)                                                                                 \
     {                                                                                                                  \
         int64_t left = __real_##name(units);                                                                           \
-        calls[units->odd]++;                                                                                           \
-        outgrown[(units->odd + units->count - left - 1) % 2] += units->again != 0;                                     \
+        calls[kind][units->odd]++;                                                                                     \
+        outgrown[kind][(units->odd + units->count - left - 1) % 2] += units->again != 0;                               \
         return left;                                                                                                   \
     }
-COUNTED(fa_amx_whole_units)
-COUNTED(fa_amx_whole_units_fixed)
+COUNTED(UNITS, fa_amx_units, fa_amx_whole_units)
+COUNTED(UNITS, fa_amx_units, fa_amx_whole_units_fixed)
+COUNTED(CHUNKS, fa_amx_chunk, fa_amx_chunk_units)
+COUNTED(CHUNKS, fa_amx_chunk, fa_amx_chunk_units_fixed)
+
+void __real_fa_amx_chunk_values(const char *p, const char *v, float *o);
+void __wrap_fa_amx_chunk_values(const char *p, const char *v, float *o);
+void __wrap_fa_amx_chunk_values(const char *p, const char *v, float *o)
+{
+    chunk_values_calls++;
+    __real_fa_amx_chunk_values(p, v, o);
+}
 
 /* ---- a tile ---- */
 
@@ -52,7 +65,7 @@ typedef struct input {
 } input;
 
 typedef struct output {
-    _Alignas(64) float o[MOST_ROWS * 64];
+    _Alignas(64) float o[MOST_ROWS * 128];
     _Alignas(64) float m[MOST_ROWS], l[MOST_ROWS];
 } output;
 
@@ -193,17 +206,20 @@ static void assembly_and_c_give_the_same_bits(void **state)
     }
     for (size_t n = 0; n < sizeof shapes / sizeof shapes[0]; n++) {
         for (int c = 0; c < CONTENTS; c++) {
-            const struct shape *s  = &shapes[n];
-            input               in = {s->rows, s->keys, s->queries, 64, s->diagonal, {s->left, s->right}, (content)c};
-            seed                   = 7 * n + 1;
-            compare(&in, false);
-            compare(&in, true);
+            const struct shape *s = &shapes[n];
+            for (int head_dim = 64; head_dim <= 128; head_dim *= 2) {
+                input in = {s->rows, s->keys, s->queries, head_dim, s->diagonal, {s->left, s->right}, (content)c};
+                seed     = 7 * n + 1;
+                compare(&in, false);
+                compare(&in, true);
+            }
         }
     }
-    for (int odd = 0; odd < 2; odd++) {
-        assert_true(calls[odd] > 0);
-        assert_true(outgrown[odd] > 0);
+    for (int n = 0; n < 2 * KINDS; n++) {
+        assert_true(calls[n / 2][n % 2] > 0);
+        assert_true(outgrown[n / 2][n % 2] > 0);
     }
+    assert_true(chunk_values_calls > 0);
 }
 
 #else

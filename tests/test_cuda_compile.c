@@ -543,7 +543,9 @@ static void a_rung_says_what_it_lacks(void **state)
         {{"", true, false, set_window}, "k2", "windows", 90},   {{"", true, false, set_softcap}, "k4.2", "softcap", 90},
         {{"", true, false, set_varlen}, "k1", "lengths", 90},   {{"", true, false, set_uneven}, "k2", "head dims", 90},
         {{"", true, false, set_o_f32}, "k6", "dtype", 90},      {{"", true, false, set_sinks}, "fa1", "sinks", 90},
+        {{"", true, false, set_o_f32}, "k8", "dtype", 90},      {{"", true, false, set_softcap}, "fd", "softcap", 90},
         {{"", true, false, set_nothing}, "k4.2", "compute capability 8.0", 80},
+        {{"", true, false, set_nothing}, "k7", "compute capability 12.0", 120},
         {{"", true, false, set_nothing}, "k3.1", "compute capability 12.0", 120},
         {{"", true, false, set_nothing}, "k9", "no CUDA forward kernel named k9", 90}};
     for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {

@@ -149,6 +149,7 @@ static const test_case backward_shapes[] = {
     {.name = "many tiles a block, causal", .batch = 47, .seqlen_q = 130, .seqlen_k = 140, .heads_q = 3, .mask = C, .head_dim = 64},
     {.name = "groups", .batch = 64, .seqlen_q = 130, .seqlen_k = 20, .heads_q = 4, .heads_k = 2, .head_dim = 64},
     {.name = "groups, causal", .batch = 64, .seqlen_q = 130, .seqlen_k = 130, .heads_q = 2, .heads_k = 1, .mask = C, .head_dim = 64},
+    {.name = "more queries than keys, in pairs", .batch = 79, .seqlen_q = 200, .seqlen_k = 130, .heads_q = 3, .mask = C, .head_dim = 64},
     {.name = "window", .batch = 2, .seqlen_q = 500, .seqlen_k = 600, .mask = W, .window_left = 130, .window_right = 20},
     {.name = "window of one", .seqlen_q = 400, .seqlen_k = 400, .mask = W},
     {.name = "wide window", .seqlen_q = 600, .seqlen_k = 600, .mask = W, .window_left = 300, .window_right = 200, .head_dim = 64},

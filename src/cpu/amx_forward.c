@@ -12,10 +12,11 @@
  *
  * A chunk's values run beside the next chunk's softmax where O and all buffers fit the first-level cache together
  * (bfloat16 at head_dim 64, chunks of four units); else a chunk is 4 to 16 units and its values follow it, so that O
- * moves rarely. There, whole units are also in assembly (amx_forward_units.S).
+ * moves rarely. Whole units of bfloat16 at head_dim 64 and 128 are also in assembly (amx_forward_units.S and
+ * amx_forward_chunk.S).
  * What decides is cache lines: a store that misses the first level costs four cycles, a load 1.3; see docs/cpu-amx.md.
  */
-#include "cpu/amx_forward_walk.h"
+#include "cpu/amx_forward_whole.h"
 
 /* ---- shifts ---- */
 
@@ -155,35 +156,6 @@ static void end_group(const walk *w, int group, const float *sum)
     }
 }
 
-static values values_of(const walk *w, place at, bool alternate)
-{
-    int     ld;
-    float  *o     = rows_of_o(w, at.group, &ld);
-    int64_t step  = (int64_t)w->columns * w->pieces * FA_AMX_TILE;
-    place   first = at;
-    first.unit    = at.first;
-    return (values){.p       = (const char *)p_of_unit(w, first, alternate),
-                    .p_down  = (int64_t)w->chunk * w->pieces * FA_AMX_TILE,
-                    .v       = (const char *)w->block->v + at.first * step,
-                    .v_step  = step,
-                    .o       = o,
-                    .ldo     = ld,
-                    .columns = w->columns,
-                    .units   = at.unit - at.first + 1};
-}
-
-/* Scores of unit number n, at `at`. */
-FA_AMX_INLINE void set_scores(scores *x, const walk *w, place at, int n)
-{
-    const fa_forward_block *b    = w->block;
-    int64_t                 step = (int64_t)w->depth_steps * w->pieces * FA_AMX_TILE;
-    x->q                         = (const char *)b->q + at.group * 2 * step;
-    x->q_down                    = rows_of_group(w, at.group) > 16 ? step : 0; /* 16 rows or fewer: the same twice */
-    x->k                         = (const char *)b->k + at.unit * 2 * step;
-    x->s                         = w->own->s[n % SLOTS];
-    x->unit                      = n;
-}
-
 FA_AMX_INLINE void set_softmax(unit *u, const walk *w, place at, int n, bool alternate)
 {
     u->s      = w->own->s[n % SLOTS];
@@ -192,13 +164,13 @@ FA_AMX_INLINE void set_softmax(unit *u, const walk *w, place at, int n, bool alt
     u->state  = (row_state){w->own->shift, w->own->sum[n % 2], w->own->sum[(n + 1) % 2]};
 }
 
-/* Unit number n with what runs beside it: scores of the unit after the next, or, in TURNS, scores of the next two
+/* Unit number n with what runs beside it: scores of the unit after the next, or, if values are BESIDE, scores of the next two
  * beside even ones and values of the chunk before beside odd ones, so that O moves half as often as if each had both. A
  * block of values is a whole one of a whole chunk, or none; finish_values takes the rest. */
 FA_AMX_INLINE bool run_unit_with(int n, const unit *u, values *v, target *held, const constants *k, int PIECES, int KS,
-                                 bool TURNS, int CHUNK, int FIXED)
+                                 bool BESIDE, int CHUNK, int FIXED)
 {
-    if (!TURNS)
+    if (!BESIDE)
         return run_unit(u, v, held, k, PIECES, KS, 1, 0, FIXED);
     if (n % 2 == 0)
         return run_unit(u, v, held, k, PIECES, KS, 2, 0, FIXED);
@@ -209,186 +181,58 @@ FA_AMX_INLINE bool run_unit_with(int n, const unit *u, values *v, target *held, 
     return again;
 }
 
-/* ---- whole units in assembly ---- */
+/* ---- all units ---- */
 
-_Static_assert(offsetof(scratch, shift) == offsetof(scratch, sum) + 2 * sizeof(float[UNIT * 16]),
-               "amx_forward_units.S finds sums before shifts");
+/* How units and their values take turns: values after each chunk; beside every other unit; the same two with whole units
+ * in assembly. */
+typedef enum turns { VALUES_AFTER, VALUES_BESIDE, IN_ASSEMBLY, CHUNKS_IN_ASSEMBLY } turns;
 
-/* The place `count` units later of the same group. */
-static place place_later(const walk *w, place at, int count)
+FA_AMX_INLINE bool values_are_beside(turns turns) { return turns == VALUES_BESIDE || turns == IN_ASSEMBLY; }
+
+/* Where the scores go that stand beside unit number n, if they do: one unit's, or with values BESIDE two units' every
+ * other time. Units have scores beside them even where none are left, of themselves once more, so that nothing need ask. */
+FA_AMX_INLINE int scores_due(int n, bool BESIDE) { return !BESIDE ? 1 : n % 2 ? 0 : 2; }
+
+FA_AMX_INLINE void set_later(scores *x, const walk *w, const progress *at, int later, bool BESIDE)
 {
-    int chunks = (at.unit + count) / w->chunk - at.unit / w->chunk;
-    at.unit += count;
-    at.chunk_number += chunks;
-    if (chunks > 0)
-        at.first = at.unit / w->chunk * w->chunk;
-    return at;
+    set_scores(x, w, at->ahead.group < w->groups ? at->ahead : at->at, at->n + later + (BESIDE ? 1 : 2));
 }
 
-static place place_after(const walk *w, place at, int count)
+FA_AMX_INLINE progress run_one(const walk *w, progress x, unit *u, values *v, target *held, const constants *k,
+                               int PIECES, int KS, bool BESIDE, int CHUNK, int FIXED)
 {
-    int within = at.group < w->groups ? fa_min_int(count, at.end - 1 - at.unit) : 0;
-    at         = place_later(w, at, within);
-    for (int n = within; n < count && at.group < w->groups; n++)
-        at = place_next(w, at);
-    return at;
-}
-
-/* How many units from `at` on the assembly can take: those that all rows see. It reads 32 rows of Q, also of a group
- * whose scores it computes ahead. */
-static int whole_units(const walk *w, place at)
-{
-    const fa_forward_block *b = w->block;
-    if (w->unset || w->risky || rows_of_group(w, at.group) < UNIT || !all_seen(w, at))
-        return 0;
-    int end = fa_min_int(at.end, b->keys / UNIT);
-    while (!fa_window_covers(b->window, b->diagonal, queries_of_group(w, at.group),
-                             (fa_range){at.unit * UNIT, end * UNIT}))
-        end--;
-    bool short_last = b->rows % UNIT > 0 && b->rows % UNIT <= 16;
-    if (short_last)
-        end = fa_min_int(end, at.end - 2);
-    if (at.first % w->chunk) /* values of a chunk are of all its units */
-        end = fa_min_int(end, (at.unit / w->chunk + 1) * w->chunk);
-    return fa_max_int(end - at.unit, 0);
-}
-
-/* The scores of unit number n at `at` are computed again, and those that lie in their place are taken into tiles, on
- * their way there: as run_unit leaves both. */
-static void restore_scores(const walk *w, place at, int n, target *held)
-{
-    scores x;
-    set_scores(&x, w, at, n);
-    char *slot = (char *)x.s;
-    x.s        = w->own->later_s;
-    scores_alone(&x, held, 2, 1);
-    store_held(held);
-    x.s    = (float *)slot;
-    x.unit = n + 2;
-    *held  = scores_target(&x);
-    LOAD_FROM(held, 0);
-    LOAD_FROM(held, 1);
-    LOAD_FROM(held, 2);
-    LOAD_FROM(held, 3);
-    memcpy(slot, w->own->later_s, sizeof w->own->later_s);
-}
-
-typedef struct progress {
-    place at, ahead;
-    int   n;
-    bool  again;
-} progress;
-
-/* Of `units` units from the first of x.at's chunk on, or from where it would be, how many have an odd number. */
-static int odd_units(const walk *w, progress x, int units) { return (units + (x.n + x.at.unit % w->chunk) % 2) / 2; }
-
-/* Where the assembly begins with values. Returns whether there are any; those that it cannot take up are done here. */
-static bool set_values(fa_amx_units *f, const walk *w, progress x, values *v, target *held)
-{
-    values  mine = values_of(w, x.at, true);
-    int64_t step = mine.v_step * w->chunk;
-    int     odds = odd_units(w, x, x.at.unit % w->chunk), col = odds * w->columns / 2;
-    bool    beside = v->units == w->chunk && v->col == col && col < w->columns;
-    char   *p = (char *)p_of_unit(w, x.at, true), *chunk = p - x.at.unit % w->chunk * FA_AMX_TILE;
-    f->p_both = (int64_t)((uintptr_t)w->own->p[0] + (uintptr_t)w->own->p[2 * w->chunk]);
-    f->p      = p;
-    f->p_read = col < w->columns ? (const char *)(uintptr_t)((uintptr_t)f->p_both - (uintptr_t)chunk) : chunk;
-    f->v      = beside ? v->v + col * FA_AMX_TILE : mine.v;
-    f->o      = (const char *)(beside ? v->o + 16 * col : mine.o);
-    f->next_v = mine.v + (col < w->columns ? 0 : step);
-    f->next_o = (const char *)mine.o;
-    if (!beside)
-        finish_values(v, held, 1);
-    store_held(held);
-    return beside;
-}
-
-/* Of both units whose scores an even unit has beside it. */
-static void set_queries_and_keys(const char *q[2], const char *k[2], const walk *w, progress x, int after)
-{
-    for (int n = 0; n < 2; n++) {
-        scores later;
-        place  at = place_after(w, x.ahead, after + n);
-        set_scores(&later, w, at.group < w->groups ? at : x.at, 0);
-        q[n] = later.q;
-        k[n] = later.k;
+    for (int later = 0; later < scores_due(x.n, BESIDE); later++) {
+        set_later(&u->later[later], w, &x, later, BESIDE);
+        if (x.ahead.group < w->groups)
+            x.ahead = place_next(w, x.ahead);
     }
-}
-
-/* `count` units from x.at on, or up to one in which a row outgrew its shift. Returns with the last one that was done
- * in x.at, and v the values that it could have beside it. */
-static __attribute__((noinline)) progress run_whole(const walk *w, progress x, int count, values *v, target *held)
-{
-    const int    odd = x.n % 2, place_in_chunk = x.at.unit % w->chunk, evens = (count + 1 - odd) / 2;
-    const int    first_count = (place_in_chunk + count + w->chunk - 1) / w->chunk * w->chunk - place_in_chunk;
-    fa_amx_units f           = {.count     = first_count,
-                                .odd       = odd,
-                                .stop      = first_count - count,
-                                .last      = first_count - count + 3,
-                                .s         = w->own->s[0],
-                                .shift     = w->own->shift,
-                                .constants = &w->k};
-    bool         beside      = set_values(&f, w, x, v, held);
-    f.alone                  = beside ? INT32_MAX : first_count - (w->chunk - place_in_chunk);
-    set_queries_and_keys(f.last_q, f.last_k, w, x, fa_max_int(2 * (evens - 1), 0));
-    set_queries_and_keys(f.q, f.k, w, x, 0);
-    int done   = first_count - (int)w->whole(&f),
-        end    = place_in_chunk + done; /* of the units done, from the chunk's first */
-    int chunks = (end - 1) / w->chunk;
-    if (chunks > 0)
-        *v = values_of(w, place_later(w, x.at, chunks * w->chunk - 1 - place_in_chunk), true);
-    if (chunks > 0 || beside)
-        v->col = odd_units(w, x, end - chunks * w->chunk) * w->columns / 2;
-    x.ahead = place_after(w, x.ahead, (done + 1 - odd) / 2 * 2);
-    x.at    = place_later(w, x.at, done - 1);
-    x.n += done - 1;
-    x.again = f.again;
-    if (x.again && x.n % 2 == 0)
-        restore_scores(w, x.at, x.n, held);
+    x.again = run_unit_with(x.n, u, v, held, k, PIECES, KS, BESIDE, CHUNK, FIXED);
     return x;
 }
 
-/* Likewise one unit, whatever its rows see, one thing after the other. */
-FA_AMX_INLINE progress run_other(const walk *w, progress x, unit *u, target *held, const constants *k, int FIXED)
+/* Among whole units in assembly one that is not, whatever its rows see, one thing after the other. */
+FA_AMX_INLINE progress run_other(const walk *w, progress x, unit *u, target *held, const constants *k, int KS,
+                                 bool BESIDE, int FIXED)
 {
     x.again = run_unit(u, &(values){0}, held, k, 1, 0, 0, 0, FIXED);
-    for (int later = 1; later <= 2 && x.n % 2 == 0; later++) {
-        set_scores(&u->later[0], w, x.ahead.group < w->groups ? x.ahead : x.at, x.n + later);
-        scores_alone(&u->later[0], held, 2, 1);
+    for (int later = 0; later < scores_due(x.n, BESIDE); later++) {
+        set_later(&u->later[0], w, &x, later, BESIDE);
+        scores_alone(&u->later[0], held, KS, 1);
         x.ahead = place_after(w, x.ahead, 1);
     }
     return x;
 }
 
-/* ---- all units ---- */
-
-/* How units and their values take turns: values after each chunk; beside every other unit; the same with whole units in
- * assembly. */
-typedef enum turns { VALUES_AFTER, VALUES_BESIDE, IN_ASSEMBLY } turns;
-
-/* Units have scores beside them even where none are left, of themselves once more, so that nothing need ask. */
-FA_AMX_INLINE progress run_one(const walk *w, progress x, unit *u, values *v, target *held, const constants *k,
-                               int PIECES, int KS, turns TURNS, int CHUNK, int FIXED)
-{
-    for (int later = 0; later < (TURNS == VALUES_AFTER ? 1 : x.n % 2 ? 0 : 2); later++) {
-        set_scores(&u->later[later], w, x.ahead.group < w->groups ? x.ahead : x.at,
-                   x.n + later + (TURNS == VALUES_AFTER ? 2 : 1));
-        if (x.ahead.group < w->groups)
-            x.ahead = place_next(w, x.ahead);
-    }
-    x.again = run_unit_with(x.n, u, v, held, k, PIECES, KS, TURNS, CHUNK, FIXED);
-    return x;
-}
-
 FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, turns TURNS, int CHUNK, int FIXED)
 {
+    const bool BESIDE = values_are_beside(TURNS);
     constants k    = w->k;
     target    held = {0};
     values    v    = {0};
     unit      u    = {0};
     progress  x    = {.at = group_begin(w, 0, 0)};
     x.ahead        = x.at;
-    for (int n = 0; n < (TURNS ? 1 : 2) && x.ahead.group < w->groups; n++, x.ahead = place_next(w, x.ahead)) {
+    for (int n = 0; n < (BESIDE ? 1 : 2) && x.ahead.group < w->groups; n++, x.ahead = place_next(w, x.ahead)) {
         set_scores(&u.later[0], w, x.ahead, n);
         scores_alone(&u.later[0], &held, KS, PIECES);
     }
@@ -401,21 +245,21 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, turns TURNS, int CHUNK,
     for (; x.at.group < w->groups; x.n++) {
         if (held.unit == x.n && held.columns)
             store_held(&held);
-        set_softmax(&u, w, x.at, x.n, TURNS);
+        set_softmax(&u, w, x.at, x.n, BESIDE);
         if (w->block->options)
             apply_options_to_unit(w->block, &w->own->options, x.at.unit * UNIT, u.s);
         if (!all_seen(w, x.at))
             mask_unit(w, u.s, x.at);
         if (w->unset)
             begin_rows(w, u.s, rows_of_group(w, x.at.group));
-        int whole = TURNS == IN_ASSEMBLY ? whole_units(w, x.at) : 0;
+        int whole = TURNS >= IN_ASSEMBLY ? whole_units(w, x.at) : 0;
         if (whole > 0) {
-            x = run_whole(w, x, whole, &v, &held);
-            set_softmax(&u, w, x.at, x.n, TURNS);
-        } else if (TURNS == IN_ASSEMBLY) {
-            x = run_other(w, x, &u, &held, &k, FIXED);
+            x = BESIDE ? run_whole(w, x, whole, &v, &held) : run_chunk(w, x, whole, &held);
+            set_softmax(&u, w, x.at, x.n, BESIDE);
+        } else if (TURNS >= IN_ASSEMBLY) {
+            x = run_other(w, x, &u, &held, &k, KS, BESIDE, FIXED);
         } else {
-            x = run_one(w, x, &u, &v, &held, &k, PIECES, KS, TURNS, CHUNK, FIXED);
+            x = run_one(w, x, &u, &v, &held, &k, PIECES, KS, BESIDE, CHUNK, FIXED);
         }
         if (x.again || (FIXED && w->risky))
             redo_unit(w, x.at, &u, &v, &held);
@@ -424,8 +268,10 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, turns TURNS, int CHUNK,
         place next = place_next(w, x.at);
         if (next.chunk_number != x.at.chunk_number) {
             finish_values(&v, &held, PIECES);
-            v = values_of(w, x.at, TURNS);
-            if (TURNS == VALUES_AFTER)
+            v = values_of(w, x.at, BESIDE);
+            if (TURNS == CHUNKS_IN_ASSEMBLY && v.units == CHUNK)
+                chunk_values(w, &v, &held);
+            else if (!BESIDE)
                 finish_values(&v, &held, PIECES);
         }
         if (next.group != x.at.group) {
@@ -508,23 +354,30 @@ static const shape *find_shape(const shape *among, size_t count, const walk *w)
 #if defined(FA_AMX_UNITS) && !defined(FA_AMX_FP16)
 static void run_whole_exact(walk *w) { run_walk(w, 1, 2, IN_ASSEMBLY, 4, 0); }
 static void run_whole_fixed(walk *w) { run_walk(w, 1, 2, IN_ASSEMBLY, 4, 1); }
+static void run_chunks_exact(walk *w) { run_walk(w, 1, 4, CHUNKS_IN_ASSEMBLY, 16, 0); }
+static void run_chunks_fixed(walk *w) { run_walk(w, 1, 4, CHUNKS_IN_ASSEMBLY, 16, 1); }
 
-/* Where the assembly runs: bfloat16 at head dims that make as many tiles as 64, without options. Shorter rows, fewer
- * units than LEAST_UNITS, do better with run_1_2_1 and run_fixed_2_1, which give the same bits. */
+/* Where the assembly runs: bfloat16 at head dims that make as many tiles as 64 or 128, without options. Shorter rows,
+ * fewer units than LEAST_UNITS, do better with run_1_2_1, run_1_4_0 and those in fixed point, which give the same bits. */
 static const shape *find_whole(walk *w, bool fixed)
 {
     enum { LEAST_UNITS = 16 };
 
-    static const shape exact = {.chunk = 4, .run = run_whole_exact}, in_fixed = {.chunk = 4, .run = run_whole_fixed};
-    const fa_forward_block *b = w->block;
-    if (w->pieces > 1 || b->options || w->depth_steps != 2 || w->columns != 4)
+    static const shape shapes_in_assembly[2][2] = {{{1, 2, 4, 4, run_whole_exact}, {1, 2, 4, 4, run_whole_fixed}},
+                                                   {{1, 4, 8, 16, run_chunks_exact}, {1, 4, 8, 16, run_chunks_fixed}}};
+    static const chunk_functions chunks[2] = {{fa_amx_chunk_units, fa_amx_chunk_values},
+                                              {fa_amx_chunk_units_fixed, fa_amx_chunk_values}};
+    const fa_forward_block      *b         = w->block;
+    const shape                 *at        = &shapes_in_assembly[w->depth_steps == 4][fixed];
+    if (w->pieces > 1 || b->options || w->depth_steps != at->depth_steps || w->columns != at->columns)
         return NULL;
     fa_range middle = {b->queries / 2, b->queries / 2 + 1};
     fa_range seen   = fa_keys_seen(b->window, b->diagonal, middle, (fa_range){0, b->keys});
     if (seen.end - seen.begin < LEAST_UNITS * UNIT)
         return NULL;
-    w->whole = fixed ? fa_amx_whole_units_fixed : fa_amx_whole_units;
-    return fixed ? &in_fixed : &exact;
+    w->whole  = fixed ? fa_amx_whole_units_fixed : fa_amx_whole_units;
+    w->chunks = &chunks[fixed];
+    return at;
 }
 #else
 static const shape *find_whole(walk *w, bool fixed) { return (void)w, (void)fixed, NULL; }

@@ -4,6 +4,7 @@
 #ifndef FA_CPU_AMX_FORWARD_WALK_H
 #define FA_CPU_AMX_FORWARD_WALK_H
 
+#include "cpu/amx_forward_chunk.h"
 #include "cpu/amx_forward_options.h"
 #include "cpu/amx_forward_unit.h"
 #include "cpu/amx_forward_units.h"
@@ -26,6 +27,12 @@ typedef struct scratch {
 /* amx_forward_units.S */
 typedef int64_t whole_fn(fa_amx_units *units);
 
+/* amx_forward_chunk.S */
+typedef struct chunk_functions {
+    int64_t (*units)(fa_amx_chunk *chunk);
+    void (*values)(const char *p, const char *v, float *o);
+} chunk_functions;
+
 typedef struct walk {
     const fa_forward_block *block;
     scratch                *own;
@@ -37,6 +44,7 @@ typedef struct walk {
     float                   bonus; /* P is computed with this factor, as a logarithm, and its sums are not: */
     float                   inverse, margin;
     whole_fn               *whole; /* NULL: none for this shape */
+    const chunk_functions  *chunks; /* likewise */
 } walk;
 
 /* A unit: queries 32 * group .., keys 32 * unit ... Chunks begin at multiples of their size, so that what a row
@@ -109,6 +117,37 @@ static void set_shift(const walk *w, int r, float m)
         m = fixed_round(m);
     w->own->m[r]     = m;
     w->own->shift[r] = w->fixed ? fixed_shift(m) : m == -INFINITY ? 0.0f : is_far(m) ? NAN : w->bonus - m;
+}
+
+/* ---- what a unit works on ---- */
+
+static values values_of(const walk *w, place at, bool alternate)
+{
+    int     ld;
+    float  *o     = rows_of_o(w, at.group, &ld);
+    int64_t step  = (int64_t)w->columns * w->pieces * FA_AMX_TILE;
+    place   first = at;
+    first.unit    = at.first;
+    return (values){.p       = (const char *)p_of_unit(w, first, alternate),
+                    .p_down  = (int64_t)w->chunk * w->pieces * FA_AMX_TILE,
+                    .v       = (const char *)w->block->v + at.first * step,
+                    .v_step  = step,
+                    .o       = o,
+                    .ldo     = ld,
+                    .columns = w->columns,
+                    .units   = at.unit - at.first + 1};
+}
+
+/* Scores of unit number n, at `at`. */
+FA_AMX_INLINE void set_scores(scores *x, const walk *w, place at, int n)
+{
+    const fa_forward_block *b    = w->block;
+    int64_t                 step = (int64_t)w->depth_steps * w->pieces * FA_AMX_TILE;
+    x->q                         = (const char *)b->q + at.group * 2 * step;
+    x->q_down                    = rows_of_group(w, at.group) > 16 ? step : 0; /* 16 rows or fewer: the same twice */
+    x->k                         = (const char *)b->k + at.unit * 2 * step;
+    x->s                         = w->own->s[n % SLOTS];
+    x->unit                      = n;
 }
 
 /* ---- masks ---- */

@@ -3,46 +3,56 @@
 
 #include "cuda/cuda.h"
 
-#define ROW(arch_min, arch_max, kernel, head_dim, masks, tile_q, tile_k, warps, stages, min_blocks, why)                   \
+#define ROW_OF(variant, arch_min, arch_max, kernel, head_dim, masks, tile_q, tile_k, warps, stages, min_blocks, why)       \
     {                                                                                                                      \
         arch_min, arch_max, FA_KERNEL_##kernel, FA_IN_16_BIT, head_dim, masks, FA_FOR_ALIGNED, 0, tile_q, tile_k, warps,    \
-            stages, min_blocks, 0, 0, why                                                                                  \
+            stages, min_blocks, variant, 0, why                                                                            \
     }
+#define ROW(...) ROW_OF(0, __VA_ARGS__)
 #define BOTH (FA_ON_NONE | FA_ON_CAUSAL)
 
 /* TMA is there from 9.0 on, but the rungs' tiles need more shared memory than 12.0 has; WGMMA is 9.0's alone. */
 const fa_rung fa_rungs[] = {
     /*    arch     kernel     d    masks tile_q tile_k warps stages blocks why */
-    {"k1", false, 2,
+    {"k1", false, false, 2,
      {ROW(80, 129, K1_SCORES, 64, BOTH, 16, 16, 8, 1, 1, "standard attention: S and P in memory"),
       ROW(80, 129, K1_SCORES, 128, BOTH, 16, 16, 8, 1, 1, "standard attention: S and P in memory")}},
-    {"fa1", false, 2,
+    {"fa1", false, false, 2,
      {ROW(80, 129, FA1, 64, BOTH, 16, 128, 4, 1, 1, "FlashAttention-1: keys outside, O scaled in memory, split-K warps"),
       ROW(80, 129, FA1, 128, BOTH, 16, 96, 4, 1, 1, "FlashAttention-1: keys outside, O scaled in memory, split-K warps")}},
-    {"k2", false, 2,
+    {"k2", false, false, 2,
      {ROW(80, 129, K2, 64, BOTH, 128, 64, 8, 1, 1, "FlashAttention-2's loops on CUDA cores"),
       ROW(80, 129, K2, 128, BOTH, 128, 64, 8, 1, 1, "FlashAttention-2's loops on CUDA cores")}},
-    {"k3.1", true, 2,
+    {"k3.1", true, false, 2,
      {ROW(90, 109, K3, 64, BOTH, 128, 64, 8, 1, 1, "TMA, one stage"),
       ROW(90, 109, K3, 128, BOTH, 128, 64, 8, 1, 1, "TMA, one stage")}},
-    {"k3.2", true, 2,
+    {"k3.2", true, false, 2,
      {ROW(90, 109, K3, 64, BOTH, 128, 64, 8, 2, 1, "TMA, two stages"),
       ROW(90, 109, K3, 128, BOTH, 128, 64, 8, 2, 1, "TMA, two stages")}},
-    {"k3.3", true, 2,
+    {"k3.3", true, false, 2,
      {ROW(90, 109, K3, 64, BOTH, 128, 64, 8, 5, 1, "TMA, five stages"),
       ROW(90, 109, K3, 128, BOTH, 128, 64, 8, 5, 1, "TMA, five stages")}},
-    {"k4.1", true, 2,
+    {"k4.1", true, false, 2,
      {ROW(90, 90, K4_1, 64, BOTH, 128, 64, 8, 2, 1, "Q K^T by WGMMA"),
       ROW(90, 90, K4_1, 128, BOTH, 128, 64, 8, 2, 1, "Q K^T by WGMMA")}},
-    {"k4.2", true, 2,
+    {"k4.2", true, false, 2,
      {ROW(90, 90, K4_2, 64, BOTH, 128, 128, 8, 2, 1, "both products by WGMMA, P from registers"),
       ROW(90, 90, K4_2, 128, BOTH, 128, 64, 8, 2, 2, "both products by WGMMA, P from registers; two blocks a multiprocessor")}},
-    {"k5", true, 2,
+    {"k5", true, false, 2,
      {ROW(90, 90, K5, 64, BOTH, 192, 128, 16, 2, 1, "a producer warpgroup and three consumers"),
       ROW(90, 90, K5, 128, BOTH, 128, 128, 12, 2, 1, "a producer warpgroup and two consumers")}},
-    {"k6", true, 2,
+    {"k6", true, false, 2,
      {ROW(90, 90, K6, 64, BOTH, 192, 128, 16, 2, 1, "ping-pong of three consumers, softmax under P V"),
       ROW(90, 90, K6, 128, BOTH, 128, 128, 12, 2, 1, "ping-pong of two consumers, softmax under P V")}},
+    {"k7", false, true, 2,
+     {ROW(90, 90, K7, 64, BOTH, 192, 128, 16, 3, 1, "k6 in FP8"),
+      ROW(90, 90, K7, 128, BOTH, 128, 192, 12, 2, 1, "k6 in FP8")}},
+    {"k8", false, true, 2,
+     {ROW_OF(1, 90, 90, K7, 64, BOTH, 192, 128, 16, 3, 1, "k7, Q and K rotated before they are rounded"),
+      ROW_OF(1, 90, 90, K7, 128, BOTH, 128, 192, 12, 2, 1, "k7, Q and K rotated before they are rounded")}},
+    {"fd", false, false, 2,
+     {ROW(80, 129, FD, 64, BOTH, 1, 64, 4, 1, 1, "flash decoding: keys split over blocks, parts merged"),
+      ROW(80, 129, FD, 128, BOTH, 1, 64, 4, 1, 1, "flash decoding: keys split over blocks, parts merged")}},
 };
 const int fa_num_rungs = sizeof fa_rungs / sizeof *fa_rungs;
 

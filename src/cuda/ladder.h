@@ -7,7 +7,8 @@
 
 typedef struct fa_rung {
     const char *name;     /* "k3.2" */
-    bool        has_maps; /* it loads by the tensor memory accelerator */
+    bool        has_maps; /* it loads through tensor maps */
+    bool        rounds;   /* Q, K and V to FP8: exact to some percent only */
     int         num_rows;
     fa_tune_row row[2]; /* head_dim is the one that it is for */
 } fa_rung;

@@ -327,9 +327,22 @@ static bool merges_itself(const fa_key *key, fa_args *args, int64_t tiles)
     return true;
 }
 
+/* The launch that merges the parts of `main`; its bits are the same by one warp a row or by eight. */
+static flash_attn_status add_combine(const fa_call *call, fa_plan *plan, const fa_key *main)
+{
+    enum { FEW_PARTS = 4, SOME_PARTS = 64, MANY_ROWS = 2048 };
+    fa_args *args    = &plan->args;
+    fa_key   combine = helper_key(FA_KERNEL_COMBINE, main);
+    int64_t  rows    = call->q.shape[0] * call->q.shape[1] * call->heads_q;
+    combine.dtype    = 0; /* it sees only partial results and o */
+    combine.warps    = FA_COMBINE_WARPS;
+    bool alone       = args->num_splits <= FEW_PARTS || (args->num_splits <= SOME_PARTS && rows > MANY_ROWS);
+    args->row_warps  = alone ? 1 : FA_COMBINE_WARPS;
+    return add_launch(plan, &combine, alone ? ceil_div(rows, FA_COMBINE_WARPS) : rows);
+}
+
 static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key *key)
 {
-    enum { FEW_PARTS = 4, SOME_PARTS = 64, MANY_ROWS = 2048 }; /* combine, whose bits are the same by one warp a row or by eight */
     fa_args *args = &plan->args;
     if (key->kernel == FA_KERNEL_FORWARD_SM90)
         return plan_forward_sm90(call, plan, key);
@@ -344,20 +357,11 @@ static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key
     int64_t tiles = args->tiles_q * heads * call->batch;
     if (merges_itself(key, args, tiles)) {
         key->one_launch = 1;
-        int runs = (int)ceil_div(args->num_splits, args->run_parts);
-        return add_clusters(plan, key, tiles * runs, runs);
+        int64_t runs = ceil_div(args->num_splits, args->run_parts);
+        return add_clusters(plan, key, tiles * runs, (int)runs);
     }
-    int64_t blocks = tiles * args->num_splits;
-    FA_TRY(add_launch(plan, key, blocks));
-    if (!key->has_split)
-        return FLASH_ATTN_OK;
-    fa_key  combine = helper_key(FA_KERNEL_COMBINE, key);
-    int64_t rows    = call->q.shape[0] * call->q.shape[1] * call->heads_q;
-    combine.dtype   = 0; /* it sees only partial results and o */
-    combine.warps   = FA_COMBINE_WARPS;
-    bool alone      = args->num_splits <= FEW_PARTS || (args->num_splits <= SOME_PARTS && rows > MANY_ROWS);
-    args->row_warps = alone ? 1 : FA_COMBINE_WARPS;
-    return add_launch(plan, &combine, alone ? ceil_div(rows, FA_COMBINE_WARPS) : rows);
+    FA_TRY(add_launch(plan, key, tiles * args->num_splits));
+    return key->has_split ? add_combine(call, plan, key) : FLASH_ATTN_OK;
 }
 
 /* A launch takes the host two microseconds and the GPU about as long to begin: with few blocks, that is what counts. A key
@@ -372,16 +376,35 @@ static bool is_small(const fa_call *call, const fa_key *key, const fa_args *args
 }
 
 /* Backward for Hopper: key heads, of all sequences if they are not packed, whose queries' Q, dO and float dQ stay in L2 beside each other. */
-static int64_t key_heads_in_l2(const fa_call *call, const fa_key *key, int64_t all)
+static int64_t key_heads_in_l2(const fa_call *call, const fa_key *key, const fa_args *args)
 {
-    enum { BYTES_OF_ELEMENT = 2 + 2 + 4 };
-    int64_t l2_bytes = key->mask == FA_MASK_NONE ? 16 << 20 : 32 << 20; /* measured: decision 0056 */
+    enum { BYTES_OF_ELEMENT = 2 + 2 + 4, MOST_COLUMNS = 4096 };
+    int64_t l2_bytes = key->mask == FA_MASK_NONE ? 16 << 20 : 32 << 20; /* measured, as MOST_COLUMNS is: decision 0056 */
     int64_t bytes = call->max_seqlen_q * call->group * key->head_dim * BYTES_OF_ELEMENT, heads = bytes > 0 ? l2_bytes / bytes : 1;
+    int64_t most = args->first_stores ? MOST_COLUMNS / key->head_dim : heads, all = args->dealt_heads;
+    heads = heads < most ? heads : most;
     return heads < 1 ? 1 : heads < all ? heads : all;
 }
 
 /* Tiles of keys of the backward for Hopper go to who is free: where lengths differ, and where blocks wait for each other. */
-static bool is_dealt(const fa_call *call) { return call->deterministic || !is_alike(call); }
+static bool is_dealt(const fa_call *call, const fa_args *args) { return call->deterministic || args->first_stores || !is_alike(call); }
+
+/* The first tile of keys of each head sees all queries, so that no dQ need be cleared; with many tiles clearing costs less than waiting (measured: decision 0056). */
+static bool first_can_store(const fa_call *call, const fa_key *key, const fa_args *args)
+{
+    enum { FEW_TILES = 32 };
+    bool sees_all = key->mask == FA_MASK_NONE || (key->mask == FA_MASK_CAUSAL && call->max_seqlen_k - call->max_seqlen_q + call->window.right >= 0);
+    return sees_all && is_alike(call) && !call->leftpad_k && !call->deterministic && args->tiles_k > 0 && args->tiles_k <= FEW_TILES;
+}
+
+/* Causal tiles in pairs alone would end with a round that some blocks have no pair for: the last heads' tiles, one and a half for each of 132
+ * multiprocessors, are dealt one by one, the longest first. */
+static int64_t heads_of_pairs(const fa_args *args, int64_t heads)
+{
+    enum { DEALT_TILES = 200 };
+    int64_t last = args->tiles_k > 0 ? ceil_div(DEALT_TILES, args->tiles_k) : heads;
+    return last < heads ? (heads - last) / 2 * 2 : 0;
+}
 
 static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
 {
@@ -389,26 +412,28 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     fa_args *args = &plan->args;
     int64_t  all_q = tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], key->tile_q, args->tiles_q);
     int64_t  all_k = tiles_of_all(call, call->cu_seqlens_k, call->k.shape[1], key->tile_k, args->tiles_k);
-    int64_t  tiles = all_k, heads = call->heads_k, tiles_q = all_q * call->heads_q;
-    if (key->mask == FA_MASK_CAUSAL && !is_dealt(call)) { /* in pairs (pairs_sm90.cuh) */
-        tiles = args->tiles_k, heads *= call->batch;
-        tiles = (tiles * heads + 1) / 2 + (heads % 2 != 0 ? tiles / 2 : 0), heads = 1;
-    }
+    int64_t  heads = call->heads_k * (call->cu_seqlens_k ? 1 : call->batch), own = heads, tiles_q = all_q * call->heads_q;
     args->all_tiles_q = (int)all_q;
     args->all_tiles_k = (int)all_k;
     args->apart_q     = fa_map_entry_rows(&call->q);
     args->apart_k     = fa_map_entry_rows(&call->k);
     args->apart_v     = fa_map_entry_rows(&call->v);
     args->apart_dout  = fa_map_entry_rows(&call->dout);
+    args->first_stores = first_can_store(call, key, args); /* is_dealt asks for it */
+    if (is_dealt(call, args))
+        own = 0;
+    else if (key->mask == FA_MASK_CAUSAL)
+        own = heads_of_pairs(args, heads);
+    args->own_heads   = (int)own;
     args->dealt_tiles = call->cu_seqlens_k ? (int)all_k : args->tiles_k;
-    args->dealt_heads = (int)(call->cu_seqlens_k ? call->heads_k : call->heads_k * call->batch);
-    args->order_heads = (int)key_heads_in_l2(call, key, args->dealt_heads);
+    args->dealt_heads = (int)(heads - own);
+    args->order_heads = is_dealt(call, args) ? (int)key_heads_in_l2(call, key, args) : args->dealt_heads;
     rowsum.tile_q  = key->tile_q;
     rowsum.variant = 1;
     plan->has_maps = true;
     FA_TRY(add_launch(plan, &rowsum, tiles_q));
     plan->main = plan->num_launches;
-    FA_TRY(add_launch(plan, key, tiles * heads));
+    FA_TRY(add_launch(plan, key, all_k * call->heads_k));
     plan->launch[plan->main].stays = true;
     convert.tile_q = key->tile_q;
     convert.dtype_o = convert.dtype_dout = 0;
@@ -444,7 +469,40 @@ static flash_attn_status plan_backward(const fa_call *call, fa_plan *plan, fa_ke
     return FLASH_ATTN_OK;
 }
 
-/* The rungs of the ladder: one launch for each tile of queries, but for the two that keep something in memory. */
+/* K7 and K8: all tiles of Q, K and V are made E4M3 first; K8's rows rotated (FA_VARIANT), of which the main kernel knows nothing. */
+static flash_attn_status plan_k7(const fa_call *call, fa_plan *plan, const fa_key *key)
+{
+    enum { QUANTISE_WARPS = 8 };
+    int64_t tiles = plan->args.tiles_q * call->heads_q * call->batch, pieces = tiles + 2 * plan->args.tiles_k * call->heads_k * call->batch;
+    fa_key  first = *key, quantise, main = *key;
+    first.kernel    = FA_KERNEL_K7_LARGEST;
+    first.warps     = QUANTISE_WARPS;
+    quantise        = first;
+    quantise.kernel = FA_KERNEL_K7_QUANTISE;
+    main.dtype      = FA_F8E4M3;
+    main.variant    = 0;
+    FA_TRY(add_launch(plan, &first, pieces));
+    FA_TRY(add_launch(plan, &quantise, pieces));
+    plan->main = plan->num_launches;
+    return add_launch(plan, &main, tiles);
+}
+
+/* Flash decoding: parts of the keys, as many as fill a large GPU. */
+static flash_attn_status plan_fd(const fa_call *call, fa_plan *plan, fa_key *key)
+{
+    enum { FD_BLOCKS = 1024 };
+    fa_args *args = &plan->args;
+    int64_t  rows = call->max_seqlen_q * call->heads_q * call->batch, tiles = 1; /* of keys, of a part */
+    while (tiles < args->tiles_k && ceil_div(args->tiles_k, tiles) * rows > FD_BLOCKS)
+        tiles++;
+    args->split_keys = (int)(tiles * key->tile_k);
+    args->num_splits = (int)largest(ceil_div(args->tiles_k, tiles), 1);
+    key->has_split   = 1;
+    FA_TRY(add_launch(plan, key, args->num_splits * rows));
+    return add_combine(call, plan, key);
+}
+
+/* The rungs of the ladder: one launch for each tile of queries, but for those that keep something in memory. */
 static flash_attn_status plan_ladder(const fa_call *call, fa_plan *plan, fa_key *key)
 {
     enum { FA1_BLOCKS = 512 }; /* enough for a large GPU: a head's queries are dealt to several */
@@ -462,6 +520,10 @@ static flash_attn_status plan_ladder(const fa_call *call, fa_plan *plan, fa_key 
         while (args->num_splits < args->tiles_q && args->num_splits * sequences < FA1_BLOCKS)
             args->num_splits++;
         return add_launch(plan, key, tiles > 0 ? args->num_splits * sequences : 0);
+    case FA_KERNEL_K7:
+        return plan_k7(call, plan, key);
+    case FA_KERNEL_FD:
+        return plan_fd(call, plan, key);
     default:
         return add_launch(plan, key, tiles);
     }
@@ -497,6 +559,16 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
     }
     if (key->kernel == FA_KERNEL_FORWARD_SM90 && key->dtype == FA_F8E4M3)
         args->v_turned = take(&a, call->batch * call->heads_k * args->tiles_k * key->tile_k, (size_t)key->head_dim_v);
+    if (key->kernel == FA_KERNEL_K7) {
+        int64_t kv_bytes = call->batch * call->heads_k * args->tiles_k * key->tile_k * key->head_dim;
+        args->q_tiles    = take(&a, call->batch * call->heads_q * args->tiles_q * key->tile_q, (size_t)key->head_dim);
+        args->k_tiles    = take(&a, kv_bytes, 1);
+        args->v_turned   = take(&a, kv_bytes, 1);
+        size_t begin     = a.used;
+        args->largest    = take(&a, call->batch * (call->heads_q + 2 * call->heads_k), sizeof(float));
+        plan->zero       = base ? base + begin : NULL;
+        plan->zero_bytes = a.used - begin;
+    }
     if (key->kernel == FA_KERNEL_K1_SCORES)
         args->o_partial = take(&a, call->heads_q * tokens * call->max_seqlen_k, sizeof(float));
     if (key->kernel == FA_KERNEL_FA1) {
@@ -507,8 +579,8 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         int64_t tiles   = call->heads_q * args->all_tiles_q, rows = tiles * key->tile_q; /* cleared by backward_rowsum */
         args->row_stats = take(&a, 2 * rows, sizeof(float));
         args->dq_accum  = take(&a, rows * key->head_dim, sizeof(float));
-        args->dq_turn   = take(&a, call->deterministic ? tiles : 0, sizeof(int));
-        args->next_item = take(&a, is_dealt(call), sizeof(int));
+        args->dq_turn   = take(&a, call->deterministic || args->first_stores ? tiles : 0, sizeof(int));
+        args->next_item = take(&a, args->dealt_heads > 0, sizeof(int));
     } else if (call->pass == FLASH_ATTN_BACKWARD) {
         args->delta  = take(&a, key->one_launch ? 0 : call->heads_q * tokens, sizeof(float));
         args->dq_accum = take(&a, call->heads_q * tokens * key->head_dim, sizeof(float));

@@ -86,7 +86,7 @@ const fa_tune_row fa_tune_rows[] = {
      "two consumers of 64 keys; dQ by TMA; the producer's thread spills (decision 0055)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_TMA, 0, 64, 128, 12, 2, 1, 0, 192,
      "two consumers of 64 keys; dQ by TMA; the producer's thread spills (decision 0055)"},
-    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_TMA, 0, 64, 64, 12, 2, 1, 0, 192,
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_TMA, 0, 64, 64, 12, 2, 1, 0, 224,
      "two consumers of the same 64 keys, each a half of the columns: S and dP are made twice, for dK and dV of more keys have no registers (decision 0056)"},
     {80, 129, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ANY, 0, 64, 128, 4, 2, 2, 0, 512,
      "head_dim 64: four warps of 32 keys, queries in two halves, two blocks a multiprocessor (decision 0042)"},

@@ -28,7 +28,11 @@
     X(K4_1, "k4_1_wgmma_scores", "k4_1_wgmma_scores.cu")            \
     X(K4_2, "k4_2_wgmma", "k4_2_wgmma.cu")                          \
     X(K5, "k5_specialised", "k5_specialised.cu")                    \
-    X(K6, "k6_pingpong", "k6_pingpong.cu")
+    X(K6, "k6_pingpong", "k6_pingpong.cu")                          \
+    X(K7_LARGEST, "k7_largest", "k7_quantise.cu")                   \
+    X(K7_QUANTISE, "k7_quantise", "k7_quantise.cu")                 \
+    X(K7, "k7_fp8", "k7_fp8.cu")                                    \
+    X(FD, "fd_decode", "fd_decode.cu")
 
 enum fa_kernel_id {
 #define X(enumerator, name, file) FA_KERNEL_##enumerator,

@@ -57,13 +57,6 @@ static FILE *open_in(const program *p, const char *name, const char *mode)
     return fopen(path, mode);
 }
 
-static bool write_text(const program *p, const char *name, const char *text)
-{
-    FILE *file = open_in(p, name, "w");
-    bool  done = file && fputs(text, file) >= 0;
-    return file && fclose(file) == 0 && done;
-}
-
 /* NULL if there is none or no memory for it. A zero follows. */
 static char *read_whole(const program *p, const char *name, size_t *bytes)
 {
@@ -77,7 +70,7 @@ static char *read_whole(const program *p, const char *name, size_t *bytes)
     return text;
 }
 
-/* `extern __shared__ ... char NAME[];` becomes a pointer: C++ has no array whose size the caller gives. */
+/* `extern __shared__ ... char NAME[];` becomes a name for the block's pointer: C++ has no array whose size the caller gives. */
 static void name_shared_memory(FILE *to, const char *text)
 {
     const char *at, *open, *end;
@@ -85,10 +78,18 @@ static void name_shared_memory(FILE *to, const char *text)
         const char *name = open;
         while (name[-1] != ' ')
             name--;
-        fprintf(to, "%.*schar *%.*s = emulator.shared;", (int)(at - text), text, (int)(open - name), name);
+        fprintf(to, "%.*sstatic char *&%.*s = emulator.shared;", (int)(at - text), text, (int)(open - name), name);
         text = end + 1;
     }
     fputs(text, to);
+}
+
+static bool write_text(const program *p, const char *name, const char *text)
+{
+    FILE *file = open_in(p, name, "w");
+    if (file)
+        name_shared_memory(file, text);
+    return file && !ferror(file) && fclose(file) == 0;
 }
 
 int nvrtcCreateProgram(program **made, const char *text, const char *name, int num_headers, const char *const *headers,

@@ -84,17 +84,22 @@ typedef struct fa_args {
                                               all alike. backward_sm90: key heads whose tiles are dealt together,
                                               of all sequences if they are not packed */
     unsigned char *v_turned;               /* forward_sm90 in FP8, by values_sm90.cu: [kv_entries][heads_k][tiles_k][FA_TILE_K * FA_HEAD_DIM_V], each tile's V^T
-                                              as shared memory will hold it */
+                                              as shared memory will hold it; the ladder's K7 likewise, by k7_quantise.cu */
     float *row_stats;                      /* backward_sm90, by backward_rowsum.cu: [heads_q][all_tiles_q][2][FA_TILE_Q], for the
                                               queries of a tile LSE * log2(e), then delta; past the last inf and 0. dq_accum is
                                               there [heads_q][all_tiles_q][FA_TILE_Q * FA_HEAD_DIM], in backward_sm90.cu's order */
     int   *next_item;                      /* backward_sm90: where tiles of keys are dealt one by one, how many have been; zeroed by
                                               backward_rowsum.cu. Null: each block knows its own */
-    int dealt_tiles, dealt_heads;          /* backward_sm90 with next_item: tiles and heads that order_heads is a part of */
+    int own_heads;                         /* backward_sm90: key heads of all sequences, the first, whose tiles blocks have without being dealt them */
+    int dealt_tiles, dealt_heads;          /* backward_sm90 with next_item: tiles and heads that order_heads is a part of, behind own_heads */
+    int first_stores;                      /* backward_sm90: the first tile of keys of a head sees all queries and stores its dQ, others wait
+                                              for dq_turn and add: dq_accum is not cleared */
     int all_tiles_q, all_tiles_k;          /* of a head, over all sequences (packed_sm90.cuh): backward_sm90, and forward_sm90 with block_tiles */
     int row_warps;                         /* combine: warps of a row, 1 or FA_COMBINE_WARPS */
     int block_tiles;                       /* forward_sm90: neighbours of all_tiles_q that a block takes; 0: it has others */
     int apart_q, apart_k, apart_v, apart_dout; /* backward_sm90: rows from a batch entry to the next */
+    unsigned char *q_tiles, *k_tiles;      /* K7, by k7_quantise.cu: [batch][heads][tiles][tile's rows * FA_HEAD_DIM], as v_turned */
+    float *largest;                        /* K7, by k7_largest: |x| of each head, batch * (heads_q + 2 heads_k); zeroed by launch.c */
 } fa_args;
 
 /*

@@ -91,11 +91,11 @@ enum { DS_IS_THERE = 1, K_IS_CLEAN = 2, DQ_IS_THERE = 3, DQ_IS_FREE = 5 };
 
 /* ---- the block's tiles of keys ---- */
 
-/* Lengths that are all alike: each block has every gridDim.x-th tile; causal ones come in pairs, and the first are the longest, for they are seen
- * by most queries. */
+/* Lengths that are all alike: each block has every gridDim.x-th tile of the first args.own_heads heads; causal ones come in pairs, and the first
+ * are the longest, for they are seen by most queries; then own_heads is even. */
 FA_DEVICE bool own_item(const fa_args &args, unsigned n, work &w)
 {
-    unsigned   heads = args.heads_k * args.batch, tiles = args.tiles_k, number = n * gridDim.x + blockIdx.x, pair = n / 2 * gridDim.x + blockIdx.x;
+    unsigned   heads = args.own_heads, tiles = args.tiles_k, number = n * gridDim.x + blockIdx.x, pair = n / 2 * gridDim.x + blockIdx.x;
     grid_place at = {number % tiles, number / tiles};
     if (FA_MASK == FA_MASK_CAUSAL ? pair >= pairs_of(tiles, heads) : number >= tiles * heads)
         return false;
@@ -104,25 +104,23 @@ FA_DEVICE bool own_item(const fa_args &args, unsigned n, work &w)
         at.tile = tiles - 1 - at.tile;
     }
     w = work_of(args, at);
-    if (FA_MASK == FA_MASK_CAUSAL && is_own_pair(tiles, heads, at, n % 2)) {
-        w.seq.rows_k = 0; /* done already */
-        w.tiles      = {0, 0};
-    }
     return true;
 }
 
-/* Lengths that differ, or a fixed order of sums: who is free takes the next tile. Those of args.order_heads heads (packed: of all sequences; else of one) come
- * together, by their numbers. So in a head earlier tiles are begun first, and who waits for their dQ waits for a block that runs. */
+/* The other heads; all of them where lengths differ or blocks wait for each other: who is free takes the next tile. Those of args.order_heads heads (packed:
+ * of all sequences; else of one) come together, by their numbers. So in a head earlier tiles are begun first, and who waits for their dQ waits for a block that runs. */
 FA_DEVICE bool dealt_item(const fa_args &args, work &w)
 {
     for (;;) {
-        unsigned number = atomicAdd(args.next_item, 1), heads = args.order_heads, first = number / (heads * args.dealt_tiles) * heads;
-        if (number >= (unsigned)args.dealt_tiles * args.dealt_heads)
+        unsigned number = atomicAdd(args.next_item, 1), heads = args.order_heads, all = args.dealt_heads;
+        unsigned first  = min(number / (heads * args.dealt_tiles), all / heads - 1) * heads; /* the last are up to twice as many */
+        if (number >= (unsigned)args.dealt_tiles * all)
             return false;
         number -= first * args.dealt_tiles;
-        heads = min(heads, args.dealt_heads - first);
+        if (all - first < 2 * heads)
+            heads = all - first;
         unsigned   tile = number / heads;
-        grid_place at   = {tile, first + number - tile * heads};
+        grid_place at   = {tile, args.own_heads + first + number - tile * heads};
         if (args.cu_seqlens_k) {
             tile_place of = place_of_tile<FA_TILE_K>(args.cu_seqlens_k, args.kv_rows, 0, args.batch, tile);
             at            = {(unsigned)of.tile, of.b * args.heads_k + at.other};
@@ -136,7 +134,7 @@ FA_DEVICE bool dealt_item(const fa_args &args, work &w)
 /* By the producer: the block's n-th work, or the sign that there is none. */
 FA_DEVICE bool find_item(const fa_args &args, unsigned n, work &w)
 {
-    bool some = args.next_item ? dealt_item(args, w) : own_item(args, n, w);
+    bool some = own_item(args, n, w) || (args.next_item && dealt_item(args, w));
     if (!some)
         w.num_heads = 0;
     barrier_arrive(found(n));
@@ -155,25 +153,29 @@ FA_DEVICE int steps_of(const work &w) { return (w.tiles.end - w.tiles.begin) * w
 FA_DEVICE bool is_masked(const work &w, int tile) { return tile < w.clean.begin || tile >= w.clean.end; }
 
 /* Where a work's walk is: a query tile, and its number among those of all heads and sequences, by which its LSE, delta and float dQ are found. From the last
- * to the first: beside each other, blocks of a causal head or of a window then come to a tile in the order of their keys. */
+ * to the first: beside each other, blocks of a causal head or of a window then come to a tile in the order of their keys. Of a pair of causal tiles the second
+ * goes upwards: as the first ones begin together, the second ones end together, so that blocks are at the same query tile all the time. */
 struct walk {
-    int begin, end, tile, number, head;
+    int begin, end, tile, number, head, way;
 };
 
-FA_DEVICE walk start_walk(const fa_args &args, const work &w)
+FA_DEVICE walk start_walk(const fa_args &args, const work &w, unsigned item)
 {
-    int first = w.first_head * args.all_tiles_q + first_tile<FA_TILE_Q>(args.cu_seqlens_q, args.q_rows, args.tiles_q, w.b), last = w.tiles.end - 1;
-    return {w.tiles.begin, w.tiles.end, last, first + last, w.first_head};
+    bool upwards = FA_MASK == FA_MASK_CAUSAL && item % 2 == 1 && args.own_heads > 0;
+    int  start   = upwards ? w.tiles.begin : w.tiles.end - 1;
+    int  first   = w.first_head * args.all_tiles_q + first_tile<FA_TILE_Q>(args.cu_seqlens_q, args.q_rows, args.tiles_q, w.b);
+    return {w.tiles.begin, w.tiles.end, start, first + start, w.first_head, upwards ? 1 : -1};
 }
 
 /* The next query tile of the head; after its last the next head. */
 FA_DEVICE void advance(const fa_args &args, walk &at)
 {
-    at.tile--;
-    at.number--;
-    if (at.tile < at.begin) {
-        at.number += args.all_tiles_q + at.end - at.begin;
-        at.tile = at.end - 1;
+    at.tile += at.way;
+    at.number += at.way;
+    if (at.way < 0 ? at.tile < at.begin : at.tile >= at.end) {
+        int back = at.way * (at.begin - at.end);
+        at.tile += back;
+        at.number += args.all_tiles_q + back;
         at.head++;
     }
 }

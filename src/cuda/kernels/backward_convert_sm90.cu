@@ -10,14 +10,15 @@ static_assert(PIECES % 8 == 0, "two consumers of four warps");
 
 extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_convert_sm90(const __grid_constant__ fa_args args)
 {
-    tile_place place = place_of_queries(args, blockIdx.x % args.all_tiles_q);
+    int        head = blockIdx.x % args.heads_q, number = args.all_tiles_q - 1 - (int)blockIdx.x / args.heads_q; /* heads side by side, as they lie */
+    tile_place place = place_of_queries(args, number);
     sequence   s     = sequence_at(args, place.b);
-    int        head = blockIdx.x / args.all_tiles_q, lane = threadIdx.x % 32, t = lane % 4;
+    int        lane  = threadIdx.x % 32, t = lane % 4;
     if (place.tile < 0 || place.tile * FA_TILE_Q >= s.rows_q)
         return;
     for (int piece = threadIdx.x / 32; piece < PIECES; piece += FA_WARPS) {
         int           group = piece / 4, row = piece % 4 * 16 + lane / 4, col = 0;
-        const float4 *from  = (const float4 *)(args.dq_accum + (fa_i64)blockIdx.x * (FA_TILE_Q * FA_HEAD_DIM)) + group * 1024 + piece % 4 * 32 + lane;
+        const float4 *from  = (const float4 *)(args.dq_accum + ((fa_i64)head * args.all_tiles_q + number) * (FA_TILE_Q * FA_HEAD_DIM)) + group * 1024 + piece % 4 * 32 + lane;
         float4        x[8]; /* columns 8 j + 2 t, + 1 of rows `row` and row + 8 */
         if (FA_TILE_Q == 128)
             row += 64 * group;

@@ -1,6 +1,7 @@
 /*
  * Before the backward: delta = rowsum(dO * O) for every query (Algorithm 2, line 4), and zeros in the float dQ that blocks
- * add to. Bound by memory: each row is read once, 16 bytes a lane. FA_VARIANT 1: for backward_sm90.cu, by its tiles of queries, with LSE.
+ * add to. Bound by memory: each row is read once, 16 bytes a lane. FA_VARIANT 1: for backward_sm90.cu, by its tiles of queries, with LSE,
+ * and without zeros where args.first_stores.
  */
 #include "backward_rows.cuh"
 #include "packed_sm90.cuh"
@@ -21,21 +22,22 @@ FA_DEVICE void store_in_tile(const fa_args &args, const sequence &s, fa_i64 tile
         args.row_stats[(2 * tile) * FA_TILE_Q + row]     = lse;
         args.row_stats[(2 * tile + 1) * FA_TILE_Q + row] = delta;
     }
-    for (int col = lane * 4; col < FA_HEAD_DIM; col += LANES * 4)
+    for (int col = args.first_stores ? FA_HEAD_DIM : lane * 4; col < FA_HEAD_DIM; col += LANES * 4)
         *(float4 *)(args.dq_accum + (tile * FA_TILE_Q + row) * FA_HEAD_DIM + col) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
 /* A tile of all heads and sequences; those that are nobody's are not looked at again. */
 FA_DEVICE void fill_tile(const fa_args &args, unsigned n)
 {
-    tile_place at    = place_of_queries(args, n % args.all_tiles_q);
-    int        head  = n / args.all_tiles_q;
+    int        head = n % args.heads_q, number = args.all_tiles_q - 1 - (int)n / args.heads_q; /* heads side by side, as they lie */
+    tile_place at   = place_of_queries(args, number);
     sequence   s     = sequence_at(args, at.b);
     int        first = at.tile * FA_TILE_Q;
-    if (threadIdx.x == 0 && args.dq_turn)
-        args.dq_turn[n] = 0;
     if (threadIdx.x == 0 && n == 0 && args.next_item)
         *args.next_item = 0;
+    n = head * args.all_tiles_q + number;
+    if (threadIdx.x == 0 && args.dq_turn)
+        args.dq_turn[n] = 0;
     if (at.tile < 0 || first >= s.rows_q)
         return;
     for (int i = first + threadIdx.x / LANES; i < first + FA_TILE_Q; i += ROWS_AT_ONCE)

@@ -56,7 +56,7 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
         if (!find_item(args, item, w))
             break;
         int  steps = steps_of(w), end = w.seq.kv_row + w.seq.seqlen_k, left = w.seq.seqlen_k - w.first_k;
-        walk at    = start_walk(args, w);
+        walk at    = start_walk(args, w, item);
         if (steps > 0) {
             fetch_q(args, maps, w, at, n);
             barrier_wait(k_empty(), freed<1>(item));
@@ -82,11 +82,11 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
 
 /* ---- the warp that adds dQ: once a step, from shared memory by TMA ---- */
 
-/* In the deterministic mode query tiles have a turn for each tile of keys that they see, in order. */
+/* In the deterministic mode query tiles have a turn for each tile of keys that they see, in order. With first_stores all but the first wait for that one. */
 FA_DEVICE void wait_for_turn(const fa_args &args, const work &w, const walk &at)
 {
     fa_range keys = fa_keys_seen(window_of(args), w.seq.diagonal, queries_of_tile(w, at.tile), {w.seq.key_begin, w.seq.seqlen_k});
-    int      wanted = w.first_k / FA_TILE_K - keys.begin / FA_TILE_K;
+    int      wanted = args.first_stores ? w.first_k > 0 : w.first_k / FA_TILE_K - keys.begin / FA_TILE_K;
     while (load_acquire(args.dq_turn + at.number) < wanted)
         continue;
     fence_async_global();
@@ -105,7 +105,8 @@ FA_DEVICE void add_dq(const fa_args &args)
     for (unsigned item = 0; has_item(item); item++) {
         const work &w  = work_at(item);
         int    before = -1; /* the query tile whose turn is not over */
-        walk        at = start_walk(args, w);
+        bool   stores = args.first_stores && w.first_k == 0, ends = in_turns && (stores || !args.first_stores);
+        walk        at = start_walk(args, w, item);
 #pragma unroll 1
         for (int step = 0, steps = steps_of(w); step < steps; step++, advance(args, at)) {
             float *to = args.dq_accum + (fa_i64)at.number * (FA_TILE_Q * FA_HEAD_DIM);
@@ -120,7 +121,7 @@ FA_DEVICE void add_dq(const fa_args &args)
                 } else
                     named_arrive(DS_IS_THERE, 128 * CONSUMERS + 32);
                 if (in_turns && round == 0) {
-                    if (before >= 0)
+                    if (ends && before >= 0)
                         end_turn(args, before);
                     wait_for_turn(args, w, at);
                 }
@@ -128,11 +129,11 @@ FA_DEVICE void add_dq(const fa_args &args)
                 for (int group = 0; group < CONSUMERS; group++) {
                     named_sync(DQ_IS_THERE + group, 128 + 32);
                     if (asks)
-                        bulk_add(to + (group * DQ_ROUNDS + round) * (DQ_BYTES / 4), dq_at(group), DQ_BYTES);
+                        bulk_add(to + (group * DQ_ROUNDS + round) * (DQ_BYTES / 4), dq_at(group), DQ_BYTES, stores);
                 }
             }
         }
-        if (in_turns && before >= 0)
+        if (ends && before >= 0)
             end_turn(args, before);
     }
     if (asks)
@@ -158,7 +159,7 @@ FA_DEVICE void inspect(const fa_args &args)
     unsigned n = 0;
     for (unsigned item = 0; has_item(item); item++) {
         const work &w  = work_at(item);
-        walk        at = start_walk(args, w);
+        walk        at = start_walk(args, w, item);
         for (int step = 0, steps = steps_of(w); step < steps; step++, n++, advance(args, at)) {
             bool masked = is_masked(w, at.tile);
             barrier_wait(q_full(n), filled<Q_STAGES>(n));
@@ -494,10 +495,11 @@ FA_DEVICE void consume(const fa_args &args, int group)
         if (INSPECTED && steps > 0)
             inspect_k();
         if (steps > 0) {
-            walk at   = start_walk(args, w);
+            walk at   = start_walk(args, w, item);
             at.begin  = same_for_all(at.begin);
             at.end    = same_for_all(at.end);
-            at.tile   = at.end - 1;
+            at.tile   = same_for_all(at.tile);
+            at.way    = FA_MASK == FA_MASK_CAUSAL ? same_for_all(at.way) : -1;
             at.number = same_for_all(at.number);
             int clean_begin = same_for_all(w.clean.begin), clean_end = same_for_all(w.clean.end);
             step<true>(args, w, c, item, at.tile, at.tile < clean_begin || at.tile >= clean_end);

@@ -129,9 +129,13 @@ FA_DEVICE void bulk_load(unsigned to, const void *from, unsigned bytes, unsigned
                  : "memory");
 }
 
-/* ... and floats added to global memory. The thread that asks must wait before the floats are overwritten, and longer until they are added. */
-FA_DEVICE void bulk_add(float *to, unsigned from, unsigned bytes)
+/* ... and floats added to global memory, or stored there. The thread that asks must wait before the floats are overwritten, and longer until they are there. */
+FA_DEVICE void bulk_add(float *to, unsigned from, unsigned bytes, bool stores)
 {
+    if (stores) {
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n\tcp.async.bulk.commit_group;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+        return;
+    }
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n\tcp.async.bulk.commit_group;" ::"l"(to),
                  "r"(from), "r"(bytes)
                  : "memory");

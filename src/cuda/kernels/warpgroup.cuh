@@ -5,7 +5,7 @@
  * registers, P never leaves them: two neighbours of S become one register of P.
  *
  * FP8's left operand has another layout, lane t's columns being 4 t ... 4 t + 3: there position 4 t + 2 n + e of 16 keys holds key 8 n + 2 t + e,
- * in P by taking it for that and in V because values_sm90.cu has put the keys into that order.
+ * in P by taking it for that and in V because turn_sm90.cuh has put the keys into that order.
  */
 #ifndef FA_WARPGROUP_CUH
 #define FA_WARPGROUP_CUH

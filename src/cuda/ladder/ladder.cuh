@@ -2,7 +2,7 @@
 #ifndef FA_LADDER_CUH
 #define FA_LADDER_CUH
 
-#include "ptx_sm90.cuh"
+#include "numbers.cuh"
 
 constexpr int D = FA_HEAD_DIM; /* 64 or 128, of V too */
 static_assert(D == FA_HEAD_DIM_V && D % 64 == 0, "the ladder's head dims");
@@ -14,6 +14,7 @@ struct block_work {
     int entry, head, kv_head;
     int first_q;       /* row of Q */
     int tiles, clean;  /* key tiles that some query sees: [0, tiles); that every query sees wholly: [0, clean) */
+    float scale_log2, descale_v; /* scale * log2(e), K7's with the descales of Q and K; what O is multiplied with: 1, or V's descale */
 };
 
 /* Query i sees keys [0, key_limit). */
@@ -40,6 +41,8 @@ FA_DEVICE block_work block_work_of(const fa_args &args)
     int last  = fa_min_int(w.first_q + FA_TILE_Q, args.max_seqlen_q) - 1;
     w.tiles   = (key_limit(args, last) + FA_TILE_K - 1) / FA_TILE_K;
     w.clean   = key_limit(args, w.first_q) / FA_TILE_K;
+    w.scale_log2 = args.scale_log2;
+    w.descale_v  = 1.0f;
     return w;
 }
 
@@ -52,6 +55,17 @@ FA_DEVICE fa_u16 *row_of(const fa_view &view, int entry, int row, int head)
 template <int ROWS> FA_DEVICE int chunk_at(int row, int chunk)
 {
     return chunk / 8 * (ROWS * 128) + row * 128 + ((chunk % 8) ^ (row % 8)) * 16;
+}
+
+/* A chunk: eight columns. */
+FA_DEVICE void unpack_eight(float (&x)[8], uint4 words)
+{
+    const unsigned pair[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        float2 two = unpack<FA_DTYPE>(pair[n]);
+        x[2 * n] = two.x, x[2 * n + 1] = two.y;
+    }
 }
 
 /* Rows [first, first + ROWS) of a head into a tile, by plain loads of all threads; rows from `end` on become zeros. */
@@ -73,7 +87,7 @@ FA_DEVICE void store_lse(const fa_args &args, const block_work &w, int i, float 
 {
     if (args.lse.data)
         ((float *)args.lse.data)[w.entry * args.lse.stride[0] + w.head * args.lse.stride[1] + i * args.lse.stride[2]] =
-            sum == 0.0f ? -infinity() : (max * args.scale_log2 + log2_fast(sum)) * FA_LN2;
+            sum == 0.0f ? -infinity() : (max * w.scale_log2 + log2_fast(sum)) * FA_LN2;
 }
 
 #endif

@@ -1,4 +1,4 @@
-/* What K4.2, K5 and K6 share beside the products of kernels/warpgroup.cuh. Shared memory: Q, FA_STAGES tiles of K, as many of V,
+/* What K4.2 and the rungs above share beside the products of kernels/warpgroup.cuh. Shared memory: Q, FA_STAGES tiles of K, as many of V,
  * barriers. */
 #ifndef FA_LADDER_WARPGROUP_CUH
 #define FA_LADDER_WARPGROUP_CUH
@@ -6,8 +6,10 @@
 #include "ladder.cuh"
 #include "warpgroup.cuh"
 
-constexpr int Q_BYTES = FA_TILE_Q * D * 2, KV_BYTES = FA_TILE_K * D * 2;
-constexpr int K_AT = Q_BYTES, V_AT = K_AT + FA_STAGES * KV_BYTES, BARRIERS_AT = V_AT + FA_STAGES * KV_BYTES;
+constexpr int Q_BYTES = FA_TILE_Q * D * ELEMENT_BYTES, KV_BYTES = FA_TILE_K * D * ELEMENT_BYTES, O_BYTES = FA_TILE_Q * D * 2;
+constexpr int Q_GROUP = 64 * panel_bytes(D);  /* a warpgroup's rows of Q */
+constexpr int O_AT = FP8 ? Q_BYTES : 0; /* O leaves through Q's place, or if that is too small through one of its own */
+constexpr int K_AT = O_AT + O_BYTES, V_AT = K_AT + FA_STAGES * KV_BYTES, BARRIERS_AT = V_AT + FA_STAGES * KV_BYTES;
 
 /* Barriers: Q, then FA_STAGES each of K full, V full, K empty, V empty. */
 FA_DEVICE unsigned q_full(unsigned at) { return at + BARRIERS_AT; }
@@ -97,6 +99,8 @@ FA_DEVICE void mask_scores(const fa_args &args, float (&s)[S_COUNT], int first_q
     }
 }
 
+constexpr float P_LOG2 = FP8 ? 8.0f : 0.0f, P_UNIT = FP8 ? 256.0f : 1.0f; /* P, and with it its sum and O, is P_UNIT = 2^P_LOG2 times as large */
+
 /* S becomes exp(S - max) and the row's maximum and sum take it in; alpha is what O has to be multiplied with. MASKED: a row may
  * see nothing. */
 template <bool MASKED>
@@ -109,9 +113,9 @@ FA_DEVICE void softmax_step(float (&s)[S_COUNT], row_state &state, float (&alpha
         for (int j = 0; j < FA_TILE_K / 8; j++)
             max = fmaxf(max, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
         max         = quad_max(max);
-        float shift = MASKED && max == -infinity() ? 0.0f : max * scale_log2; /* exp2(-inf + inf) is NaN */
-        alpha[h]    = exp2_fast(state.max[h] * scale_log2 - shift);
-        float sum   = 0.0f;
+        float top   = MASKED && max == -infinity() ? 0.0f : max * scale_log2; /* exp2(-inf + inf) is NaN */
+        float shift = top - P_LOG2, sum = 0.0f;
+        alpha[h]    = exp2_fast(state.max[h] * scale_log2 - top);
 #pragma unroll
         for (int j = 0; j < FA_TILE_K / 8; j++)
 #pragma unroll
@@ -135,21 +139,21 @@ FA_DEVICE void clear(row_state &state, float (&o)[O_COUNT])
 
 /* ---- the way out ---- */
 
-/* O / l through this warp's 16 rows of Q's place, so that whole rows go to memory; LSE. q: this warpgroup's rows. */
-FA_DEVICE void store_rows(const fa_args &args, const block_work &w, float (&o)[O_COUNT], const row_state &state, char *q,
+/* O / l through this warp's 16 rows of O's place, so that whole rows go to memory; LSE. place: this warpgroup's rows. */
+FA_DEVICE void store_rows(const fa_args &args, const block_work &w, float (&o)[O_COUNT], const row_state &state, char *place,
                           int first_q)
 {
     int row = fragment_row(), lane = threadIdx.x % 32;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        float sum = quad_sum(state.sum[h]), inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+        float sum = quad_sum(state.sum[h]), inverse = sum == 0.0f ? 0.0f : w.descale_v / sum;
         int   i   = first_q + row + 8 * h;
 #pragma unroll
         for (int j = 0; j < D / 8; j++)
-            *(unsigned *)(q + chunk_at<FA_TILE_Q>(row + 8 * h, j) + lane % 4 * 4) =
-                pack<FA_DTYPE>(o[4 * j + 2 * h] * inverse, o[4 * j + 2 * h + 1] * inverse);
+            *(unsigned *)(place + chunk_at<FA_TILE_Q>(row + 8 * h, j) + lane % 4 * 4) =
+                pack<FA_DTYPE_O>(o[4 * j + 2 * h] * inverse, o[4 * j + 2 * h + 1] * inverse);
         if (lane % 4 == 0 && i < args.max_seqlen_q)
-            store_lse(args, w, i, state.max[h], sum);
+            store_lse(args, w, i, state.max[h], sum / P_UNIT);
     }
     __syncwarp();
     constexpr int CHUNKS = D / 8;
@@ -158,7 +162,7 @@ FA_DEVICE void store_rows(const fa_args &args, const block_work &w, float (&o)[O
     for (int n = lane; n < 16 * CHUNKS; n += 32) {
         int r = first_row + n / CHUNKS, chunk = n % CHUNKS, i = first_q + r;
         if (i < args.max_seqlen_q)
-            *(uint4 *)(row_of(args.o, w.entry, i, w.head) + 8 * chunk) = *(const uint4 *)(q + chunk_at<FA_TILE_Q>(r, chunk));
+            *(uint4 *)(row_of(args.o, w.entry, i, w.head) + 8 * chunk) = *(const uint4 *)(place + chunk_at<FA_TILE_Q>(r, chunk));
     }
 }
 
