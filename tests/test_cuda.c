@@ -403,30 +403,40 @@ static void the_forward_repeats_bit_by_bit(void **state)
     free_plain(&p);
 }
 
+/* One query's keys are dealt to a cluster where it is alone, to few blocks in a large batch, and in a longer cache a second launch merges the parts. */
 static void a_sequence_has_the_same_bits_alone_and_in_a_batch(void **state)
 {
     (void)state;
     need_gpu();
-    static const int64_t queries[] = {1, 16, 64, 513};
-    for (int n = 0; n < 4; n++) {
-        plain          p   = make_plain(5, queries[n], 3000, 8, 2, 128, 11), one;
+    enum { KEYS = 3000 };
+    static const int64_t queries[] = {1, 16, 64, 513, 1}, batches[] = {5, 5, 5, 5, 40};
+    const int32_t        keys = KEYS;
+    void                *used = gpu->alloc(sizeof keys);
+    assert_true(used && gpu->to_device(used, &keys, sizeof keys));
+    for (int n = 0; n < 5; n++) {
+        plain          p   = make_plain(batches[n], queries[n], KEYS, 8, 2, 128, 11), one;
         unsigned char *all = expected_of(&p);
-        for (int64_t b = 0; b < 5; b++) {
+        for (int64_t b = 0; b < batches[n]; b++) {
             one                    = p;
             one.problem.q.shape[0] = one.problem.k.shape[0] = one.problem.v.shape[0] = 1;
             one.problem.q.data     = (char *)p.problem.q.data + b * queries[n] * 8 * 128 * 2;
-            one.problem.k.data     = (char *)p.problem.k.data + b * 3000 * 2 * 128 * 2;
-            one.problem.v.data     = (char *)p.problem.v.data + b * 3000 * 2 * 128 * 2;
-            one.o_bytes            = p.o_bytes / 5;
-            one.lse_bytes          = p.lse_bytes / 5;
-            unsigned char *alone   = expected_of(&one);
-            assert_memory_equal(alone, all + (size_t)b * one.o_bytes, one.o_bytes);
-            assert_memory_equal(alone + one.o_bytes, all + p.o_bytes + (size_t)b * one.lse_bytes, one.lse_bytes);
-            free(alone);
+            one.problem.k.data     = (char *)p.problem.k.data + b * KEYS * 2 * 128 * 2;
+            one.problem.v.data     = (char *)p.problem.v.data + b * KEYS * 2 * 128 * 2;
+            one.o_bytes            = p.o_bytes / (size_t)batches[n];
+            one.lse_bytes          = p.lse_bytes / (size_t)batches[n];
+            for (int cache = 0; cache < (b == 0 && queries[n] < 128 ? 2 : 1); cache++) {
+                unsigned char *alone = expected_of(&one);
+                assert_memory_equal(alone, all + (size_t)b * one.o_bytes, one.o_bytes);
+                assert_memory_equal(alone + one.o_bytes, all + p.o_bytes + (size_t)b * one.lse_bytes, one.lse_bytes);
+                free(alone);
+                one.problem.k.shape[1] = one.problem.v.shape[1] = 5 * KEYS;
+                one.problem.seqused_k  = used;
+            }
         }
         free(all);
         free_plain(&p);
     }
+    gpu->free(used);
 }
 
 static void a_device_that_is_not_there_is_said(void **state)

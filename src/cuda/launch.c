@@ -254,21 +254,31 @@ flash_attn_status fa_kernel_get(const fa_place *place, const fa_key *key, fa_ker
     return FLASH_ATTN_OK;
 }
 
+/* Kernels that wait by themselves for the launch in front of theirs: combine, and the forward for few queries. Blocks of 64 rows would settle where a
+ * combine of many blocks leaves registers, two on one multiprocessor (decision 0058). */
+static bool begins_early(const fa_key *key, const void *arguments)
+{
+    bool few = key->kernel == FA_KERNEL_FORWARD_SM80 && key->variant > 1;
+    return key->arch >= 90 && (key->kernel == FA_KERNEL_COMBINE || (few && (key->tile_q == 16 || ((const fa_args *)arguments)->row_warps <= 1)));
+}
+
 flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kernel, int64_t blocks, int cluster,
                                    void *arguments, fa_maps *maps)
 {
     if (blocks == 0)
         return FLASH_ATTN_OK;
-    CUlaunchAttribute attribute = {.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, .value.cluster = {(unsigned)cluster, 1, 1}};
-    bool              early     = kernel->key.kernel == FA_KERNEL_COMBINE && kernel->key.arch >= 90; /* it waits by itself (combine.cu) */
-    if (early)
-        attribute = (CUlaunchAttribute){.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, .value.yes = 1};
+    CUlaunchAttribute attributes[2];
+    unsigned          count = 0;
+    if (cluster > 1)
+        attributes[count++] = (CUlaunchAttribute){.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, .value.cluster = {(unsigned)cluster, 1, 1}};
+    if (begins_early(&kernel->key, arguments))
+        attributes[count++] = (CUlaunchAttribute){.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, .value.yes = 1};
     CUlaunchConfig    config   = {.grid           = {(unsigned)blocks, 1, 1},
                                   .block          = {(unsigned)kernel->threads, 1, 1},
                                   .shared_bytes   = (unsigned)kernel->resources.shared_bytes,
                                   .stream         = place->stream,
-                                  .attributes     = &attribute,
-                                  .num_attributes = cluster > 1 || early};
+                                  .attributes     = attributes,
+                                  .num_attributes = count};
     void    *parameters[] = {arguments, maps}; /* the driver takes as many as the kernel has */
     CUresult result = place->driver->cuLaunchKernelEx(&config, (CUfunction)kernel->kernel, parameters, NULL);
     if (result == CUDA_SUCCESS)

@@ -172,6 +172,7 @@ static void fill_sizes(const fa_call *call, const fa_tune_row *row, fa_args *arg
     args->tiles_q       = (int)ceil_div(call->max_seqlen_q, row->tile_q);
     args->tiles_k       = (int)ceil_div(call->max_seqlen_k, row->tile_k);
     args->num_splits    = 1;
+    args->run_parts     = 1;
     args->split_keys    = args->tiles_k * row->tile_k;
     args->group_blocks  = 1;
     args->scale         = call->scale;
@@ -206,7 +207,7 @@ static int64_t most_parts(const fa_args *args, int64_t part, int64_t keys)
  */
 static void choose_splits(const fa_call *call, const fa_tune_row *row, fa_args *args)
 {
-    enum { GROWTH = 16, GROWTH_OF_MANY_ROWS = 64, DOUBLINGS = 3 };
+    enum { GROWTH = 32, GROWTH_OF_MANY_ROWS = 64, DOUBLINGS = 3 };
     int64_t keys = args->max_seqlen_k, part = keys, heads = is_packed(row) ? call->heads_k : call->heads_q;
     if (call->num_splits > 1)
         part = ceil_div(keys, call->num_splits);
@@ -308,6 +309,24 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
     return FLASH_ATTN_OK;
 }
 
+/*
+ * Few queries, 16 rows, few parts: the blocks of a cluster merge their parts themselves, for a second launch costs two microseconds. A block takes
+ * as many neighbouring parts as leave enough blocks; bits do not depend on that. Before 9.0 a cluster is one block.
+ */
+static bool merges_itself(const fa_key *key, fa_args *args, int64_t tiles)
+{
+    enum { MOST_PARTS = 8, ENOUGH_BLOCKS = 128 };
+    if (!key->has_split || key->variant <= 1 || key->tile_q > 16 || args->num_splits > MOST_PARTS)
+        return false;
+    int run = 1;
+    while (run < args->num_splits && tiles * ceil_div(args->num_splits, 2 * run) >= ENOUGH_BLOCKS)
+        run *= 2;
+    if (run < args->num_splits && key->arch < 90)
+        return false;
+    args->run_parts = run;
+    return true;
+}
+
 /* The launch that merges the parts of `main`; its bits are the same by one warp a row or by eight. */
 static flash_attn_status add_combine(const fa_call *call, fa_plan *plan, const fa_key *main)
 {
@@ -335,7 +354,13 @@ static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key
         heads         = call->heads_k;
         args->tiles_q = (int)ceil_div(call->max_seqlen_q * call->group, key->tile_q);
     }
-    FA_TRY(add_launch(plan, key, (int64_t)args->tiles_q * args->num_splits * heads * call->batch));
+    int64_t tiles = args->tiles_q * heads * call->batch;
+    if (merges_itself(key, args, tiles)) {
+        key->one_launch = 1;
+        int64_t runs = ceil_div(args->num_splits, args->run_parts);
+        return add_clusters(plan, key, tiles * runs, (int)runs);
+    }
+    FA_TRY(add_launch(plan, key, tiles * args->num_splits));
     return key->has_split ? add_combine(call, plan, key) : FLASH_ATTN_OK;
 }
 

@@ -69,6 +69,7 @@ typedef struct fa_args {
     int pages_per_seq, num_slices;
     int max_seqlen_q, max_seqlen_k;        /* no sequence is longer */
     int tiles_q, tiles_k;                  /* ceil(max_seqlen_q / FA_TILE_Q), ceil(max_seqlen_k / FA_TILE_K) */
+    int run_parts;                         /* forward_sm80, few queries: neighbouring parts that a block takes, one after the other; else 1 */
     int num_splits, split_keys;            /* part p works on keys [p * split_keys, (p + 1) * split_keys) */
     int part_growth, part_doublings;       /* forward_sm80: split_keys is doubled, so many times at most, while its square is less than
                                               part_growth times the sequence's keys */
@@ -105,6 +106,8 @@ typedef struct fa_args {
  * Grids are one-dimensional, for batch * heads may pass 65,535. blockIdx.x counts, fastest first:
  *   forward_*           tile of q (turned round when masked: the longest first), split, head, batch
  *                       = tiles_q * num_splits * heads_q * batch
+ *   forward_sm80, few queries   tile of q, key head, run of parts, batch; FA_ONE_LAUNCH: run of parts, tile of q, key head, batch, a cluster's
+ *                       blocks being the runs of one tile. = tiles_q * heads_k * ceil(num_splits / run_parts) * batch
  *   backward_rowsum     tile of q, head, batch
  *   backward_*          tile of k, block of the group, key head, batch = tiles_k * group_blocks * heads_k * batch
  *   backward_sm90 and its backward_rowsum and backward_convert_sm90: tile of all_tiles_k or all_tiles_q, head

@@ -4,7 +4,7 @@
  * with the sink as one more part that has no O. Parts p, p + 8, ... of O make one sum, and the eight sums are added in their order: by
  * one warp, or each by one of its own where parts are many. So bits depend neither on that nor on how many parts are empty.
  */
-#include "numbers.cuh"
+#include "merge_parts.cuh"
 
 /* The sequence that owns row `row` of entry `entry`: the last one that starts at or before it. */
 FA_DEVICE int sequence_of(const fa_args &args, int entry, int row)
@@ -35,63 +35,19 @@ FA_DEVICE bool find_row(const fa_args &args, int entry, int row, bool &counts)
     return true;
 }
 
-FA_DEVICE float4 add(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
-
-/* Parts first, first + STEP, ... of O, columns col to col + 3, each added to its sum. All are asked for before one is used. */
-template <int COUNT, int STEP, int SUMS>
-FA_DEVICE void add_parts(float4 (&sums)[SUMS], const fa_args &args, int first, fa_i64 part_rows, fa_i64 n, int col, float lse)
-{
-    float  weight[COUNT];
-    float4 part[COUNT];
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        int p     = first + i * STEP;
-        weight[i] = p < args.num_splits ? args.lse_partial[p * part_rows + n] : -infinity();
-    }
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (weight[i] != -infinity()) /* an empty part's O may be anything */
-            part[i] = *(const float4 *)&args.o_partial[((first + i * STEP) * part_rows + n) * FA_HEAD_DIM_V + col];
-    }
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        float   factor = weight[i] == -infinity() ? 0.0f : expf(weight[i] - lse);
-        float4 &sum    = sums[i % SUMS];
-        sum = make_float4(sum.x + factor * part[i].x, sum.y + factor * part[i].y, sum.z + factor * part[i].z, sum.w + factor * part[i].w);
-    }
-}
-
-FA_DEVICE void store_columns(const fa_args &args, fa_i64 at, int col, float4 v)
-{
-    float each[4] = {v.x, v.y, v.z, v.w};
-    if (FA_ALIGNED) {
-        store_four(args.o.data, at + col, FA_DTYPE_O, v, 1.0f);
-        return;
-    }
-    for (int c = 0; c < 4; c++)
-        if (col + c < args.head_dim_v)
-            store_element(args.o.data, at + (col + c) * args.o.stride[3], FA_DTYPE_O, each[c]);
-}
-
 /* The row's LSE, by each warp. */
 FA_DEVICE float lse_of_row(const fa_args &args, fa_i64 part_rows, fa_i64 n, float sink)
 {
     int   lane = threadIdx.x % 32;
-    float maximum = -infinity(), sum = 0.0f;
+    float maximum = -infinity();
     for (int p = lane; p < args.num_splits; p += 32)
-        maximum = fmaxf(maximum, args.lse_partial[p * part_rows + n]); /* passes NaN over; the sum below does not */
-    for (int step = 16; step > 0; step /= 2)
-        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, step));
-    maximum = fmaxf(maximum, sink);
-    /* A row that saw nothing has maximum -inf; subtract 0 instead, or exp(-inf + inf) is NaN. */
-    float shift = maximum == -infinity() ? 0.0f : maximum;
-    for (int p = lane; p < args.num_splits; p += 32)
-        sum += expf(args.lse_partial[p * part_rows + n] - shift);
-    for (int step = 16; step > 0; step /= 2)
-        sum += __shfl_xor_sync(~0u, sum, step);
-    sum += expf(sink - shift);
-    return sum == 0.0f ? -infinity() : shift + logf(sum);
+        maximum = fmaxf(maximum, args.lse_partial[p * part_rows + n]); /* passes NaN over; the sum does not */
+    return lse_of_lanes<32>(maximum, sink, [&](float shift) {
+        float sum = 0.0f;
+        for (int p = lane; p < args.num_splits; p += 32)
+            sum += expf(args.lse_partial[p * part_rows + n] - shift);
+        return sum;
+    });
 }
 
 /* Two blocks a multiprocessor: 128 registers, in which the compiler spills for 10.0 and 12.0 (160 and 212 bytes). */
@@ -101,6 +57,7 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, BLOCKS) combine(cons
 {
     __shared__ float4 shared[FA_COMBINE_WARPS][FA_HEAD_DIM_V / 4];
     wait_for_launch_before();
+    let_next_launch_begin();
     int    lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     bool   together = args.row_warps > 1;
     fa_i64 tokens = (fa_i64)args.q_entries * args.q_rows, part_rows = tokens * args.heads_q;
@@ -118,11 +75,12 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, BLOCKS) combine(cons
         sink = load_element(args.sinks.data, head * args.sinks.stride[1], args.sinks.dtype);
     float  lse = lse_of_row(args, part_rows, n, sink);
     fa_i64 at  = entry * args.o.stride[0] + row * args.o.stride[1] + head * args.o.stride[2];
+    auto lse_of = [&](int p) { return args.lse_partial[p * part_rows + n]; };
     if (together) {
         for (int col = lane * 4; col < args.head_dim_v; col += 128) {
             float4 sum[1] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
             for (int p = warp; p < args.num_splits; p += 4 * FA_COMBINE_WARPS)
-                add_parts<4, FA_COMBINE_WARPS>(sum, args, p, part_rows, n, col, lse);
+                add_parts<4, FA_COMBINE_WARPS>(sum, args, p, part_rows, n, col, lse, lse_of);
             shared[warp][col / 4] = sum[0];
         }
         __syncthreads();
@@ -135,11 +93,8 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, BLOCKS) combine(cons
         for (int i = 0; i < FA_COMBINE_WARPS; i++)
             sum[i] = together ? shared[i][col / 4] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         for (int p = 0; p < (together ? 0 : args.num_splits); p += FA_COMBINE_WARPS)
-            add_parts<FA_COMBINE_WARPS, 1>(sum, args, p, part_rows, n, col, lse);
-#pragma unroll
-        for (int i = 1; i < FA_COMBINE_WARPS; i++)
-            sum[0] = add(sum[0], sum[i]);
-        store_columns(args, at, col, sum[0]);
+            add_parts<FA_COMBINE_WARPS, 1>(sum, args, p, part_rows, n, col, lse, lse_of);
+        store_columns(args, at, col, sum_of(sum));
     }
     if (lane == 0 && args.lse.data)
         ((float *)args.lse.data)[entry * args.lse.stride[0] + head * args.lse.stride[1] + row * args.lse.stride[2]] = lse;

@@ -17,6 +17,7 @@
  * (decision 0058); FA_STAGES - 1 tiles are on their way while one is worked on.
  */
 #include "forward_work.cuh"
+#include "merge_parts.cuh"
 #include "tile.cuh"
 
 constexpr int  ROW_WARPS = FA_WARPS / KEY_WARPS;      /* warps with rows of their own */
@@ -25,6 +26,9 @@ constexpr int  WARP_KEYS = FA_TILE_K / KEY_WARPS, KEYS8 = WARP_KEYS / 8;
 constexpr int  DIM16  = FA_HEAD_DIM / 16;
 constexpr int  COLS8  = FA_HEAD_DIM_V / 8;
 constexpr bool Q_STAYS = FA_VARIANT & 1;
+/* A tile's pages are looked up a step before it is copied. */
+constexpr bool LOOKED_UP = PACKED && FA_HAS_PAGED && tile<FA_HEAD_DIM>::GROUP == tile<FA_HEAD_DIM_V>::GROUP &&
+                           THREADS >= FA_TILE_K;
 
 constexpr int Q_BYTES = PLANES * FA_TILE_Q * 2 * (FA_HEAD_DIM > FA_HEAD_DIM_V ? FA_HEAD_DIM : FA_HEAD_DIM_V); /* O leaves through it */
 constexpr int Q_PLANE = FA_TILE_Q * 2 * FA_HEAD_DIM;
@@ -35,12 +39,15 @@ static_assert(PLANES == 1 || !Q_STAYS, "three planes of Q do not fit into regist
 static_assert(!PACKED || FA_STAGES > 1, "the last step's buffers are filled while this one's are read");
 constexpr int TILES_BYTES = Q_BYTES + FA_STAGES * (K_BYTES + V_BYTES);
 
-/* PACKED: what warps leave to each other at the end, instead of tiles. A row is eight floats longer than O's, so that lanes of eight rows
- * meet different banks. */
-constexpr int SHARE_PITCH = FA_HEAD_DIM_V + 8, SHARE_ROWS = PACKED ? KEY_WARPS * FA_TILE_Q : 0;
-constexpr int SHARE_BYTES = SHARE_ROWS * (SHARE_PITCH + 2) * 4;
+/* PACKED: what warps leave to each other where a part of the keys ends: each row's maximum and sum, and of ROUND rows at a time O. A row is eight
+ * floats longer than O's, so that lanes of eight rows meet different banks. With 16 rows it lies behind the tiles, for those of the next part are on
+ * their way; 64 rows leave no room, and take that of the tiles. */
+constexpr bool RUNS = PACKED && FA_TILE_Q == 16;
+constexpr int  ROUND = RUNS ? 4 : FA_TILE_Q, SHARE_PITCH = FA_HEAD_DIM_V + 8, SHARE_ROWS = PACKED ? KEY_WARPS * FA_TILE_Q : 0;
+constexpr int  SHARE_BYTES = 4 * (2 * SHARE_ROWS + (PACKED ? KEY_WARPS * ROUND * SHARE_PITCH : 0));
+constexpr int  SHARE_AT = RUNS ? TILES_BYTES : 0;
 
-extern "C" __constant__ int fa_shared_bytes = TILES_BYTES > SHARE_BYTES ? TILES_BYTES : SHARE_BYTES;
+extern "C" __constant__ int fa_shared_bytes = TILES_BYTES > SHARE_AT + SHARE_BYTES ? TILES_BYTES : SHARE_AT + SHARE_BYTES;
 
 using q_fragments = unsigned[ROWS16][DIM16][4];
 
@@ -55,23 +62,37 @@ FA_DEVICE int next_tile(const fa_args &args, const work &w, int n, int first)
     return n;
 }
 
-/* Tile n of K or V to shared memory, if wanted. */
-FA_DEVICE void copy_k(const fa_args &args, unsigned to, const work &w, int n, bool wanted)
+/* Rows of tile n of K or V; place: LOOKED_UP. */
+FA_DEVICE auto rows_of_tile(const fa_args &args, const work &w, const kv_source &source, const fa_view &view, fa_i64 place, int n)
 {
-    int first = n * FA_TILE_K;
-    if (!wanted)
-        return;
-    copy_tile<FA_TILE_K, FA_HEAD_DIM>(to, rows_from(args, w, w.k, args.k, first), w.keys.begin - first,
-                                      w.keys.end - first, args.head_dim, args.k.stride[3]);
+    if constexpr (LOOKED_UP)
+        return rows_of_places{source.data, place};
+    else
+        return rows_from(args, w, source, view, n * FA_TILE_K);
 }
 
-FA_DEVICE void copy_v(const fa_args &args, unsigned to, const work &w, int n, bool wanted)
+/* Tile n of K or V to shared memory, if wanted. */
+FA_DEVICE void copy_k(const fa_args &args, unsigned to, const work &w, const key_place &place, int n, bool wanted)
 {
     int first = n * FA_TILE_K;
     if (!wanted)
         return;
-    copy_tile<FA_TILE_K, FA_HEAD_DIM_V>(to, rows_from(args, w, w.v, args.v, first), w.keys.begin - first,
-                                        w.keys.end - first, args.head_dim_v, args.v.stride[3]);
+    copy_tile<FA_TILE_K, FA_HEAD_DIM, RUNS>(to, rows_of_tile(args, w, w.k, args.k, place.k, n), w.run.begin - first, w.run.end - first,
+                                            args.head_dim, args.k.stride[3]);
+}
+
+FA_DEVICE void copy_v(const fa_args &args, unsigned to, const work &w, const key_place &place, int n, bool wanted)
+{
+    int first = n * FA_TILE_K;
+    if (!wanted)
+        return;
+    copy_tile<FA_TILE_K, FA_HEAD_DIM_V, RUNS>(to, rows_of_tile(args, w, w.v, args.v, place.v, n), w.run.begin - first, w.run.end - first,
+                                              args.head_dim_v, args.v.stride[3]);
+}
+
+FA_DEVICE key_place place_in_tile(const fa_args &args, const work &w, int n)
+{
+    return LOOKED_UP && n >= w.first_tile ? place_of_lane(args, w, n * FA_TILE_K) : key_place{0, 0};
 }
 
 /* S = Q K^T (line 8). */
@@ -135,7 +156,7 @@ FA_DEVICE void finish_scores(float (&s)[ROWS16][KEYS8][4], const fa_args &args, 
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             int        i      = query_of(args, w, row_of(m, h));
-            row_limits limits = row_limits_of(window_of(args), w.seq, w.keys, i);
+            row_limits limits = row_limits_of(window_of(args), w.seq, w.run, i);
             int        first = limits.first - col, last = limits.last - col;
 #pragma unroll
             for (int n = 0; n < KEYS8; n++)
@@ -217,6 +238,7 @@ struct block_state {
     bool        cleared;    /* V had Inf or NaN in an edge tile */
     unsigned    k_shared, v_shared;
     int         tile, stage; /* the present key tile and its buffer */
+    key_place   place;       /* LOOKED_UP: in the next tile to be copied */
     float       maximum[2 * ROWS16], sum[2 * ROWS16];
     float       o[ROWS16][COLS8][4];
 };
@@ -246,42 +268,44 @@ FA_DEVICE void step(block_state &state, const fa_args &args, const work &w, cons
     constexpr bool CLEAR = MASKED && (FA_MASK != FA_MASK_NONE || FA_HAS_SLICES);
     int            next  = next_tile(args, w, state.tile - 1, w.first_tile);
     float          s[ROWS16][KEYS8][4];
+    int            stage = state.stage;
     if constexpr (FA_STAGES == 1) {
         wait_for_k(state.k_shared);
-        copy_v(args, state.v_shared, w, state.tile, true);
+        copy_v(args, state.v_shared, w, {}, state.tile, true);
         copy_commit();
         v_at = v_at.from(0);
         scores_of_tile(s, q_at.from(0), q_kept, k_at.from(0));
         state.cleared |= wait_for_v<CLEAR>(state.v_shared);
-        copy_k(args, state.k_shared, w, next, next >= w.first_tile);
+        copy_k(args, state.k_shared, w, {}, next, next >= w.first_tile);
         copy_commit();
     } else if constexpr (PACKED) {
         if constexpr (AS_BYTES) {
             copy_wait<FA_STAGES - 2>();
-            expand_tile<FA_TILE_K, FA_HEAD_DIM>(state.k_shared + state.stage * K_BYTES);
+            expand_tile<FA_TILE_K, FA_HEAD_DIM>(state.k_shared + stage * K_BYTES);
         }
-        state.cleared |= wait_for_v<CLEAR, FA_STAGES - 2>(state.v_shared + state.stage * V_BYTES);
-        int ahead = state.tile - (FA_STAGES - 1), free = state.stage == 0 ? FA_STAGES - 1 : state.stage - 1; /* the last step's */
-        copy_k(args, state.k_shared + free * K_BYTES, w, ahead, ahead >= w.first_tile);
-        copy_v(args, state.v_shared + free * V_BYTES, w, ahead, ahead >= w.first_tile);
+        state.cleared |= wait_for_v<CLEAR, FA_STAGES - 2>(state.v_shared + stage * V_BYTES);
+        int ahead = state.tile - (FA_STAGES - 1), free = stage == 0 ? FA_STAGES - 1 : stage - 1; /* the last step's */
+        copy_k(args, state.k_shared + free * K_BYTES, w, state.place, ahead, ahead >= w.first_tile);
+        copy_v(args, state.v_shared + free * V_BYTES, w, state.place, ahead, ahead >= w.first_tile);
         copy_commit();
-        k_at        = k_at.from(state.stage * K_BYTES);
-        v_at        = v_at.from(state.stage * V_BYTES);
-        state.stage = state.stage == FA_STAGES - 1 ? 0 : state.stage + 1;
+        state.place = place_in_tile(args, w, ahead - 1); /* comes while this tile is worked on */
+        k_at        = k_at.from(stage * K_BYTES);
+        v_at        = v_at.from(stage * V_BYTES);
+        state.stage = stage == FA_STAGES - 1 ? 0 : stage + 1;
         scores_of_tile(s, q_at.from(0), q_kept, k_at);
     } else {
         if constexpr (AS_BYTES) {
             copy_wait<0>();
-            expand_tile<FA_TILE_K, FA_HEAD_DIM>(state.k_shared + state.stage * K_BYTES);
+            expand_tile<FA_TILE_K, FA_HEAD_DIM>(state.k_shared + stage * K_BYTES);
         }
-        state.cleared |= wait_for_v<CLEAR>(state.v_shared + state.stage * V_BYTES);
-        int other = state.stage ^ 1;
-        k_at        = k_at.from(state.stage * K_BYTES);
-        v_at        = v_at.from(state.stage * V_BYTES);
+        state.cleared |= wait_for_v<CLEAR>(state.v_shared + stage * V_BYTES);
+        int other = stage ^ 1;
+        k_at        = k_at.from(stage * K_BYTES);
+        v_at        = v_at.from(stage * V_BYTES);
         state.stage = other;
         scores_of_tile(s, q_at.from(0), q_kept, k_at);
-        copy_k(args, state.k_shared + other * K_BYTES, w, next, next >= w.first_tile);
-        copy_v(args, state.v_shared + other * V_BYTES, w, next, next >= w.first_tile);
+        copy_k(args, state.k_shared + other * K_BYTES, w, {}, next, next >= w.first_tile);
+        copy_v(args, state.v_shared + other * V_BYTES, w, {}, next, next >= w.first_tile);
         copy_commit();
     }
     finish_scores<MASKED>(s, args, w, state.terms, state.tile);
@@ -292,18 +316,123 @@ FA_DEVICE void step(block_state &state, const fa_args &args, const work &w, cons
     state.tile = next;
 }
 
+/* PACKED: the warps' parts of each row into one, in their order, and out of the block, a warp a row. True if a row is far. */
+FA_DEVICE bool store_shared_rows(const block_state &state, const fa_args &args, work &w, unsigned shared)
+{
+    unsigned tops = shared + SHARE_AT, sums = tops + SHARE_ROWS * 4, parts = sums + SHARE_ROWS * 4;
+    int      lane = threadIdx.x % 32;
+    bool     far  = false;
+    if (!RUNS)
+        copy_wait<0>();
+    for (int first = 0; first < w.rows; first += ROUND) {
+        __syncthreads(); /* nobody reads the rows before, or tiles, any more */
+#pragma unroll
+        for (int r = 0; r < 2 * ROWS16; r++) {
+            int   row = row_of(r / 2, r % 2), at = key_warp() * FA_TILE_Q + row;
+            float sum = quad_sum(state.sum[r]);
+            if (RUNS && row / ROUND != first / ROUND)
+                continue;
+            if (lane % 4 == 0) {
+                shared_store(tops + at * 4, state.maximum[r] * w.unit);
+                shared_store(sums + at * 4, sum);
+            }
+#pragma unroll
+            for (int n = 0; n < COLS8; n++)
+                shared_store(parts + ((key_warp() * ROUND + row % ROUND) * SHARE_PITCH + n * 8 + lane % 4 * 2) * 4,
+                             make_float2(state.o[r / 2][n][r % 2 * 2], state.o[r / 2][n][r % 2 * 2 + 1]));
+        }
+        __syncthreads();
+        for (int row = first + threadIdx.x / 32; row < fa_min_int(first + ROUND, w.rows); row += FA_WARPS) {
+            int   i = query_of(args, w, row), head = head_of(args, w, row);
+            float top = -infinity(), total = 0.0f, factor[KEY_WARPS];
+#pragma unroll
+            for (int n = 0; n < KEY_WARPS; n++) {
+                factor[n] = shared_load_float(tops + (n * FA_TILE_Q + row) * 4);
+                top       = fmaxf(top, factor[n]);
+            }
+#pragma unroll
+            for (int n = 0; n < KEY_WARPS; n++) { /* a warp that saw nothing has -inf and 0 */
+                factor[n] = factor[n] == -infinity() ? 0.0f : exp2_fast(factor[n] - top);
+                total += factor[n] * shared_load_float(sums + (n * FA_TILE_Q + row) * 4);
+            }
+            row_end end = end_of_row(top, total, sink_log2_of(args, head), i >= w.seq.seqlen_q);
+            if (lane == 0) {
+                store_lse(args, w, head, i, end.lse);
+                w.far[row] = is_far(top);
+            }
+            far |= is_far(top);
+            bool empty = end.lse == -infinity(); /* then O is 0, whatever V holds; an empty part's is not read */
+            if (FA_HAS_SPLIT && empty)
+                continue;
+            for (int col = lane * 4; col < args.head_dim_v; col += 128) {
+                float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+                for (int n = 0; n < (empty ? 0 : KEY_WARPS); n++) {
+                    float4 part = shared_load_float4(parts + ((n * ROUND + row % ROUND) * SHARE_PITCH + col) * 4);
+                    o = make_float4(o.x + factor[n] * part.x, o.y + factor[n] * part.y, o.z + factor[n] * part.z, o.w + factor[n] * part.w);
+                }
+                store_four(FA_HAS_SPLIT ? args.o_partial : args.o.data, o_place(args, w, head, i, col), FA_HAS_SPLIT ? FA_F32 : FA_DTYPE_O, o,
+                           end.scale * descale_of(args.descale_v, w.b, w.kv_head));
+            }
+        }
+    }
+    return !MODIFIED && far;
+}
+
+FA_DEVICE void begin_rows(block_state &state)
+{
+    state.cleared = false;
+    clear(state.o);
+#pragma unroll
+    for (int r = 0; r < 2 * ROWS16; r++) {
+        state.maximum[r] = -infinity();
+        state.sum[r]     = 0.0f;
+    }
+}
+
+/* PACKED: a part's result. */
+FA_DEVICE void finish_part(block_state &state, const fa_args &args, work &w, unsigned shared, int part)
+{
+    if (RUNS && FA_HAS_SPLIT && threadIdx.x == 0) { /* nobody reads these between here and the next barrier */
+        w.split = part;
+        w.keys  = {fa_max_int(w.run.begin, part * w.part_keys), fa_min_int(w.run.end, (part + 1) * w.part_keys)};
+    }
+    bool far = store_shared_rows(state, args, w, shared);
+    if (!MODIFIED && __syncthreads_or(far))
+        redo_far_rows(args, w);
+    if (state.cleared)
+        add_nonfinite(args, w);
+}
+
+/* PACKED: parts in which the block's rows see nothing. */
+FA_DEVICE void empty_parts(const fa_args &args, const work &w)
+{
+    bool all = w.run.begin >= w.run.end;
+    for (int n = threadIdx.x; n < w.rows * w.parts; n += THREADS) {
+        int row = n % w.rows, part = n / w.rows;
+        if (all || w.split + part < w.run.begin / w.part_keys || w.split + part > (w.run.end - 1) / w.part_keys)
+            args.lse_partial[partial_row(args, w, head_of(args, w, row), query_of(args, w, row)) +
+                             part * ((fa_i64)args.heads_q * args.q_entries * args.q_rows)] = -infinity();
+    }
+}
+
 constexpr int TILES_AHEAD = PACKED ? FA_STAGES - 1 : 1;
 
 /* All key tiles, right to left (lines 6-11). */
-FA_DEVICE void walk_tiles(block_state &state, const fa_args &args, const work &w, unsigned shared)
+FA_DEVICE void walk_tiles(block_state &state, const fa_args &args, work &w, unsigned shared)
 {
+    key_place place[TILES_AHEAD];
+#pragma unroll
+    for (int n = 0; n < TILES_AHEAD; n++)
+        place[n] = place_in_tile(args, w, state.tile - n);
+    state.place = place_in_tile(args, w, state.tile - TILES_AHEAD);
     copy_tile<FA_TILE_Q, FA_HEAD_DIM>(shared, queries_from(args, w), 0, rows_used(args, w), args.head_dim, args.q.stride[3]);
     copy_commit();
 #pragma unroll
     for (int n = 0; n < TILES_AHEAD; n++) {
-        copy_k(args, state.k_shared + n * K_BYTES, w, state.tile - n, n == 0 || state.tile - n >= w.first_tile);
+        copy_k(args, state.k_shared + n * K_BYTES, w, place[n], state.tile - n, n == 0 || state.tile - n >= w.first_tile);
         if (FA_STAGES > 1)
-            copy_v(args, state.v_shared + n * V_BYTES, w, state.tile - n, n == 0 || state.tile - n >= w.first_tile);
+            copy_v(args, state.v_shared + n * V_BYTES, w, place[n], state.tile - n, n == 0 || state.tile - n >= w.first_tile);
         copy_commit();
     }
 
@@ -331,113 +460,114 @@ FA_DEVICE void walk_tiles(block_state &state, const fa_args &args, const work &w
             for (int d = 0; d < DIM16; d++)
                 load_matrix(q_kept[m][d], q_at.at(m, d));
     }
-    while (state.tile >= w.first_tile) {
-        if constexpr (FA_HAS_SLICES) {
-            while (state.tile >= w.clean.begin && state.tile < w.clean.end &&
-                   slices_tile(args, w.slices, w.queries, keys_of_tile(state.tile)) == 2)
-                step<false>(state, args, w, q_at, q_kept, k_at, v_at);
-        } else {
-            while (state.tile >= w.clean.begin && state.tile < w.clean.end)
-                step<false>(state, args, w, q_at, q_kept, k_at, v_at);
+    do {
+        int  part = RUNS && FA_HAS_SPLIT ? state.tile * FA_TILE_K / w.part_keys : 0, end = RUNS && FA_HAS_SPLIT ? part * (w.part_keys / FA_TILE_K) : 0;
+        auto last = [&] { return RUNS && FA_HAS_SPLIT ? fa_max_int(w.first_tile, end) : w.first_tile; }; /* of the part's tiles */
+        while (state.tile >= last()) {
+            if constexpr (FA_HAS_SLICES) {
+                while (state.tile >= w.clean.begin && state.tile < w.clean.end &&
+                       slices_tile(args, w.slices, w.queries, keys_of_tile(state.tile)) == 2)
+                    step<false>(state, args, w, q_at, q_kept, k_at, v_at);
+            } else {
+                while (state.tile >= (RUNS ? fa_max_int(w.clean.begin, last()) : w.clean.begin) && state.tile < w.clean.end)
+                    step<false>(state, args, w, q_at, q_kept, k_at, v_at);
+            }
+            if (state.tile >= last())
+                step<true>(state, args, w, q_at, q_kept, k_at, v_at);
         }
-        if (state.tile >= w.first_tile)
-            step<true>(state, args, w, q_at, q_kept, k_at, v_at);
-    }
+        if constexpr (RUNS) {
+            finish_part(state, args, w, shared, part);
+            begin_rows(state);
+        }
+    } while (RUNS && state.tile >= w.first_tile);
     copy_wait<0>();
     if (FA_HEAD_DIM != FA_HEAD_DIM_V)
         __syncthreads(); /* a warp's staging must not cover rows of Q that another still reads */
 }
 
-/* PACKED: the warps' parts of each row into one, in their order, and out of the block, a warp a row. True if a row is far. */
-FA_DEVICE bool store_shared_rows(const block_state &state, const fa_args &args, work &w, unsigned shared)
+/* FA_ONE_LAUNCH: the parts of this tile's rows into one, a row by a warp of one of the cluster's `blocks`; eight lanes have a row's LSE of each part. */
+FA_DEVICE void merge_parts(const fa_args &args, const work &w, int block, int blocks)
 {
-    unsigned tops = shared + SHARE_ROWS * SHARE_PITCH * 4, sums = tops + SHARE_ROWS * 4;
-    int      lane = threadIdx.x % 32;
-    bool     far  = false;
-    copy_wait<0>();
-    __syncthreads(); /* nobody reads tiles any more */
+    int    lane = threadIdx.x % 32, apart = blocks * FA_WARPS;
+    fa_i64 part_rows = (fa_i64)args.q_entries * args.q_rows * args.heads_q;
+    cluster_barrier();
+    for (int first = block * FA_WARPS + threadIdx.x / 32; first < w.rows; first += 4 * apart) {
+        int    row = first + lane / 8 * apart, i = query_of(args, w, row), head = head_of(args, w, row);
+        bool   mine = row < w.rows;
+        fa_i64 n = ((fa_i64)head * args.q_entries + w.seq.q_entry) * args.q_rows + w.seq.q_row + i;
+        fa_i64 o_at = w.seq.q_entry * args.o.stride[0] + (w.seq.q_row + i) * args.o.stride[1] + head * args.o.stride[2];
+        float  sink = -infinity(), own = -infinity();
+        if (mine && lane % 8 < args.num_splits)
+            own = args.lse_partial[lane % 8 * part_rows + n];
+        if (args.sinks.data && mine && i < w.seq.seqlen_q)
+            sink = load_element(args.sinks.data, head * args.sinks.stride[1], args.sinks.dtype);
+        float lse = lse_of_lanes<8>(own, sink, [&](float shift) { return expf(own - shift); });
+        if (lane % 8 == 0 && mine && args.lse.data)
+            ((float *)args.lse.data)[w.seq.q_entry * args.lse.stride[0] + head * args.lse.stride[1] + (w.seq.q_row + i) * args.lse.stride[2]] = lse;
 #pragma unroll
-    for (int r = 0; r < 2 * ROWS16; r++) {
-        int   row = key_warp() * FA_TILE_Q + row_of(r / 2, r % 2);
-        float sum = quad_sum(state.sum[r]);
-        if (lane % 4 == 0) {
-            shared_store(tops + row * 4, state.maximum[r] * w.unit);
-            shared_store(sums + row * 4, sum);
-        }
+        for (int r = 0; r < 4; r++) {
+            if (first + r * apart >= w.rows)
+                break;
+            fa_i64 its_n = __shfl_sync(~0u, n, r * 8), its_o = __shfl_sync(~0u, o_at, r * 8);
+            float  its_lse = __shfl_sync(~0u, lse, r * 8), part_lse[8];
 #pragma unroll
-        for (int n = 0; n < COLS8; n++)
-            shared_store(shared + (row * SHARE_PITCH + n * 8 + lane % 4 * 2) * 4,
-                         make_float2(state.o[r / 2][n][r % 2 * 2], state.o[r / 2][n][r % 2 * 2 + 1]));
-    }
-    __syncthreads();
-    for (int row = threadIdx.x / 32; row < w.rows; row += FA_WARPS) {
-        int   i = query_of(args, w, row), head = head_of(args, w, row);
-        float top = -infinity(), total = 0.0f, factor[KEY_WARPS];
-#pragma unroll
-        for (int n = 0; n < KEY_WARPS; n++) {
-            factor[n] = shared_load_float(tops + (n * FA_TILE_Q + row) * 4);
-            top       = fmaxf(top, factor[n]);
-        }
-#pragma unroll
-        for (int n = 0; n < KEY_WARPS; n++) { /* a warp that saw nothing has -inf and 0 */
-            factor[n] = factor[n] == -infinity() ? 0.0f : exp2_fast(factor[n] - top);
-            total += factor[n] * shared_load_float(sums + (n * FA_TILE_Q + row) * 4);
-        }
-        row_end end = end_of_row(top, total, sink_log2_of(args, head), i >= w.seq.seqlen_q);
-        if (lane == 0) {
-            store_lse(args, w, head, i, end.lse);
-            w.far[row] = is_far(top);
-        }
-        far |= is_far(top);
-        bool empty = end.lse == -infinity(); /* then O is 0, whatever V holds; an empty part's is not read */
-        if (FA_HAS_SPLIT && empty)
-            continue;
-        for (int col = lane * 4; col < args.head_dim_v; col += 128) {
-            float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-            for (int n = 0; n < (empty ? 0 : KEY_WARPS); n++) {
-                float4 part = shared_load_float4(shared + ((n * FA_TILE_Q + row) * SHARE_PITCH + col) * 4);
-                o = make_float4(o.x + factor[n] * part.x, o.y + factor[n] * part.y, o.z + factor[n] * part.z, o.w + factor[n] * part.w);
+            for (int p = 0; p < 8; p++)
+                part_lse[p] = __shfl_sync(~0u, own, r * 8 + p);
+            for (int col = lane * 4; col < args.head_dim_v; col += 128) {
+                float4 sum[8] = {};
+                add_parts<8, 1>(sum, args, 0, part_rows, its_n, col, its_lse, [&](int p) { return part_lse[p]; });
+                store_columns(args, its_o, col, sum_of(sum));
             }
-            store_four(FA_HAS_SPLIT ? args.o_partial : args.o.data, o_place(args, w, head, i, col), FA_HAS_SPLIT ? FA_F32 : FA_DTYPE_O, o,
-                       end.scale * descale_of(args.descale_v, w.b, w.kv_head));
         }
     }
-    return !MODIFIED && far;
+}
+
+/* PACKED, which may begin before the launch in front of it has ended: work_of reads device memory. */
+FA_DEVICE bool reads_lengths(const fa_args &args)
+{
+    return FA_DTYPE == FA_F8E4M3 || args.cu_seqlens_q || args.cu_seqlens_k || args.seqused_q || args.seqused_k || args.leftpad_k || args.cache_batch_idx;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) forward_sm80(const __grid_constant__ fa_args args)
 {
     extern __shared__ __align__(128) char shared_memory[];
     __shared__ work w; /* the same for all threads: in shared memory, registers are for S and O */
-    if (FA_HAS_SPLIT)
-        let_next_launch_begin();
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
+        if (PACKED && reads_lengths(args))
+            wait_for_launch_before();
         w = work_of(args);
+    }
+    if (PACKED)
+        wait_for_launch_before();
+    if (PACKED || FA_HAS_SPLIT)
+        let_next_launch_begin();
     __syncthreads();
     if (w.first_q >= w.seq.rows_q)
         return;
     unsigned    shared = shared_address(shared_memory);
     block_state state;
     state.terms    = score_terms_of(args, w.b, w.head);
-    state.cleared  = false;
     state.k_shared = shared + Q_BYTES;
     state.v_shared = state.k_shared + FA_STAGES * K_BYTES;
     state.stage    = 0;
-    clear(state.o);
-#pragma unroll
-    for (int r = 0; r < 2 * ROWS16; r++) {
-        state.maximum[r] = -infinity();
-        state.sum[r]     = 0.0f;
+    begin_rows(state);
+    state.tile = w.keys.begin < w.keys.end ? next_tile(args, w, (w.keys.end - 1) / FA_TILE_K, w.first_tile) : -1;
+    bool walks = state.tile >= w.first_tile;
+    if constexpr (PACKED) {
+        int block = FA_HAS_SPLIT ? w.split / args.run_parts : 0;
+        if (FA_HAS_SPLIT)
+            empty_parts(args, w);
+        if (walks)
+            walk_tiles(state, args, w, shared);
+        if (RUNS ? !walks && !FA_HAS_SPLIT : walks || !FA_HAS_SPLIT)
+            finish_part(state, args, w, shared, 0);
+        if constexpr (FA_HAS_SPLIT && FA_ONE_LAUNCH)
+            merge_parts(args, w, block, (args.num_splits + args.run_parts - 1) / args.run_parts);
+        return;
     }
-    state.tile  = w.keys.begin < w.keys.end ? next_tile(args, w, (w.keys.end - 1) / FA_TILE_K, w.first_tile) : -1;
-    if (state.tile >= w.first_tile)
+    if (walks)
         walk_tiles(state, args, w, shared);
-    bool far;
-    if constexpr (PACKED)
-        far = store_shared_rows(state, args, w, shared);
-    else
-        far = store_result(state.o, state.maximum, state.sum, w.unit, args, w, shared);
+    bool far = store_result(state.o, state.maximum, state.sum, w.unit, args, w, shared);
     if (!MODIFIED && __syncthreads_or(far))
         redo_far_rows(args, w);
     if (state.cleared)

@@ -20,7 +20,9 @@ struct work {
     int        b, head, kv_head, split; /* PACKED: the first head */
     int        first_q;            /* query of the tile's first row */
     int        first_row, rows;    /* PACKED: the tile's first row, counted from the sequence's first; rows of the tile */
-    fa_range   queries, keys;      /* rows that count, keys that some of them may see */
+    fa_range   queries, keys;      /* rows that count, keys that some of them may see; of the part that ends, */
+    fa_range   run;                /* and of all parts of the block */
+    int        parts, part_keys;   /* from `split` on */
     fa_range   clean;              /* tiles of which every query sees every key (slices apart): they need no mask */
     int        first_tile;         /* the last to visit; the walk goes from right to left */
     float      unit;               /* log2 units of one score, > 0 always: a scale of 0 or below goes into Q */
@@ -45,15 +47,33 @@ FA_DEVICE float scale_log2_of(const fa_args &args, const work &w)
 
 FA_DEVICE work work_of(const fa_args &args)
 {
-    work       w;
-    grid_place at   = grid_place_of<FA_TILE_Q>(blockIdx.x, args.tiles_q);
-    unsigned   n    = at.other;
-    int        tile = at.tile;
-    w.split = FA_HAS_SPLIT ? n % args.num_splits : 0;
-    n       = FA_HAS_SPLIT ? n / args.num_splits : n;
-    int heads = PACKED ? args.heads_k : args.heads_q;
-    w.head    = n % heads;
-    w.b       = n / heads;
+    work     w;
+    unsigned n    = blockIdx.x;
+    int      tile;
+    int      runs = (args.num_splits + args.run_parts - 1) / args.run_parts;
+    auto     take = [&](unsigned count) { /* the next digit of the block's number */
+        unsigned digit = n % count;
+        n /= count;
+        return (int)digit;
+    };
+    w.split = 0;
+    if (PACKED) {
+        if (FA_HAS_SPLIT && FA_ONE_LAUNCH)
+            w.split = take(runs);
+        tile   = take(args.tiles_q);
+        w.head = take(args.heads_k);
+        if (FA_HAS_SPLIT && !FA_ONE_LAUNCH)
+            w.split = take(runs);
+        w.split *= args.run_parts;
+    } else {
+        grid_place at = grid_place_of<FA_TILE_Q>(n, args.tiles_q);
+        n             = at.other;
+        tile          = at.tile;
+        if (FA_HAS_SPLIT)
+            w.split = take(args.num_splits);
+        w.head = take(args.heads_q);
+    }
+    w.b = n;
     w.kv_head = PACKED || args.group == 1 ? w.head : w.head / args.group;
     if (FA_MASK != FA_MASK_NONE)
         tile = args.tiles_q - 1 - tile;
@@ -71,16 +91,19 @@ FA_DEVICE work work_of(const fa_args &args)
         w.rows    = w.queries.end - w.first_q;
     }
     fa_range all = {w.seq.key_begin, w.seq.seqlen_k};
+    w.parts      = PACKED ? fa_min_int(args.run_parts, args.num_splits - w.split) : 1;
     if (FA_HAS_SPLIT) {
         int part = args.split_keys;
         for (int n = 0; n < args.part_doublings && (fa_i64)part * part < (fa_i64)args.part_growth * w.seq.seqlen_k; n++)
             part *= 2;
-        all.begin = fa_max_int(all.begin, w.split * part);
-        all.end   = fa_min_int(all.end, (w.split + 1) * part);
+        w.part_keys = part;
+        all.begin   = fa_max_int(all.begin, w.split * part);
+        all.end     = fa_min_int(all.end, (w.split + w.parts) * part);
     }
     w.keys = fa_keys_seen(window_of(args), w.seq.diagonal, w.queries, all);
     if (w.queries.begin >= w.queries.end)
         w.keys.end = w.keys.begin;
+    w.run        = w.keys;
     w.clean      = clean_tiles<FA_TILE_K>(args, w.seq, w.queries, w.keys);
     w.first_tile = w.keys.begin / FA_TILE_K;
     w.unit       = MODIFIED || scale_log2_of(args, w) == 0 ? 1.0f : fabsf(scale_log2_of(args, w));
@@ -137,6 +160,34 @@ FA_DEVICE auto rows_from(const fa_args &args, const work &w, const kv_source &so
     else
         return rows_of{source.data + j * view.stride[1], view.stride[1]};
 }
+
+/* PACKED: where a key in pages lies, in elements from page 0 on. Each lane of those that copy a row side by side knows it of another of their rows. */
+struct key_place {
+    fa_i64 k, v;
+};
+constexpr int PLACE_LANES = tile<FA_HEAD_DIM>::GROUP, PLACE_STEP = THREADS / PLACE_LANES;
+
+FA_DEVICE key_place place_of_lane(const fa_args &args, const work &w, int first)
+{
+    int r = threadIdx.x / PLACE_LANES + threadIdx.x % PLACE_LANES * PLACE_STEP, j = first + r;
+    if (r >= FA_TILE_K || (unsigned)j >= (unsigned)w.seq.rows_k)
+        return {0, 0}; /* not read */
+    int page = j / args.kv_rows, found = w.k.pages[page], row = j - page * args.kv_rows;
+    if ((unsigned)found >= (unsigned)args.kv_entries)
+        return {0, 0};
+    return {found * args.k.stride[0] + row * args.k.stride[1], found * args.v.stride[0] + row * args.v.stride[1]};
+}
+
+struct rows_of_places {
+    const fa_element *data; /* page 0, row 0, this head */
+    fa_i64            place, stride = 0;
+
+    static constexpr bool PLAIN = false;
+    __device__ __forceinline__ const fa_element *row(int r) const
+    {
+        return data + __shfl_sync(~0u, place, (int)(threadIdx.x & (32 - PLACE_LANES)) + r / PLACE_STEP);
+    }
+};
 
 /* Row of o_partial and lse_partial for query i. */
 FA_DEVICE fa_i64 partial_row(const fa_args &args, const work &w, int head, int i)
