@@ -1,13 +1,10 @@
 /* From a call to launches: kernels, constants, arguments, workspace. Touches no device. */
-#include "cuda/cuda.h"
 #include "cuda/ladder.h"
+#include "cuda/plan.h"
 
 #include <limits.h>
 
 #define LOG2_E 1.4426950408889634f
-
-static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static int64_t largest(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* What the partial results' kernel etc. run with: enough warps to hide memory's latency, one row of work a warp. */
 enum { SMALL_WARPS = 4, ROWSUM_TILE_Q = 64, CONVERT_TILE_Q = 32, DSINKS_WARPS = 32, UPLOAD_WARPS = 8 };
@@ -250,7 +247,7 @@ static flash_attn_status add_clusters(fa_plan *plan, const fa_key *key, int64_t 
     return FLASH_ATTN_OK;
 }
 
-static flash_attn_status add_launch(fa_plan *plan, const fa_key *key, int64_t blocks)
+flash_attn_status fa_plan_add(fa_plan *plan, const fa_key *key, int64_t blocks)
 {
     return add_clusters(plan, key, blocks, 1);
 }
@@ -301,10 +298,10 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
         values.dtype   = key->dtype;
         values.head_dim_v = key->head_dim_v;
         values.tile_k  = key->tile_k;
-        FA_TRY(add_launch(plan, &values, plan->args.tiles_k * call->heads_k * call->batch));
+        FA_TRY(fa_plan_add(plan, &values, plan->args.tiles_k * call->heads_k * call->batch));
     }
     plan->main = plan->num_launches;
-    FA_TRY(add_launch(plan, key, blocks));
+    FA_TRY(fa_plan_add(plan, key, blocks));
     plan->launch[plan->main].stays = alike;
     return FLASH_ATTN_OK;
 }
@@ -328,7 +325,7 @@ static bool merges_itself(const fa_key *key, fa_args *args, int64_t tiles)
 }
 
 /* The launch that merges the parts of `main`; its bits are the same by one warp a row or by eight. */
-static flash_attn_status add_combine(const fa_call *call, fa_plan *plan, const fa_key *main)
+flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const fa_key *main)
 {
     enum { FEW_PARTS = 4, SOME_PARTS = 64, MANY_ROWS = 2048 };
     fa_args *args    = &plan->args;
@@ -338,7 +335,7 @@ static flash_attn_status add_combine(const fa_call *call, fa_plan *plan, const f
     combine.warps    = FA_COMBINE_WARPS;
     bool alone       = args->num_splits <= FEW_PARTS || (args->num_splits <= SOME_PARTS && rows > MANY_ROWS);
     args->row_warps  = alone ? 1 : FA_COMBINE_WARPS;
-    return add_launch(plan, &combine, alone ? ceil_div(rows, FA_COMBINE_WARPS) : rows);
+    return fa_plan_add(plan, &combine, alone ? ceil_div(rows, FA_COMBINE_WARPS) : rows);
 }
 
 static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key *key)
@@ -360,8 +357,8 @@ static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key
         int64_t runs = ceil_div(args->num_splits, args->run_parts);
         return add_clusters(plan, key, tiles * runs, (int)runs);
     }
-    FA_TRY(add_launch(plan, key, tiles * args->num_splits));
-    return key->has_split ? add_combine(call, plan, key) : FLASH_ATTN_OK;
+    FA_TRY(fa_plan_add(plan, key, tiles * args->num_splits));
+    return key->has_split ? fa_plan_add_combine(call, plan, key) : FLASH_ATTN_OK;
 }
 
 /* A launch takes the host two microseconds and the GPU about as long to begin: with few blocks, that is what counts. A key
@@ -431,13 +428,13 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     rowsum.tile_q  = key->tile_q;
     rowsum.variant = 1;
     plan->has_maps = true;
-    FA_TRY(add_launch(plan, &rowsum, tiles_q));
+    FA_TRY(fa_plan_add(plan, &rowsum, tiles_q));
     plan->main = plan->num_launches;
-    FA_TRY(add_launch(plan, key, all_k * call->heads_k));
+    FA_TRY(fa_plan_add(plan, key, all_k * call->heads_k));
     plan->launch[plan->main].stays = true;
     convert.tile_q = key->tile_q;
     convert.dtype_o = convert.dtype_dout = 0;
-    return call->dq.data || !call->dout.data ? add_launch(plan, &convert, tiles_q) : FLASH_ATTN_OK;
+    return call->dq.data || !call->dout.data ? fa_plan_add(plan, &convert, tiles_q) : FLASH_ATTN_OK;
 }
 
 static flash_attn_status plan_backward(const fa_call *call, fa_plan *plan, fa_key *key)
@@ -458,75 +455,15 @@ static flash_attn_status plan_backward(const fa_call *call, fa_plan *plan, fa_ke
         rows += call->k.shape[0] * call->k.shape[1] * call->heads_k;
     if (key->has_dbias)
         rows += (int64_t)args->dbias_extent[0] * args->dbias_extent[1] * args->dbias_extent[2];
-    FA_TRY(add_launch(plan, &rowsum, row_tiles * call->heads_q * call->batch));
+    FA_TRY(fa_plan_add(plan, &rowsum, row_tiles * call->heads_q * call->batch));
     plan->main = plan->num_launches;
-    FA_TRY(add_launch(plan, key, (int64_t)args->tiles_k * args->group_blocks * call->heads_k * call->batch));
-    FA_TRY(add_launch(plan, &convert, ceil_div(rows, convert.tile_q)));
+    FA_TRY(fa_plan_add(plan, key, (int64_t)args->tiles_k * args->group_blocks * call->heads_k * call->batch));
+    FA_TRY(fa_plan_add(plan, &convert, ceil_div(rows, convert.tile_q)));
     if (call->dsinks.data) {
         fa_key dsinks = fa_plan_small_key(FA_KERNEL_BACKWARD_DSINKS, key->arch);
-        FA_TRY(add_launch(plan, &dsinks, call->heads_q));
+        FA_TRY(fa_plan_add(plan, &dsinks, call->heads_q));
     }
     return FLASH_ATTN_OK;
-}
-
-/* K7 and K8: all tiles of Q, K and V are made E4M3 first; K8's rows rotated (FA_VARIANT), of which the main kernel knows nothing. */
-static flash_attn_status plan_k7(const fa_call *call, fa_plan *plan, const fa_key *key)
-{
-    enum { QUANTISE_WARPS = 8 };
-    int64_t tiles = plan->args.tiles_q * call->heads_q * call->batch, pieces = tiles + 2 * plan->args.tiles_k * call->heads_k * call->batch;
-    fa_key  first = *key, quantise, main = *key;
-    first.kernel    = FA_KERNEL_K7_LARGEST;
-    first.warps     = QUANTISE_WARPS;
-    quantise        = first;
-    quantise.kernel = FA_KERNEL_K7_QUANTISE;
-    main.dtype      = FA_F8E4M3;
-    main.variant    = 0;
-    FA_TRY(add_launch(plan, &first, pieces));
-    FA_TRY(add_launch(plan, &quantise, pieces));
-    plan->main = plan->num_launches;
-    return add_launch(plan, &main, tiles);
-}
-
-/* Flash decoding: parts of the keys, as many as fill a large GPU. */
-static flash_attn_status plan_fd(const fa_call *call, fa_plan *plan, fa_key *key)
-{
-    enum { FD_BLOCKS = 1024 };
-    fa_args *args = &plan->args;
-    int64_t  rows = call->max_seqlen_q * call->heads_q * call->batch, tiles = 1; /* of keys, of a part */
-    while (tiles < args->tiles_k && ceil_div(args->tiles_k, tiles) * rows > FD_BLOCKS)
-        tiles++;
-    args->split_keys = (int)(tiles * key->tile_k);
-    args->num_splits = (int)largest(ceil_div(args->tiles_k, tiles), 1);
-    key->has_split   = 1;
-    FA_TRY(add_launch(plan, key, args->num_splits * rows));
-    return add_combine(call, plan, key);
-}
-
-/* The rungs of the ladder: one launch for each tile of queries, but for those that keep something in memory. */
-static flash_attn_status plan_ladder(const fa_call *call, fa_plan *plan, fa_key *key)
-{
-    enum { FA1_BLOCKS = 512 }; /* enough for a large GPU: a head's queries are dealt to several */
-    fa_args *args     = &plan->args;
-    int64_t  sequences = call->heads_q * call->batch, tiles = args->tiles_q * sequences;
-    fa_key   softmax = *key, values = *key;
-    switch (key->kernel) {
-    case FA_KERNEL_K1_SCORES:
-        softmax.kernel = FA_KERNEL_K1_SOFTMAX;
-        values.kernel  = FA_KERNEL_K1_VALUES;
-        FA_TRY(add_launch(plan, key, args->tiles_k * tiles));
-        FA_TRY(add_launch(plan, &softmax, ceil_div(call->max_seqlen_q * sequences, key->warps)));
-        return add_launch(plan, &values, call->head_dim / key->tile_k * tiles);
-    case FA_KERNEL_FA1:
-        while (args->num_splits < args->tiles_q && args->num_splits * sequences < FA1_BLOCKS)
-            args->num_splits++;
-        return add_launch(plan, key, tiles > 0 ? args->num_splits * sequences : 0);
-    case FA_KERNEL_K7:
-        return plan_k7(call, plan, key);
-    case FA_KERNEL_FD:
-        return plan_fd(call, plan, key);
-    default:
-        return add_launch(plan, key, tiles);
-    }
 }
 
 /* ---- workspace ---- */
@@ -623,12 +560,12 @@ flash_attn_status fa_plan_make(const fa_call *call, int arch, const char *name, 
     plan->offsets_bytes = call->slices.count > 0 && call->slices.offsets ? (size_t)(call->batch + 1) * sizeof(int) : 0;
     if (plan->slices_bytes > 0) {
         fa_key upload = fa_plan_small_key(FA_KERNEL_UPLOAD, arch);
-        FA_TRY(add_launch(plan, &upload, 1));
+        FA_TRY(fa_plan_add(plan, &upload, 1));
     }
     if (call->pass == FLASH_ATTN_BACKWARD)
         FA_TRY(plan_backward(call, plan, &key));
     else if (plan->rung)
-        FA_TRY(plan_ladder(call, plan, &key));
+        FA_TRY(fa_plan_ladder(call, plan, &key));
     else
         FA_TRY(plan_forward(call, plan, &key));
     fa_plan_place(call, plan, NULL);

@@ -77,7 +77,7 @@ FA_DEVICE void copy_k(const fa_args &args, unsigned to, const work &w, const key
     int first = n * FA_TILE_K;
     if (!wanted)
         return;
-    copy_tile<FA_TILE_K, FA_HEAD_DIM, RUNS>(to, rows_of_tile(args, w, w.k, args.k, place.k, n), w.run.begin - first, w.run.end - first,
+    copy_tile<FA_TILE_K, FA_HEAD_DIM>(to, rows_of_tile(args, w, w.k, args.k, place.k, n), w.run.begin - first, w.run.end - first,
                                             args.head_dim, args.k.stride[3]);
 }
 
@@ -86,7 +86,7 @@ FA_DEVICE void copy_v(const fa_args &args, unsigned to, const work &w, const key
     int first = n * FA_TILE_K;
     if (!wanted)
         return;
-    copy_tile<FA_TILE_K, FA_HEAD_DIM_V, RUNS>(to, rows_of_tile(args, w, w.v, args.v, place.v, n), w.run.begin - first, w.run.end - first,
+    copy_tile<FA_TILE_K, FA_HEAD_DIM_V>(to, rows_of_tile(args, w, w.v, args.v, place.v, n), w.run.begin - first, w.run.end - first,
                                               args.head_dim_v, args.v.stride[3]);
 }
 

@@ -27,16 +27,6 @@ FA_DEVICE void copy_async(unsigned to, const void *from, bool valid)
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-/* The same of what will not be read again: it leaves L2 first. ptxas 13.0 makes an illegal instruction of it where `to` is a sum with a number
- * that is the same for all threads: tile.cuh ends it with an XOR. */
-FA_DEVICE void copy_async_once(unsigned to, const void *from, bool valid)
-{
-    int                bytes = valid ? 16 : 0;
-    unsigned long long policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(bytes), "l"(policy) : "memory");
-}
-
 FA_DEVICE void copy_async_8(unsigned to, const void *from, bool valid)
 {
     int bytes = valid ? 8 : 0;

@@ -128,10 +128,9 @@ constexpr bool AS_BYTES = FA_DTYPE == FA_F8E4M3 && FA_ALIGNED;
 /*
  * All threads copy rows [0, ROWS) of `source` to a tile. Rows outside [begin, end) and columns from `cols` on are zeros,
  * which keeps what lies there (NaN too) out of the products. No branch: the compiler may spread the copies over the
- * products around them. ONCE: nobody reads them again.
- * Needs copy_commit, copy_wait and expand_tile; without FA_ALIGNED it is done on return.
+ * products around them. Needs copy_commit, copy_wait and expand_tile; without FA_ALIGNED it is done on return.
  */
-template <int ROWS, int COLS, bool ONCE = false, class SOURCE>
+template <int ROWS, int COLS, class SOURCE>
 FA_DEVICE void copy_tile(unsigned to, const SOURCE &source, int begin, int end, int cols, fa_i64 inner_stride)
 {
     using layout               = tile<COLS>;
@@ -143,8 +142,6 @@ FA_DEVICE void copy_tile(unsigned to, const SOURCE &source, int begin, int end, 
 #pragma unroll
     for (int n = 0; n < STEPS; n++)
         found[n] = source.row(first_row + n * ROWS_AT_ONCE);
-    static_assert(!ONCE || (ROWS_AT_ONCE % 8 == 0 && LANES > 2), "all rows of a thread are turned alike");
-    unsigned          once_at = (to + first_row * layout::ROW_BYTES + lane * 16) ^ (layout::turn(first_row) << 4); /* as offset() */
     const fa_element *from = found[0]; /* moved on by a step, so that no row keeps an address in registers */
 #pragma unroll
     for (int r = 0; r < ROWS; r += ROWS_AT_ONCE) {
@@ -164,10 +161,7 @@ FA_DEVICE void copy_tile(unsigned to, const SOURCE &source, int begin, int end, 
             if constexpr (AS_BYTES) {
                 copy_async_8(at, from + chunk * 8, valid && (FA_EVEN_D || chunk * 8 < cols));
             } else if constexpr (FA_ALIGNED && PLANES == 1) {
-                if constexpr (ONCE)
-                    copy_async_once(once_at + r * layout::ROW_BYTES + group * 16, from + chunk * 8, valid && (FA_EVEN_D || chunk * 8 < cols));
-                else
-                    copy_async(at, from + chunk * 8, valid && (FA_EVEN_D || chunk * 8 < cols));
+                copy_async(at, from + chunk * 8, valid && (FA_EVEN_D || chunk * 8 < cols));
             } else {
                 float e[8];
 #pragma unroll

@@ -1,0 +1,19 @@
+/* What the parts of planning share. */
+#ifndef FA_CUDA_PLAN_H
+#define FA_CUDA_PLAN_H
+
+#include "cuda/cuda.h"
+
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t largest(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* One launch more. An error: more blocks than CUDA allows. */
+flash_attn_status fa_plan_add(fa_plan *plan, const fa_key *key, int64_t blocks);
+
+/* The merge of partial results, if the keys are split. */
+flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const fa_key *main);
+
+/* The rungs of the ladder: one launch for each tile of queries, but for those that keep something in memory. */
+flash_attn_status fa_plan_ladder(const fa_call *call, fa_plan *plan, fa_key *key);
+
+#endif
