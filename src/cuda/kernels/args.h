@@ -69,7 +69,6 @@ typedef struct fa_args {
     int pages_per_seq, num_slices;
     int max_seqlen_q, max_seqlen_k;        /* no sequence is longer */
     int tiles_q, tiles_k;                  /* ceil(max_seqlen_q / FA_TILE_Q), ceil(max_seqlen_k / FA_TILE_K) */
-    int run_parts;                         /* forward_sm80, few queries: neighbouring parts that a block takes, one after the other; else 1 */
     int num_splits, split_keys;            /* part p works on keys [p * split_keys, (p + 1) * split_keys) */
     int part_growth, part_doublings;       /* forward_sm80: split_keys is doubled, so many times at most, while its square is less than
                                               part_growth times the sequence's keys */
@@ -100,6 +99,7 @@ typedef struct fa_args {
     int apart_q, apart_k, apart_v, apart_dout; /* backward_sm90: rows from a batch entry to the next */
     unsigned char *q_tiles, *k_tiles;      /* K7, by k7_quantise.cu: [batch][heads][tiles][tile's rows * FA_HEAD_DIM], as v_turned */
     float *largest;                        /* K7, by k7_largest: |x| of each head, batch * (heads_q + 2 heads_k); zeroed by launch.c */
+    int run_parts;                         /* forward_sm80, few queries: neighbouring parts that a block takes, one after the other; else 1 */
 } fa_args;
 
 /*
