@@ -164,9 +164,9 @@ FA_AMX_INLINE void set_softmax(unit *u, const walk *w, place at, int n, bool alt
     u->state  = (row_state){w->own->shift, w->own->sum[n % 2], w->own->sum[(n + 1) % 2]};
 }
 
-/* Unit number n with what runs beside it: scores of the unit after the next, or, if values are BESIDE, scores of the next two
- * beside even ones and values of the chunk before beside odd ones, so that O moves half as often as if each had both. A
- * block of values is a whole one of a whole chunk, or none; finish_values takes the rest. */
+/* Unit number n with what runs beside it: scores of the unit after the next, or, if values are BESIDE, scores of the
+ * next two beside even ones and values of the chunk before beside odd ones, so that O moves half as often as if each had
+ * both. A block of values is a whole one of a whole chunk, or none; finish_values takes the rest. */
 FA_AMX_INLINE bool run_unit_with(int n, const unit *u, values *v, target *held, const constants *k, int PIECES, int KS,
                                  bool BESIDE, int CHUNK, int FIXED)
 {

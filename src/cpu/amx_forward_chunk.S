@@ -73,8 +73,8 @@
     add         $16, AHEAD
 .endm
 
-/* FOUND: a row outgrew its shift. Zero: this was the last. */
-.macro END_OF_UNIT
+/* On to the next unit, or to `end`: this was the last, or a row outgrew its shift (FOUND). */
+.macro END_OF_UNIT end
     add         $TILE, P
     mov         Q1, Q0
     mov         K1, K0
@@ -84,18 +84,16 @@
     jmp         2f
 1:  NEXT_AHEAD
 2:  vptestmd    CHECK, OUTGROWN, FOUND
-    kortestw    FOUND, FOUND
-    setnz       %r11b
     dec         COUNT
-    setz        %bpl
-    or          %bpl, %r11b
+    jz          \end
+    kortestw    FOUND, FOUND
+    jnz         \end
 .endm
 
 .macro FUNCTION name, fixed
     .set FIXED, \fixed
     BEGIN       \name
     SAVE        %rbx
-    SAVE        %rbp
     SAVE        %r12
     SAVE        %r13
     SAVE        %r14
@@ -134,12 +132,12 @@
     .p2align    6
 .Leven\@:
     UNIT        0
-    END_OF_UNIT
-    jnz         .Lend_even\@
+    END_OF_UNIT .Lend_even\@
 .Lodd\@:
     UNIT        1
-    END_OF_UNIT
-    jz          .Leven\@
+    END_OF_UNIT .Lend_odd\@
+    jmp         .Leven\@
+.Lend_odd\@:
     .irp t, 1, 2, 3
     tilestored  %tmm\t, S_SLOT + \t * TILE(S, STRIDE)
     .endr
@@ -158,7 +156,6 @@
     RESTORE     %r14
     RESTORE     %r13
     RESTORE     %r12
-    RESTORE     %rbp
     RESTORE     %rbx
     END         \name
 .endm

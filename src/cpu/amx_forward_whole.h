@@ -9,7 +9,7 @@
 /* ---- beside each other ---- */
 
 _Static_assert(offsetof(scratch, shift) == offsetof(scratch, sum) + 2 * sizeof(float[UNIT * 16]),
-               "amx_forward_units.S finds sums before shifts");
+               "amx_forward_units.S and amx_forward_chunk.S find sums before shifts");
 
 /* The place `count` units later of the same group. */
 static place place_later(const walk *w, place at, int count)
