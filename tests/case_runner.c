@@ -158,6 +158,9 @@ static void set_allowances(case_instance *x, int n, const difference *reference,
     /* One number a head is too few to measure plain attention's error by, and dropout drops other pairs there: of a P that is
      * rounded half an epsilon is lost, and a number may be four times the root mean square that its size is taken from. */
     double share = n == OUT_DSINKS ? 1 : !x->any_shape ? 0 : x->shape.dropout > 0 ? 2 : gradient ? 0.5 : 0;
+    /* O of random shapes may be a number or two that happen to cancel. */
+    if (x->any_shape && n == OUT_O && terms->l2[n] > 2 * scale)
+        share = fmax(share, 0.25);
     x->allowed[n] += share * dtype_epsilon(x->dtype) * terms->largest[n];
     x->allowed_l2[n] += share * dtype_epsilon(x->dtype) * terms->l2[n] / scale;
 }
