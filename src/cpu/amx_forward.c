@@ -210,17 +210,31 @@ FA_AMX_INLINE progress run_one(const walk *w, progress x, unit *u, values *v, ta
     return x;
 }
 
-/* Among whole units in assembly one that is not, whatever its rows see, one thing after the other. */
-FA_AMX_INLINE progress run_other(const walk *w, progress x, unit *u, target *held, const constants *k, int KS,
-                                 bool BESIDE, int FIXED)
+/* Among whole units in assembly, at head_dim 64, one that is not, whatever its rows see, one thing after the other. */
+FA_AMX_INLINE progress run_other(const walk *w, progress x, unit *u, target *held, const constants *k, int KS, int FIXED)
 {
     x.again = run_unit(u, &(values){0}, held, k, 1, 0, 0, 0, FIXED);
-    for (int later = 0; later < scores_due(x.n, BESIDE); later++) {
-        set_later(&u->later[0], w, &x, later, BESIDE);
+    for (int later = 0; later < scores_due(x.n, true); later++) {
+        set_later(&u->later[0], w, &x, later, true);
         scores_alone(&u->later[0], held, KS, 1);
         x.ahead = place_after(w, x.ahead, 1);
     }
     return x;
+}
+
+/* The same at head_dim 128, where scores beside it pay. Functions of their own, for run_walk needs its registers. */
+static __attribute__((noinline)) progress run_other_of_chunk(const walk *w, progress x, unit *u, target *held)
+{
+    constants k    = w->k;
+    values    none = {0};
+    return run_one(w, x, u, &none, held, &k, 1, 4, false, 16, 0);
+}
+
+static __attribute__((noinline)) progress run_other_of_chunk_fixed(const walk *w, progress x, unit *u, target *held)
+{
+    constants k    = w->k;
+    values    none = {0};
+    return run_one(w, x, u, &none, held, &k, 1, 4, false, 16, 1);
 }
 
 FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, turns TURNS, int CHUNK, int FIXED)
@@ -256,8 +270,10 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, turns TURNS, int CHUNK,
         if (whole > 0) {
             x = BESIDE ? run_whole(w, x, whole, &v, &held) : run_chunk(w, x, whole, &held);
             set_softmax(&u, w, x.at, x.n, BESIDE);
-        } else if (TURNS >= IN_ASSEMBLY) {
-            x = run_other(w, x, &u, &held, &k, KS, BESIDE, FIXED);
+        } else if (TURNS == CHUNKS_IN_ASSEMBLY) {
+            x = FIXED ? run_other_of_chunk_fixed(w, x, &u, &held) : run_other_of_chunk(w, x, &u, &held);
+        } else if (TURNS == IN_ASSEMBLY) {
+            x = run_other(w, x, &u, &held, &k, KS, FIXED);
         } else {
             x = run_one(w, x, &u, &v, &held, &k, PIECES, KS, BESIDE, CHUNK, FIXED);
         }

@@ -159,20 +159,41 @@ static bool all_seen(const walk *w, place at)
     return keys.end <= b->keys && fa_window_covers(b->window, b->diagonal, queries_of_group(w, at.group), keys);
 }
 
+/* Bits of the unit's keys that 16 queries see, from query `i` of the sequence on; beyond the last comes the first. */
+FA_AMX_INLINE __m512i keys_seen_by(const fa_forward_block *b, int i, int first)
+{
+    const __m512i one = _mm512_set1_epi32(1), all = _mm512_set1_epi32(UNIT), zero = _mm512_setzero_si512();
+    __m512i       query = _mm512_add_epi32(_mm512_set1_epi32(i), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+    if (i + 16 > b->queries) {
+        _Alignas(64) int number[16];
+        for (int r = 0; r < 16; r++)
+            number[r] = (i + r) % b->queries;
+        query = _mm512_load_si512(number);
+    }
+    __m512i begin = _mm512_add_epi32(query, _mm512_set1_epi32(b->diagonal - b->window.left - first));
+    __m512i end   = _mm512_add_epi32(query, _mm512_set1_epi32(b->diagonal + b->window.right + 1 - first));
+    end           = _mm512_min_epi32(end, _mm512_set1_epi32(b->keys - first));
+    begin         = _mm512_min_epi32(_mm512_max_epi32(begin, zero), all);
+    end           = _mm512_min_epi32(_mm512_max_epi32(end, zero), all);
+    __m512i before = _mm512_sub_epi32(_mm512_sllv_epi32(one, begin), one); /* a shift by 32 leaves 0 */
+    return _mm512_andnot_si512(before, _mm512_sub_epi32(_mm512_sllv_epi32(one, end), one));
+}
+
 /* -inf where a row does not see, whatever the product was, and in rows that do not exist. */
 static void mask_unit(const walk *w, float *s, place at)
 {
     const fa_forward_block *b     = w->block;
     const __m512            none  = _mm512_set1_ps(-INFINITY);
     int                     first = at.unit * UNIT, rows = rows_of_group(w, at.group), i = at.group * UNIT % b->queries;
+    _Alignas(64) uint32_t   bits[UNIT];
+    for (int r = 0; r < UNIT; r += 16)
+        _mm512_store_si512(bits + r, keys_seen_by(b, (i + r) % b->queries, first));
+    for (int r = rows; r < UNIT; r++)
+        bits[r] = 0;
     for (int r = 0; r < UNIT; r++) {
-        fa_range seen  = fa_keys_seen(b->window, b->diagonal, (fa_range){i, i + 1}, (fa_range){0, b->keys});
-        int      begin = fa_max_int(seen.begin - first, 0), end = fa_min_int(seen.end - first, UNIT);
-        uint32_t bits = r < rows && begin < end ? (uint32_t)((1ull << end) - (1ull << begin)) : 0;
-        float   *row  = scores_row(s, r);
-        _mm512_mask_store_ps(row, (__mmask16)~bits, none);
-        _mm512_mask_store_ps(row + FA_AMX_TILE_FLOATS, (__mmask16)(~bits >> 16), none);
-        i = i + 1 == b->queries ? 0 : i + 1;
+        float *row = scores_row(s, r);
+        _mm512_mask_store_ps(row, (__mmask16)~bits[r], none);
+        _mm512_mask_store_ps(row + FA_AMX_TILE_FLOATS, (__mmask16)(~bits[r] >> 16), none);
     }
 }
 

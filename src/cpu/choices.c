@@ -41,7 +41,7 @@ static const struct {
     {FA_TABLE_SCALAR, FORWARD, INT_MAX, {48, 64}},
     {FA_TABLE_SCALAR, BACKWARD, INT_MAX, {48, 64}},
     /* Many units of 32 x 32 a call keep the fused kernel's pipeline full, and O moves once a call or two (0030). */
-    {FA_TABLE_AMX_BF16, FORWARD, 64, {128, 1024}},
+    {FA_TABLE_AMX_BF16, FORWARD, 128, {128, 1024}},
     {FA_TABLE_AMX_BF16, FORWARD, INT_MAX, {128, 512}},
     /* More queries halve the traffic of dK and dV through the second-level cache, more keys that of Q, dO and dQ from
      * the third, where the second still holds a tile's operands (0032). */
