@@ -86,6 +86,15 @@ FA_AMX_INLINE __m512 fa_amx_load16(const void *row, int64_t stride, flash_attn_d
     return _mm512_loadu_ps(lanes);
 }
 
+/* Bits begin to end - 1 of each word; what is below 0 or above 32 counts as that. */
+FA_AMX_INLINE __m512i fa_amx_bits(__m512i begin, __m512i end)
+{
+    const __m512i none = _mm512_setzero_si512(), one = _mm512_set1_epi32(1), all = _mm512_set1_epi32(32);
+    __m512i       lower = _mm512_sllv_epi32(one, _mm512_min_epi32(_mm512_max_epi32(begin, none), all)); /* by 32: 0 */
+    __m512i       upper = _mm512_sllv_epi32(one, _mm512_min_epi32(_mm512_max_epi32(end, none), all));
+    return _mm512_andnot_si512(_mm512_sub_epi32(lower, one), _mm512_sub_epi32(upper, one));
+}
+
 /* ---- pieces ----
  *
  * bfloat16 (and FP8, whose values are bfloat16's) is one piece; float16 is two bfloat16 pieces exactly and float32

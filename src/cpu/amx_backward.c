@@ -195,11 +195,15 @@ static bool cell_mask(const walk *w, cell at, uint32_t seen[CELL])
     if (!w->unusual_lse && !b->options && queries.end - queries.begin == CELL && keys.end <= b->keys &&
         fa_window_covers(b->window, b->diagonal, queries, keys))
         return false;
-    for (int n = 0; n < CELL; n++) {
-        fa_range one = {keys.begin + n, keys.begin + n + 1};
-        fa_range see = fa_queries_seeing(b->window, b->diagonal, queries, one);
-        bool     any = one.begin < b->keys && see.begin < see.end;
-        seen[n] = any ? (uint32_t)((1ull << (see.end - queries.begin)) - (1ull << (see.begin - queries.begin))) : 0;
+    const __m512i number = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    for (int n = 0; n < CELL; n += 16) { /* fa_queries_seeing of 16 keys, from the cell's first query */
+        __m512i   key   = _mm512_add_epi32(number, _mm512_set1_epi32(keys.begin + n));
+        __m512i   own   = _mm512_sub_epi32(key, _mm512_set1_epi32(b->diagonal + queries.begin));
+        __m512i   begin = _mm512_sub_epi32(own, _mm512_set1_epi32(b->window.right));
+        __m512i   end   = _mm512_add_epi32(own, _mm512_set1_epi32(b->window.left + 1));
+        __m512i   bits  = fa_amx_bits(begin, _mm512_min_epi32(end, _mm512_set1_epi32(queries.end - queries.begin)));
+        __mmask16 there = _mm512_cmplt_epi32_mask(key, _mm512_set1_epi32(b->keys));
+        _mm512_storeu_si512(seen + n, _mm512_maskz_mov_epi32(there, bits));
     }
     return true;
 }

@@ -162,21 +162,15 @@ static bool all_seen(const walk *w, place at)
 /* Bits of the unit's keys that 16 queries see, from query `i` of the sequence on; beyond the last comes the first. */
 FA_AMX_INLINE __m512i keys_seen_by(const fa_forward_block *b, int i, int first)
 {
-    const __m512i one = _mm512_set1_epi32(1), all = _mm512_set1_epi32(UNIT), zero = _mm512_setzero_si512();
-    __m512i       query = _mm512_add_epi32(_mm512_set1_epi32(i), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-    if (i + 16 > b->queries) {
-        _Alignas(64) int number[16];
-        for (int r = 0; r < 16; r++)
-            number[r] = (i + r) % b->queries;
-        query = _mm512_load_si512(number);
-    }
-    __m512i begin = _mm512_add_epi32(query, _mm512_set1_epi32(b->diagonal - b->window.left - first));
-    __m512i end   = _mm512_add_epi32(query, _mm512_set1_epi32(b->diagonal + b->window.right + 1 - first));
-    end           = _mm512_min_epi32(end, _mm512_set1_epi32(b->keys - first));
-    begin         = _mm512_min_epi32(_mm512_max_epi32(begin, zero), all);
-    end           = _mm512_min_epi32(_mm512_max_epi32(end, zero), all);
-    __m512i before = _mm512_sub_epi32(_mm512_sllv_epi32(one, begin), one); /* a shift by 32 leaves 0 */
-    return _mm512_andnot_si512(before, _mm512_sub_epi32(_mm512_sllv_epi32(one, end), one));
+    _Alignas(64) int number[16];
+    for (int r = 0; r < 16; r++)
+        number[r] = i + r;
+    for (int r = b->queries - i; r < 16; r++)
+        number[r] %= b->queries;
+    __m512i own   = _mm512_add_epi32(_mm512_load_si512(number), _mm512_set1_epi32(b->diagonal - first));
+    __m512i begin = _mm512_sub_epi32(own, _mm512_set1_epi32(b->window.left));
+    __m512i end   = _mm512_add_epi32(own, _mm512_set1_epi32(b->window.right + 1));
+    return fa_amx_bits(begin, _mm512_min_epi32(end, _mm512_set1_epi32(b->keys - first)));
 }
 
 /* -inf where a row does not see, whatever the product was, and in rows that do not exist. */
