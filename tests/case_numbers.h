@@ -24,10 +24,19 @@ static inline small_float small_float_of(flash_attn_dtype dtype)
     }
 }
 
+/* ldexp(1, exponent) where that is a normal number, as all here are; the library's call takes ten times as long. */
+static inline double power_of_two(int exponent)
+{
+    uint64_t bits = (uint64_t)(exponent + 1023) << 52;
+    double   value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 /* The distance from 1 to the next number. */
 static inline double dtype_epsilon(flash_attn_dtype dtype)
 {
-    return dtype == FLASH_ATTN_F32 ? ldexp(1, -23) : ldexp(1, -small_float_of(dtype).mantissa_bits);
+    return power_of_two(dtype == FLASH_ATTN_F32 ? -23 : -small_float_of(dtype).mantissa_bits);
 }
 
 static inline size_t dtype_bytes(flash_attn_dtype dtype)
@@ -54,12 +63,14 @@ static inline uint32_t small_float_encode(double value, small_float format)
         return sign;
     if (isinf(value))
         return sign | (finite ? 0x7E : infinity);
-    frexp(value, &exponent);
-    exponent = exponent - 1 < lowest ? lowest : exponent - 1;
+    uint64_t bits_of_value;
+    memcpy(&bits_of_value, &value, sizeof value);
+    exponent = (int)(bits_of_value >> 52 & 0x7FF) - 1023;
+    exponent = exponent < lowest ? lowest : exponent;
     /* The significand as an integer; one that rounds up to the next power of two carries into the exponent by itself.
      */
-    double significand = nearbyint(ldexp(fabs(value), format.mantissa_bits - exponent));
-    double bits        = ldexp((double)(exponent - lowest), format.mantissa_bits) + significand;
+    double significand = nearbyint(fabs(value) * power_of_two(format.mantissa_bits - exponent));
+    double bits        = (exponent - lowest) * power_of_two(format.mantissa_bits) + significand;
     double largest     = finite ? 0x7E : infinity;
     return sign | (uint32_t)(bits > largest ? largest : bits);
 }
@@ -74,9 +85,9 @@ static inline double small_float_decode(uint32_t bits, small_float format)
     if (width == 7 ? (bits & 0x7F) == 0x7F : exponent == (1 << format.exponent_bits) - 1)
         value = mantissa ? (double)NAN : (double)INFINITY;
     else if (exponent == 0)
-        value = ldexp(mantissa, lowest - format.mantissa_bits);
+        value = mantissa * power_of_two(lowest - format.mantissa_bits);
     else
-        value = ldexp(mantissa + ldexp(1, format.mantissa_bits), lowest + exponent - 1 - format.mantissa_bits);
+        value = (mantissa + power_of_two(format.mantissa_bits)) * power_of_two(lowest + exponent - 1 - format.mantissa_bits);
     return bits >> width & 1 ? -value : value;
 }
 

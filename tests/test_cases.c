@@ -2,7 +2,7 @@
  * The whole case list on every instruction-set tier of this machine, at several numbers of threads, which must give the
  * same bits. One line a group:
  *
- *     test_cases [f32|f16|bf16|f8e4m3] [--all-threads] [--group NAME] [--seed N] [--tier NAME] [--verbose]
+ *     test_cases [f32|f16|bf16|f8e4m3] [--all-threads | --threads N] [--group NAME] [--seed N] [--tier NAME] [--verbose]
  */
 #include "case_numbers.h"
 #include "case_runner.h"
@@ -11,6 +11,7 @@
 static struct {
     flash_attn_dtype dtype;
     bool             all_threads, verbose;
+    int              threads; /* this number alone; 0: several */
     const char      *group, *tier;
     uint64_t         seed;
 } options = {.seed = 1};
@@ -33,9 +34,9 @@ static void fail_line(const test_case *c, const char *tier_name, int threads, co
 static void run_one(case_instance *instance, const test_case *c, const tier *t, group_run *group)
 {
     static const int all[] = {1, 2, 3, 8}, some[] = {1, 3};
-    const int       *threads = options.all_threads ? all : some;
+    const int       *threads = options.threads ? &options.threads : options.all_threads ? all : some;
     uint64_t         hash    = 0;
-    for (int n = 0; n < (options.all_threads ? 4 : 2); n++) {
+    for (int n = 0; n < (options.threads ? 1 : options.all_threads ? 4 : 2); n++) {
         case_device device = {.context = t->context, .num_threads = threads[n]};
         case_result result = case_run(instance, &device);
         if (result.verdict == CASE_PASSED && n > 0 && case_output_hash(instance) != hash) {
@@ -108,6 +109,8 @@ static bool parse(int argc, char **argv)
             options.all_threads = true;
         else if (strcmp(argv[n], "--verbose") == 0)
             options.verbose = true;
+        else if (strcmp(argv[n], "--threads") == 0 && ++n && atoi(value) > 0)
+            options.threads = atoi(value);
         else if (strcmp(argv[n], "--group") == 0 && ++n)
             options.group = value;
         else if (strcmp(argv[n], "--tier") == 0 && ++n)
@@ -126,8 +129,8 @@ int main(int argc, char **argv)
     size_t            count = 0;
     if (!parse(argc, argv)) {
         fprintf(stderr,
-                "usage: test_cases [f32|f16|bf16|f8e4m3] [--all-threads] [--group NAME] [--seed N] [--tier NAME] "
-                "[--verbose]\n");
+                "usage: test_cases [f32|f16|bf16|f8e4m3] [--all-threads | --threads N] [--group NAME] [--seed N] "
+                "[--tier NAME] [--verbose]\n");
         return 2;
     }
     for (int n = 0; n < num_test_cases; n++) {

@@ -1,3 +1,4 @@
+import os
 import pathlib
 import sys
 import time
@@ -12,9 +13,11 @@ _figures = []
 @pytest.fixture
 def figure():
     """figure(label, theirs, ours, turns): time both by turns and say at the end of the run what it came to. Nothing fails by it:
-    the machine may be busy. python/bench.py measures with more care."""
+    the machine may be busy. python/bench.py measures with more care. Where CI is set, nobody looks and nothing is timed."""
 
     def measure(label, theirs, ours, turns=3):
+        if os.environ.get("CI"):
+            return
         best = [float("inf")] * 2
         for _ in range(turns):
             for n, run in enumerate((theirs, ours)):

@@ -367,8 +367,11 @@ static void run_task(run *r, scratch *s, int64_t b, int64_t task)
     int64_t pair = b * call->heads_k + t.tile.head_k;
     if (p->kernels->row_norm)
         t.times = fa_backward_scales(r, pair);
-    for (int64_t user = pair - p->slots; user >= 0; user -= p->slots) /* all who used the slot must have left */
+    for (int64_t user = pair - p->slots; user >= 0; user -= p->slots) { /* all who used the slot must have left */
         fa_wait_for(&r->tasks_left[user], 0);
+        if (r->task_begin[user / call->heads_k + 1] > r->task_begin[user / call->heads_k])
+            break; /* its tasks have waited for those before it */
+    }
 
     fa_range all      = {0, t.tile.seq.seqlen_q};
     fa_range seeing   = fa_queries_seeing(call->window, t.tile.seq.diagonal, all, t.tile.keys);
