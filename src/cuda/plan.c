@@ -389,9 +389,10 @@ static bool is_dealt(const fa_call *call, const fa_args *args) { return call->de
 /* The first tile of keys of each head sees all queries, so that no dQ need be cleared; with many tiles clearing costs less than waiting (measured: decision 0056). */
 static bool first_can_store(const fa_call *call, const fa_key *key, const fa_args *args)
 {
-    enum { FEW_TILES = 32 };
+    enum { FEW_TILES = 32, FEW_WIDE_TILES = 16, WIDE = 256 };
+    int  few      = key->mask == FA_MASK_CAUSAL && key->head_dim == WIDE ? FEW_WIDE_TILES : FEW_TILES;
     bool sees_all = key->mask == FA_MASK_NONE || (key->mask == FA_MASK_CAUSAL && call->max_seqlen_k - call->max_seqlen_q + call->window.right >= 0);
-    return sees_all && is_alike(call) && !call->leftpad_k && !call->deterministic && args->tiles_k > 0 && args->tiles_k <= FEW_TILES;
+    return sees_all && is_alike(call) && !call->leftpad_k && !call->deterministic && args->tiles_k > 0 && args->tiles_k <= few;
 }
 
 /* Causal tiles in pairs alone would end with a round that some blocks have no pair for: the last heads' tiles, one and a half for each of 132

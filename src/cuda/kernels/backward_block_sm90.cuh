@@ -7,9 +7,10 @@
 #include "packed_sm90.cuh"
 #include "pairs_sm90.cuh"
 
-/* BY_COLUMNS: both consumers have the same 64 keys, and each a half of the columns of dK and dV; S and dP are made twice. */
+/* BY_COLUMNS: both consumers have the same 64 keys, and each a half of the columns of dK, dV and dQ; one makes P, the other dS. */
 constexpr bool BY_COLUMNS = FA_HEAD_DIM == 256;
-constexpr int CONSUMERS = 2, STAGES = BY_COLUMNS ? 1 : 2 /* of dO */, Q_STAGES = BY_COLUMNS ? 2 : 3, WORKS = 8, INSPECTORS = 2 /* warps */;
+constexpr int CONSUMERS = 2, STAGES = BY_COLUMNS ? 1 : 2 /* of dO */, Q_STAGES = BY_COLUMNS ? 2 : 3, WORKS = 8;
+constexpr int ADDERS = BY_COLUMNS ? 2 : 1; /* warps that add dQ */
 constexpr bool DK_FIRST = FA_HEAD_DIM >= 128; /* before dQ: measured (decision 0055) */
 constexpr int D_COLS = FA_HEAD_DIM / (BY_COLUMNS ? 2 : 1), DQ_ROUNDS = BY_COLUMNS ? 2 : 1; /* of dK and dV of a consumer; in which its dQ leaves */
 static_assert(FA_WARPS == 4 * (CONSUMERS + 1) && FA_TILE_K == 64 * (BY_COLUMNS ? 1 : CONSUMERS), "a consumer has 64 keys");
@@ -20,7 +21,8 @@ constexpr int KV_BYTES = FA_TILE_K * FA_HEAD_DIM * 2, Q_BYTES = FA_TILE_Q * FA_H
 constexpr int DQ_BYTES = 64 * 64 * 4 /* of a consumer */, STAT_BYTES = FA_TILE_Q * 4;
 constexpr int V_AT = KV_BYTES, Q_AT = V_AT + KV_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES, DS_AT = DO_AT + STAGES * Q_BYTES;
 constexpr int DQ_AT = DS_AT + 2 * DS_BYTES, LSE_AT = DQ_AT + CONSUMERS * DQ_BYTES, DELTA_AT = LSE_AT + Q_STAGES * STAT_BYTES;
-constexpr int BARRIERS_AT = DELTA_AT + STAGES * STAT_BYTES, BARRIERS = 4 + WORKS + 3 * (Q_STAGES + STAGES);
+constexpr int PASSED_AT = DELTA_AT + STAGES * STAT_BYTES /* P from one consumer to the other */;
+constexpr int BARRIERS_AT = PASSED_AT + (BY_COLUMNS ? DS_BYTES : 0), BARRIERS = 4 + WORKS + 2 * (Q_STAGES + STAGES);
 constexpr int WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
 
 extern "C" __constant__ int fa_shared_bytes = WORKS_AT + WORKS * (int)sizeof(work);
@@ -38,12 +40,10 @@ FA_DEVICE unsigned v_empty() { return barrier_at(3); }
 FA_DEVICE unsigned found(unsigned item) { return barrier_at(4 + item % WORKS); } /* the work is known */
 FA_DEVICE unsigned q_barrier(int which, unsigned n) { return barrier_at(4 + WORKS + which * Q_STAGES + n % Q_STAGES); }
 FA_DEVICE unsigned q_full(unsigned n) { return q_barrier(0, n); } /* with LSE */
-FA_DEVICE unsigned q_ready(unsigned n) { return q_barrier(1, n); } /* inspected */
-FA_DEVICE unsigned q_empty(unsigned n) { return q_barrier(2, n); }
-FA_DEVICE unsigned dout_barrier(int which, unsigned n) { return barrier_at(4 + WORKS + 3 * Q_STAGES + which * STAGES + n % STAGES); }
+FA_DEVICE unsigned q_empty(unsigned n) { return q_barrier(1, n); }
+FA_DEVICE unsigned dout_barrier(int which, unsigned n) { return barrier_at(4 + WORKS + 2 * Q_STAGES + which * STAGES + n % STAGES); }
 FA_DEVICE unsigned dout_full(unsigned n) { return dout_barrier(0, n); } /* with delta */
-FA_DEVICE unsigned dout_ready(unsigned n) { return dout_barrier(1, n); }
-FA_DEVICE unsigned dout_empty(unsigned n) { return dout_barrier(2, n); }
+FA_DEVICE unsigned dout_empty(unsigned n) { return dout_barrier(1, n); }
 
 /* Waiting for a ring to be filled for the n-th time and, with the other parity, for it to be free, which it is at first. */
 template <int COUNT> FA_DEVICE unsigned filled(unsigned n) { return n / COUNT & 1; }
@@ -61,13 +61,11 @@ FA_DEVICE void start_barriers()
         barrier_init(found(n), 1);
     for (int n = 0; n < Q_STAGES; n++) {
         barrier_init(q_full(n), 1);
-        barrier_init(q_ready(n), INSPECTORS);
-        barrier_init(q_empty(n), 4 * CONSUMERS + (INSPECTED ? INSPECTORS : 0));
+        barrier_init(q_empty(n), 4 * CONSUMERS);
     }
     for (int n = 0; n < STAGES; n++) {
         barrier_init(dout_full(n), 1);
-        barrier_init(dout_ready(n), INSPECTORS);
-        barrier_init(dout_empty(n), 4 * CONSUMERS + (INSPECTED ? INSPECTORS : 0));
+        barrier_init(dout_empty(n), 4 * CONSUMERS);
     }
     barrier_init_done();
 }
@@ -86,8 +84,8 @@ FA_DEVICE int first_column_of(int group) { return BY_COLUMNS ? D_COLS * group : 
 
 FA_DEVICE unsigned dq_at(int group) { return shared_address(shared) + DQ_AT + group * DQ_BYTES; }
 
-/* Named barriers. dQ's are one a consumer. */
-enum { DS_IS_THERE = 1, K_IS_CLEAN = 2, DQ_IS_THERE = 3, DQ_IS_FREE = 5 };
+/* Named barriers; of DQ and OWN one a consumer, the last five BY_COLUMNS. */
+enum { DS_IS_THERE = 1, IS_CLEAN = 2, DQ_IS_THERE = 3, DQ_IS_FREE = 5, P_IS_THERE = 7, OWN_IS_CLEAN = 8, DOUT_IS_CLEAN = 10, DS_IS_WHOLE = 11 };
 
 /* ---- the block's tiles of keys ---- */
 

@@ -3,8 +3,7 @@
  *
  *     warpgroup 0, warp 0    producer: one thread finds this block's tiles of keys (struct work), fetches K and V of each and keeps
  *                            the rings of Q and dO full
- *                  warp 1    has TMA add dQ of each step to the float one in memory
- *                  warps 2-3 inspectors: in tiles on the mask's edge they clear Inf and NaN from Q and dO
+ *                  warp 1    has TMA add dQ of each step to the float one in memory (at head_dim 256 warps 1 and 2, a consumer's each)
  *     warpgroups 1, 2        consumers: 64 keys each, whose dK and dV stay in their registers while they walk the query tiles
  *
  * A step, transposed as in backward_sm80.cu, so that P^T and dS^T are left operands where they lie. The tensor cores have the products
@@ -17,8 +16,7 @@
  * dQ needs dS of both consumers: each makes 64 queries of 128 x 64, or 64 columns of 64 x 128. Its order in memory is that of the
  * registers, [64 queries or columns][8 columns][thread][4], undone by backward_convert_sm90.cu.
  *
- * At head_dim 256 (BY_COLUMNS) both consumers have the same 64 keys: each makes all of S and dP, and a half of the columns of dV, dK and dQ, of dQ in two
- * rounds of 64: the first as above, the second when dS is in shared memory.
+ * At head_dim 256 (BY_COLUMNS) both consumers have the same 64 keys: backward_wide_sm90.cuh.
  *
  * Two things keep the products asynchronous, for the compiler serialises all where it runs out of registers: nothing is in flight
  * from one round of the loop to the next, and where registers are given from one accumulator to another a branch lies between, past which
@@ -26,7 +24,7 @@
  *
  * Shared memory: K, V, three stages of Q and two of dO (BY_COLUMNS two and one), two of dS (panels as in ptx_sm90.cuh), dQ, LSE and delta of the stages, barriers, works.
  */
-#include "backward_block_sm90.cuh"
+#include "backward_wide_sm90.cuh"
 
 /* ---- producer: one thread ---- */
 
@@ -80,14 +78,15 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
     }
 }
 
-/* ---- the warp that adds dQ: once a step, from shared memory by TMA ---- */
+/* ---- the warp that adds dQ, BY_COLUMNS one for each consumer: once a step, from shared memory by TMA ---- */
 
-/* In the deterministic mode query tiles have a turn for each tile of keys that they see, in order. With first_stores all but the first wait for that one. */
+/* In the deterministic mode query tiles have a turn for each tile of keys that they see, in order. With first_stores all but the first wait for that one.
+ * Each adder ends a turn. */
 FA_DEVICE void wait_for_turn(const fa_args &args, const work &w, const walk &at)
 {
     fa_range keys = fa_keys_seen(window_of(args), w.seq.diagonal, queries_of_tile(w, at.tile), {w.seq.key_begin, w.seq.seqlen_k});
     int      wanted = args.first_stores ? w.first_k > 0 : w.first_k / FA_TILE_K - keys.begin / FA_TILE_K;
-    while (load_acquire(args.dq_turn + at.number) < wanted)
+    while (load_acquire(args.dq_turn + at.number) < ADDERS * wanted)
         continue;
     fence_async_global();
 }
@@ -99,7 +98,7 @@ FA_DEVICE void end_turn(const fa_args &args, int number)
     add_one_release(args.dq_turn + number);
 }
 
-FA_DEVICE void add_dq(const fa_args &args)
+FA_DEVICE void add_dq(const fa_args &args, int adder)
 {
     bool asks = threadIdx.x % 32 == 0, in_turns = asks && args.dq_turn;
     for (unsigned item = 0; has_item(item); item++) {
@@ -115,10 +114,9 @@ FA_DEVICE void add_dq(const fa_args &args)
                 if (asks)
                     bulk_added_was_read();
                 __syncwarp();
-                if (BY_COLUMNS) {
-                    named_arrive(DQ_IS_FREE, 128 + 32);
-                    named_arrive(DQ_IS_FREE + 1, 128 + 32);
-                } else
+                if (BY_COLUMNS)
+                    named_arrive(DQ_IS_FREE + adder, 128 + 32);
+                else
                     named_arrive(DS_IS_THERE, 128 * CONSUMERS + 32);
                 if (in_turns && round == 0) {
                     if (ends && before >= 0)
@@ -126,7 +124,7 @@ FA_DEVICE void add_dq(const fa_args &args)
                     wait_for_turn(args, w, at);
                 }
                 before = at.number;
-                for (int group = 0; group < CONSUMERS; group++) {
+                for (int group = adder; group < CONSUMERS; group += ADDERS) {
                     named_sync(DQ_IS_THERE + group, 128 + 32);
                     if (asks)
                         bulk_add(to + (group * DQ_ROUNDS + round) * (DQ_BYTES / 4), dq_at(group), DQ_BYTES, stores);
@@ -140,225 +138,15 @@ FA_DEVICE void add_dq(const fa_args &args)
         bulk_added_was_read();
 }
 
-/* ---- inspectors ---- */
-
-/* In an edge tile P and dS are 0 where a query does not see a key, but 0 * NaN is NaN: Q and dO must hold nothing there that is not finite.
- * Who sees it has it from LSE and delta. */
-FA_DEVICE void inspect_tile(unsigned tile)
-{
-    constexpr int STRIDE = 16 * 32 * INSPECTORS;
-    unsigned      from   = tile + 16 * (threadIdx.x - (128 - 32 * INSPECTORS));
-    if (holds_nonfinite<Q_BYTES, STRIDE>(from))
-        clear_nonfinite<Q_BYTES, STRIDE>(from);
-    fence_async();
-    __syncwarp();
-}
-
-FA_DEVICE void inspect(const fa_args &args)
-{
-    unsigned n = 0;
-    for (unsigned item = 0; has_item(item); item++) {
-        const work &w  = work_at(item);
-        walk        at = start_walk(args, w, item);
-        for (int step = 0, steps = steps_of(w); step < steps; step++, n++, advance(args, at)) {
-            bool masked = is_masked(w, at.tile);
-            barrier_wait(q_full(n), filled<Q_STAGES>(n));
-            if (masked)
-                inspect_tile(q_tile(n));
-            barrier_wait(q_ready(n), freed<Q_STAGES>(n)); /* over; but nobody waited if that tile was not masked, which synccheck calls an error */
-            release(q_ready(n));
-            release(q_empty(n));
-            barrier_wait(dout_full(n), filled<STAGES>(n));
-            if (masked)
-                inspect_tile(dout_tile(n));
-            barrier_wait(dout_ready(n), freed<STAGES>(n));
-            release(dout_ready(n));
-            release(dout_empty(n));
-        }
-    }
-}
-
-/* ---- consumers ---- */
-
-struct consumer {
-    float    dk[D_COUNT], dv[D_COUNT];
-    unsigned p[P_STEPS][4], ds[P_STEPS][4]; /* P^T and dS^T of the step before, as left operands */
-    int      group;
-    unsigned n;                             /* query tiles since the kernel began */
-};
-
-/* An edge tile is looked at by the inspectors first. */
-FA_DEVICE void wait_for_q(unsigned n, bool masked) { barrier_wait(masked && INSPECTED ? q_ready(n) : q_full(n), filled<Q_STAGES>(n)); }
-FA_DEVICE void wait_for_dout(unsigned n, bool masked) { barrier_wait(masked && INSPECTED ? dout_ready(n) : dout_full(n), filled<STAGES>(n)); }
-
-/* ---- the products: started here, finished by wgmma_wait ---- */
-
-/* s = X Y^T; x: this consumer's keys of K or V, y: a tile of Q or dO. */
-FA_DEVICE void start_scores(float (&s)[S_COUNT], unsigned x, unsigned y) { start_rows_by_rows<FA_TILE_K, FA_TILE_Q>(s, x, y); }
-
-/* c += X^T Y; x: P^T or dS^T, y: a tile of dO or Q, this consumer's columns. */
-FA_DEVICE void start_gradient(float (&c)[D_COUNT], unsigned (&x)[P_STEPS][4], unsigned y, int group)
-{
-    matrix b = matrix_of(y + first_column_of(group) / 64 * (FA_TILE_Q * 128), FA_TILE_Q * 128);
-    hold(c);
-    hold(x);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < P_STEPS; step++)
-        wgmma_registers(c, x[step], b.from(step * 2048), 1);
-    wgmma_commit();
-}
-
-/* This consumer's part of dS K, in a round. */
-FA_DEVICE void start_dq(float (&dq)[DQ_COUNT], unsigned ds, int group, int round = 0)
-{
-    constexpr bool BY_ROWS = FA_TILE_Q == 128;
-    int            panel = BY_ROWS ? 0 : group * DQ_ROUNDS + round;
-    matrix         a = matrix_of(ds + (BY_ROWS ? group * (64 * 128) : 0), 0), b = matrix_of(k_tile() + panel * (FA_TILE_K * 128), 0);
-    hold(dq);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < FA_TILE_K / 16; step++)
-        wgmma_shared<1>(dq, a.from(step / 4 * (FA_TILE_Q * 128) + step % 4 * 32), b.from(step * 2048), step > 0);
-    wgmma_commit();
-}
-
-/* ---- from products to operands. Elements as in warpgroup.cuh, keys down and queries across ---- */
-
-/* Of a thread's two keys, which columns see them: [first, last] less its own first column. */
-struct columns {
-    int first[2], last[2];
-};
-
-FA_DEVICE columns columns_of(const fa_args &args, const work &w, int tile, int group)
-{
-    columns seen;
-    int     col = tile * FA_TILE_Q + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        row_limits limits = query_limits(args, w, w.first_k + first_key_of(group) + fragment_row() + 8 * h);
-        seen.first[h]     = limits.last < 0 ? FA_TILE_Q : limits.first - col;
-        seen.last[h]      = limits.last - col;
-    }
-    return seen;
-}
-
-/* Only a window has a last query; those that do not exist have LSE inf. */
-FA_DEVICE bool sees(const columns &seen, int h, int col)
-{
-    return col >= seen.first[h] && (FA_MASK != FA_MASK_WINDOW || col <= seen.last[h]);
-}
-
-/* LSE or delta of this thread's columns. */
-struct row_stats {
-    float2 of[FA_TILE_Q / 8];
-};
-
-FA_DEVICE void load_stats(row_stats &rows, unsigned from)
-{
-#pragma unroll
-    for (int j = 0; j < FA_TILE_Q / 8; j++)
-        rows.of[j] = shared_load_float2(from + threadIdx.x % 4 * 8 + 32 * j);
-}
-
-/* P^T = exp(S^T - LSE), in place. */
-FA_DEVICE void exponentials(const fa_args &args, float (&s)[S_COUNT], const row_stats &lse)
-{
-#pragma unroll
-    for (int n = 0; n < S_COUNT; n++)
-        s[n] = exp2_fast(s[n] * args.scale_log2 - (n % 2 ? lse.of[n / 4].y : lse.of[n / 4].x));
-}
-
-/* dS^T = P^T (dP^T - delta), in place of dP^T. */
-FA_DEVICE void score_gradients(const unsigned (&p)[P_STEPS][4], float (&dp)[S_COUNT], const row_stats &delta)
-{
-#pragma unroll
-    for (int n = 0; n < S_COUNT; n += 2) {
-        float2 pair = unpack<FA_DTYPE>(p[n / 8][n / 2 % 4]);
-        dp[n]       = pair.x * (dp[n] - delta.of[n / 4].x);
-        dp[n + 1]   = pair.y * (dp[n + 1] - delta.of[n / 4].y);
-    }
-}
-
-/* P or dS of an edge tile: exactly 0 where it is masked, whatever Q, dO, LSE and delta hold. */
-FA_DEVICE void mask_elements(float (&x)[S_COUNT], const columns &seen)
-{
-#pragma unroll
-    for (int n = 0; n < S_COUNT; n++)
-        x[n] = sees(seen, n / 2 % 2, n / 4 * 8 + n % 2) ? x[n] : 0.0f;
-}
-
-/* The dO of an edge tile has lost its Inf and NaN; delta has them, and dV gets them by P. */
-FA_DEVICE void give_back_nonfinite(unsigned (&p)[P_STEPS][4], const columns &seen, unsigned delta)
-{
-#pragma unroll
-    for (int j = 0; j < FA_TILE_Q / 8; j++) {
-        float2 row = shared_load_float2(delta + threadIdx.x % 4 * 8 + 32 * j);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            unsigned &pair = p[j / 2][j % 2 * 2 + h]; /* 0x7FFF is NaN in both formats */
-            pair |= (!finite(row.x) && sees(seen, h, 8 * j) ? 0x7FFFu : 0) | (!finite(row.y) && sees(seen, h, 8 * j + 1) ? 0x7FFF0000u : 0);
-        }
-    }
-}
-
-FA_DEVICE void pack_operand(unsigned (&a)[P_STEPS][4], const float (&s)[S_COUNT])
-{
-#pragma unroll
-    for (int n = 0; n < S_COUNT / 2; n++)
-        a[n / 4][n % 4] = pack<FA_DTYPE>(s[2 * n], s[2 * n + 1]);
-}
-
-/* dS, queries down, for dQ: a consumer's 64 keys are one panel; BY_COLUMNS each stores half of the queries of the same one. */
-FA_DEVICE void share_ds(unsigned tile, const unsigned (&ds)[P_STEPS][4], int group)
-{
-    int      lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8, chunk = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
-    unsigned to = tile + first_key_of(group) / 64 * (FA_TILE_Q * 128) + row * 128 + ((chunk ^ row % 8) << 4);
-#pragma unroll
-    for (int step = 0; step < P_STEPS; step++)
-        if (!BY_COLUMNS || step / (P_STEPS / 2) == group)
-            store_matrix_transposed(to + step * 2048, ds[step]);
-}
-
-/* Without a mask only keys past the last are hidden, and only their dS does harm. */
-FA_DEVICE void clear_hidden_keys(const work &w, unsigned (&ds)[P_STEPS][4], int group)
-{
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-        if (w.first_k + first_key_of(group) + fragment_row() + 8 * h >= w.keys.end)
-#pragma unroll
-            for (int n = 0; n < P_STEPS; n++)
-                ds[n][h] = ds[n][2 + h] = 0;
-}
-
-/* To the warp that adds it to the float dQ. */
-FA_DEVICE void share_dq(const float (&dq)[DQ_COUNT], int group)
-{
-    unsigned to = dq_at(group) + threadIdx.x % 128 * 16;
-    if (BY_COLUMNS)
-        named_sync(DQ_IS_FREE + group, 128 + 32);
-#pragma unroll
-    for (int j = 0; j < DQ_COUNT / 4; j++)
-        shared_store(to + j * (128 * 16), make_uint4(__float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]),
-                                                     __float_as_uint(dq[4 * j + 2]), __float_as_uint(dq[4 * j + 3])));
-    fence_async();
-    named_arrive(DQ_IS_THERE + group, 128 + 32);
-}
-
-/* Until dS of both consumers is there, and, but for BY_COLUMNS, the memory of dQ free. */
-FA_DEVICE void wait_for_ds()
-{
-    fence_async();
-    named_sync(DS_IS_THERE, 128 * CONSUMERS + (BY_COLUMNS ? 0 : 32));
-}
-
 /* Step `tile`. FIRST of an item: there is no step before. Ends with nothing in flight: else the compiler serialises all products. */
 template <bool FIRST>
 FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned item, int tile, bool masked)
 {
     float     s[S_COUNT], dp[S_COUNT], dq[DQ_COUNT];
     row_stats rows;
-    wait_for_q(c.n, masked);
+    wait_for_q(c.n);
+    if (INSPECTED && masked)
+        inspect<Q_BYTES, 128 * CONSUMERS>(q_tile(c.n), IS_CLEAN);
     start_scores(s, k_tile() + first_key_of(c.group) * 128, q_tile(c.n));
     if constexpr (!FIRST) {
         if (DK_FIRST)
@@ -385,9 +173,11 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
         release(q_empty(c.n - 1));
         share_dq(dq, c.group);
     }
-    wait_for_dout(c.n, masked); /* here, for a branch keeps products from being started before dQ's registers are free */
-    if (INSPECTED && masked)
+    wait_for_dout(c.n); /* here, for a branch keeps products from being started before dQ's registers are free */
+    if (INSPECTED && masked) {
+        inspect<Q_BYTES, 128 * CONSUMERS>(dout_tile(c.n), IS_CLEAN);
         give_back_nonfinite(c.p, columns_of(args, w, tile, c.group), delta_at(c.n));
+    }
     start_scores(dp, v_tile() + first_key_of(c.group) * 128, dout_tile(c.n));
     start_gradient(c.dv, c.p, dout_tile(c.n), c.group);
     wgmma_wait<1>();
@@ -400,16 +190,10 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
     if (!INSPECTED && masked)
         clear_hidden_keys(w, c.ds, c.group);
     share_ds(ds_tile(c.n), c.ds, c.group);
-    if constexpr (BY_COLUMNS && !FIRST)
-        start_dq(dq, ds_tile(c.n - 1), c.group, 1);
     wgmma_wait<0>();
     hold(c.dv);
     hold(c.p);
     release(dout_empty(c.n));
-    if constexpr (BY_COLUMNS && !FIRST) {
-        hold(dq);
-        share_dq(dq, c.group);
-    }
     c.n++;
 }
 
@@ -427,12 +211,6 @@ FA_DEVICE void last_products(consumer &c)
     release(q_empty(c.n - 1));
     wgmma_wait<0>();
     hold(dq);
-    if constexpr (BY_COLUMNS) {
-        share_dq(dq, c.group);
-        start_dq(dq, ds_tile(c.n - 1), c.group, 1);
-        wgmma_wait<0>();
-        hold(dq);
-    }
     release(k_empty());
     share_dq(dq, c.group);
 }
@@ -469,18 +247,19 @@ FA_DEVICE void store_gradient(const work &w, const fa_view &view, const float (&
     }
 }
 
-/* A query that does not see a key has dS = 0, and 0 * NaN of K would reach its dQ; who sees it has LSE NaN. */
-FA_DEVICE void inspect_k()
+/* One step of an item, and what the last one leaves. */
+template <int GROUP, bool FIRST>
+FA_DEVICE void any_step(const fa_args &args, const work &w, consumer &c, unsigned item, int tile, bool masked)
 {
-    constexpr int STRIDE = 16 * 128 * CONSUMERS;
-    unsigned      from   = k_tile() + 16 * (threadIdx.x - 128);
-    if (holds_nonfinite<KV_BYTES, STRIDE>(from))
-        clear_nonfinite<KV_BYTES, STRIDE>(from);
-    fence_async();
-    named_sync(K_IS_CLEAN, 128 * CONSUMERS);
+    if constexpr (!BY_COLUMNS)
+        step<FIRST>(args, w, c, item, tile, masked);
+    else if constexpr (GROUP == 0)
+        step_of_p<FIRST>(args, w, c, tile, masked);
+    else
+        step_of_ds<FIRST>(args, w, c, item, tile, masked);
 }
 
-FA_DEVICE void consume(const fa_args &args, int group)
+template <int GROUP> FA_DEVICE void consume(const fa_args &args, int group)
 {
     consumer c;
     c.group = group;
@@ -493,7 +272,7 @@ FA_DEVICE void consume(const fa_args &args, int group)
             c.dk[i] = c.dv[i] = 0.0f;
         barrier_wait(k_full(), filled<1>(item));
         if (INSPECTED && steps > 0)
-            inspect_k();
+            inspect<KV_BYTES, 128 * CONSUMERS>(k_tile(), IS_CLEAN);
         if (steps > 0) {
             walk at   = start_walk(args, w, item);
             at.begin  = same_for_all(at.begin);
@@ -502,12 +281,19 @@ FA_DEVICE void consume(const fa_args &args, int group)
             at.way    = FA_MASK == FA_MASK_CAUSAL ? same_for_all(at.way) : -1;
             at.number = same_for_all(at.number);
             int clean_begin = same_for_all(w.clean.begin), clean_end = same_for_all(w.clean.end);
-            step<true>(args, w, c, item, at.tile, at.tile < clean_begin || at.tile >= clean_end);
+            any_step<GROUP, true>(args, w, c, item, at.tile, at.tile < clean_begin || at.tile >= clean_end);
             for (int n = 1; n < steps; n++) {
                 advance(args, at);
-                step<false>(args, w, c, item, at.tile, at.tile < clean_begin || at.tile >= clean_end);
+                bool masked = at.tile < clean_begin || at.tile >= clean_end;
+                if (INSPECTED && masked) /* code of its own: branches inside would part what the others have overlapped */
+                    any_step<GROUP, false>(args, w, c, item, at.tile, true);
+                else
+                    any_step<GROUP, false>(args, w, c, item, at.tile, !INSPECTED && masked);
             }
-            last_products(c);
+            if constexpr (BY_COLUMNS)
+                last_by_columns<GROUP>(c);
+            else
+                last_products(c);
         } else {
             barrier_wait(v_full(), filled<1>(item));
             release(k_empty());
@@ -528,12 +314,16 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 1)
         registers_down<24>(); /* of the 504 that three threads have */
         if (threadIdx.x == 0)
             produce(args, maps);
-        else if (threadIdx.x / 32 == 1)
-            add_dq(args);
-        else if (INSPECTED && threadIdx.x >= 64)
-            inspect(args);
+        else if (threadIdx.x >= 32 && threadIdx.x < 32 + 32 * ADDERS)
+            add_dq(args, ADDERS > 1 ? threadIdx.x / 32 - 1 : 0);
     } else {
         registers_up<240>();
-        consume(args, same_for_all(threadIdx.x / 128 - 1));
+        int group = same_for_all(threadIdx.x / 128 - 1);
+        if (!BY_COLUMNS)
+            consume<-1>(args, group);
+        else if (group == 0)
+            consume<0>(args, 0);
+        else
+            consume<1>(args, 1);
     }
 }

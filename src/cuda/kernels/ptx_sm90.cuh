@@ -244,29 +244,29 @@ template <int A, int B> FA_DEVICE void hold(unsigned (&r)[A][B])
 
 /* c (64 x 2 COUNT) = or += a b^T; a and b by rows in shared memory, K along the columns; with B_DOWN a b, K along the rows of b. Thread 32 w + 4 g + t of the
  * warpgroup holds rows 16 w + g (c[4 j], c[4 j + 1]) and 16 w + g + 8 (c[4 j + 2], c[4 j + 3]), columns 8 j + 2 t, + 1. */
-template <int B_DOWN = 0, int COUNT> FA_DEVICE void wgmma_shared(float (&c)[COUNT], matrix a, matrix b, int add)
+template <int B_DOWN = 0, int A_DOWN = 0, int COUNT> FA_DEVICE void wgmma_shared(float (&c)[COUNT], matrix a, matrix b, int add)
 {
     static_assert(COUNT == 32 || COUNT == 40 || COUNT == 64 || COUNT == 88 || COUNT == 96, "no such WGMMA here");
     if constexpr (COUNT == 32)
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; " FA_WGMMA(64) "{" FA_N32 "}, %32, %33, p, 1, 1" FA_TURNED("0, %35") "; }"
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; " FA_WGMMA(64) "{" FA_N32 "}, %32, %33, p, 1, 1" FA_TURNED("%36, %35") "; }"
                      : FA_O32(c, 0)
-                     : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN));
+                     : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN), "n"(A_DOWN));
     else if constexpr (COUNT == 40)
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %42, 0; " FA_WGMMA(80) "{" FA_N40 "}, %40, %41, p, 1, 1" FA_TURNED("0, %43") "; }"
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %42, 0; " FA_WGMMA(80) "{" FA_N40 "}, %40, %41, p, 1, 1" FA_TURNED("%44, %43") "; }"
                      : FA_O32(c, 0), FA_O8(c, 32)
-                     : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN));
+                     : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN), "n"(A_DOWN));
     else if constexpr (COUNT == 64)
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; " FA_WGMMA(128) "{" FA_N64 "}, %64, %65, p, 1, 1" FA_TURNED("0, %67") "; }"
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; " FA_WGMMA(128) "{" FA_N64 "}, %64, %65, p, 1, 1" FA_TURNED("%68, %67") "; }"
                      : FA_O32(c, 0), FA_O32(c, 32)
-                     : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN));
+                     : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN), "n"(A_DOWN));
     else if constexpr (COUNT == 88)
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %90, 0; " FA_WGMMA(176) "{" FA_N88 "}, %88, %89, p, 1, 1" FA_TURNED("0, %91") "; }"
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %90, 0; " FA_WGMMA(176) "{" FA_N88 "}, %88, %89, p, 1, 1" FA_TURNED("%92, %91") "; }"
                      : FA_O32(c, 0), FA_O32(c, 32), FA_O8(c, 64), FA_O8(c, 72), FA_O8(c, 80)
-                     : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN));
+                     : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN), "n"(A_DOWN));
     else
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %98, 0; " FA_WGMMA(192) "{" FA_N96 "}, %96, %97, p, 1, 1" FA_TURNED("0, %99") "; }"
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %98, 0; " FA_WGMMA(192) "{" FA_N96 "}, %96, %97, p, 1, 1" FA_TURNED("%100, %99") "; }"
                      : FA_O32(c, 0), FA_O32(c, 32), FA_O32(c, 64)
-                     : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN));
+                     : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN), "n"(A_DOWN));
 }
 
 /* c (64 x 2 COUNT) = or += a b; a 64 x 16 in registers: rows and columns as those of an accumulator, two neighbours a

@@ -1,0 +1,191 @@
+/*
+ * backward_sm90.cu's consumers: the products that they start, and what they do with elements between these.
+ */
+#ifndef FA_BACKWARD_PRODUCTS_SM90_CUH
+#define FA_BACKWARD_PRODUCTS_SM90_CUH
+
+#include "backward_block_sm90.cuh"
+
+struct consumer {
+    float    dk[D_COUNT], dv[D_COUNT];
+    unsigned p[P_STEPS][4], ds[P_STEPS][4]; /* P^T and dS^T of the step before, as left operands */
+    int      group;
+    unsigned n;                             /* query tiles since the kernel began */
+};
+
+FA_DEVICE void wait_for_q(unsigned n) { barrier_wait(q_full(n), filled<Q_STAGES>(n)); }
+FA_DEVICE void wait_for_dout(unsigned n) { barrier_wait(dout_full(n), filled<STAGES>(n)); }
+
+/* In an edge tile P and dS are 0 where a query does not see a key, but 0 * NaN is NaN: K, and there Q and dO, must hold nothing that is not
+ * finite. Who sees it has it from LSE and delta. By THREADS threads of consumers, all of whom come here; `id`: a named barrier. */
+template <int BYTES, int THREADS> FA_DEVICE void inspect(unsigned tile, int id)
+{
+    unsigned from = tile + 16 * (threadIdx.x % THREADS);
+    if (holds_nonfinite<BYTES, 16 * THREADS>(from)) {
+        clear_nonfinite<BYTES, 16 * THREADS>(from);
+        fence_async();
+    }
+    named_sync(id, THREADS);
+}
+
+/* ---- the products: started here, finished by wgmma_wait ---- */
+
+/* s = X Y^T; x: this consumer's keys of K or V, y: a tile of Q or dO. */
+FA_DEVICE void start_scores(float (&s)[S_COUNT], unsigned x, unsigned y) { start_rows_by_rows<FA_TILE_K, FA_TILE_Q>(s, x, y); }
+
+/* c += X^T Y; x: P^T or dS^T, y: a tile of dO or Q, this consumer's columns. */
+FA_DEVICE void start_gradient(float (&c)[D_COUNT], unsigned (&x)[P_STEPS][4], unsigned y, int group)
+{
+    matrix b = matrix_of(y + first_column_of(group) / 64 * (FA_TILE_Q * 128), FA_TILE_Q * 128);
+    hold(c);
+    hold(x);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < P_STEPS; step++)
+        wgmma_registers(c, x[step], b.from(step * 2048), 1);
+    wgmma_commit();
+}
+
+/* This consumer's part of dS K, in a round. */
+FA_DEVICE void start_dq(float (&dq)[DQ_COUNT], unsigned ds, int group, int round = 0)
+{
+    constexpr bool BY_ROWS = FA_TILE_Q == 128;
+    int            panel = BY_ROWS ? 0 : group * DQ_ROUNDS + round;
+    matrix         a = matrix_of(ds + (BY_ROWS ? group * (64 * 128) : 0), 0), b = matrix_of(k_tile() + panel * (FA_TILE_K * 128), 0);
+    hold(dq);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < FA_TILE_K / 16; step++)
+        wgmma_shared<1>(dq, a.from(step / 4 * (FA_TILE_Q * 128) + step % 4 * 32), b.from(step * 2048), step > 0);
+    wgmma_commit();
+}
+
+/* ---- from products to operands. Elements as in warpgroup.cuh, keys down and queries across ---- */
+
+/* Of a thread's two keys, which columns see them: [first, last] less its own first column. */
+struct columns {
+    int first[2], last[2];
+};
+
+FA_DEVICE columns columns_of(const fa_args &args, const work &w, int tile, int group)
+{
+    columns seen;
+    int     col = tile * FA_TILE_Q + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        row_limits limits = query_limits(args, w, w.first_k + first_key_of(group) + fragment_row() + 8 * h);
+        seen.first[h]     = limits.last < 0 ? FA_TILE_Q : limits.first - col;
+        seen.last[h]      = limits.last - col;
+    }
+    return seen;
+}
+
+/* Only a window has a last query; those that do not exist have LSE inf. */
+FA_DEVICE bool sees(const columns &seen, int h, int col)
+{
+    return col >= seen.first[h] && (FA_MASK != FA_MASK_WINDOW || col <= seen.last[h]);
+}
+
+/* LSE or delta of this thread's columns. */
+struct row_stats {
+    float2 of[FA_TILE_Q / 8];
+};
+
+FA_DEVICE void load_stats(row_stats &rows, unsigned from)
+{
+#pragma unroll
+    for (int j = 0; j < FA_TILE_Q / 8; j++)
+        rows.of[j] = shared_load_float2(from + threadIdx.x % 4 * 8 + 32 * j);
+}
+
+/* P^T = exp(S^T - LSE), in place. */
+FA_DEVICE void exponentials(const fa_args &args, float (&s)[S_COUNT], const row_stats &lse)
+{
+#pragma unroll
+    for (int n = 0; n < S_COUNT; n++)
+        s[n] = exp2_fast(s[n] * args.scale_log2 - (n % 2 ? lse.of[n / 4].y : lse.of[n / 4].x));
+}
+
+/* dS^T = P^T (dP^T - delta), in place of dP^T. */
+FA_DEVICE void score_gradients(const unsigned (&p)[P_STEPS][4], float (&dp)[S_COUNT], const row_stats &delta)
+{
+#pragma unroll
+    for (int n = 0; n < S_COUNT; n += 2) {
+        float2 pair = unpack<FA_DTYPE>(p[n / 8][n / 2 % 4]);
+        dp[n]       = pair.x * (dp[n] - delta.of[n / 4].x);
+        dp[n + 1]   = pair.y * (dp[n + 1] - delta.of[n / 4].y);
+    }
+}
+
+/* P or dS of an edge tile: exactly 0 where it is masked, whatever Q, dO, LSE and delta hold. */
+FA_DEVICE void mask_elements(float (&x)[S_COUNT], const columns &seen)
+{
+#pragma unroll
+    for (int n = 0; n < S_COUNT; n++)
+        x[n] = sees(seen, n / 2 % 2, n / 4 * 8 + n % 2) ? x[n] : 0.0f;
+}
+
+/* The dO of an edge tile has lost its Inf and NaN; delta has them, and dV gets them by P. */
+FA_DEVICE void give_back_nonfinite(unsigned (&p)[P_STEPS][4], const columns &seen, unsigned delta)
+{
+#pragma unroll
+    for (int j = 0; j < FA_TILE_Q / 8; j++) {
+        float2 row = shared_load_float2(delta + threadIdx.x % 4 * 8 + 32 * j);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            unsigned &pair = p[j / 2][j % 2 * 2 + h]; /* 0x7FFF is NaN in both formats */
+            pair |= (!finite(row.x) && sees(seen, h, 8 * j) ? 0x7FFFu : 0) | (!finite(row.y) && sees(seen, h, 8 * j + 1) ? 0x7FFF0000u : 0);
+        }
+    }
+}
+
+FA_DEVICE void pack_operand(unsigned (&a)[P_STEPS][4], const float (&s)[S_COUNT])
+{
+#pragma unroll
+    for (int n = 0; n < S_COUNT / 2; n++)
+        a[n / 4][n % 4] = pack<FA_DTYPE>(s[2 * n], s[2 * n + 1]);
+}
+
+/* dS, queries down, for dQ: a consumer's 64 keys are one panel. */
+FA_DEVICE void share_ds(unsigned tile, const unsigned (&ds)[P_STEPS][4], int group)
+{
+    int      lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8, chunk = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
+    unsigned to = tile + first_key_of(group) / 64 * (FA_TILE_Q * 128) + row * 128 + ((chunk ^ row % 8) << 4);
+#pragma unroll
+    for (int step = 0; step < P_STEPS; step++)
+        store_matrix_transposed(to + step * 2048, ds[step]);
+}
+
+/* Without a mask only keys past the last are hidden, and only their dS does harm. */
+FA_DEVICE void clear_hidden_keys(const work &w, unsigned (&ds)[P_STEPS][4], int group)
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        if (w.first_k + first_key_of(group) + fragment_row() + 8 * h >= w.keys.end)
+#pragma unroll
+            for (int n = 0; n < P_STEPS; n++)
+                ds[n][h] = ds[n][2 + h] = 0;
+}
+
+/* To the warp that adds it to the float dQ. */
+FA_DEVICE void share_dq(const float (&dq)[DQ_COUNT], int group)
+{
+    unsigned to = dq_at(group) + threadIdx.x % 128 * 16;
+    if (BY_COLUMNS)
+        named_sync(DQ_IS_FREE + group, 128 + 32);
+#pragma unroll
+    for (int j = 0; j < DQ_COUNT / 4; j++)
+        shared_store(to + j * (128 * 16), make_uint4(__float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]),
+                                                     __float_as_uint(dq[4 * j + 2]), __float_as_uint(dq[4 * j + 3])));
+    fence_async();
+    named_arrive(DQ_IS_THERE + group, 128 + 32);
+}
+
+/* Until dS of both consumers is there, and the memory of dQ free. */
+FA_DEVICE void wait_for_ds()
+{
+    fence_async();
+    named_sync(DS_IS_THERE, 128 * CONSUMERS + 32);
+}
+
+#endif

@@ -1,0 +1,178 @@
+/*
+ * A step of backward_sm90.cu at head_dim 256 (BY_COLUMNS). Consumer 0 makes S^T and P^T and passes P^T on, consumer 1 makes dP^T and dS^T; of dV, dK
+ * and dQ each has its half of the columns. Consumer 0 is ahead of the other, so that the tensor cores have the products of one while the other is at
+ * its elements:
+ *
+ *     consumer 0                                                  consumer 1
+ *     S = K Q^T; of the step before dK, half of dQ                dK and half of dQ of the step before; dP = V dO^T
+ *     P = exp(S - LSE), to consumer 1                             the other half of dQ; P from consumer 0; dV
+ *     the other half of dQ, dV                                    dS = P (dP - delta), to shared memory
+ *
+ * dQ leaves in two rounds of 64 columns, each consumer's by a warp of its own. P lies in shared memory until dS of its step is there, dS for two steps.
+ */
+#ifndef FA_BACKWARD_WIDE_SM90_CUH
+#define FA_BACKWARD_WIDE_SM90_CUH
+
+#include "backward_products_sm90.cuh"
+
+/* dK += dS^T Q, both from shared memory: only consumer 1 has had dS^T in registers. */
+FA_DEVICE void start_dk(float (&c)[D_COUNT], unsigned ds, unsigned q, int group)
+{
+    matrix a = matrix_of(ds, 0), b = matrix_of(q + first_column_of(group) / 64 * (FA_TILE_Q * 128), FA_TILE_Q * 128);
+    hold(c);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < P_STEPS; step++)
+        wgmma_shared<1, 1>(c, a.from(step * 2048), b.from(step * 2048), 1);
+    wgmma_commit();
+}
+
+/* Thread to thread: both have the same elements. */
+FA_DEVICE unsigned passed_at() { return shared_address(shared) + PASSED_AT + threadIdx.x % 128 * 16; }
+
+FA_DEVICE void pass_p(const unsigned (&p)[P_STEPS][4])
+{
+#pragma unroll
+    for (int n = 0; n < P_STEPS; n++)
+        shared_store(passed_at() + n * 2048, make_uint4(p[n][0], p[n][1], p[n][2], p[n][3]));
+    named_arrive(P_IS_THERE, 128 * CONSUMERS);
+}
+
+FA_DEVICE void take_p(unsigned (&p)[P_STEPS][4])
+{
+    named_sync(P_IS_THERE, 128 * CONSUMERS);
+#pragma unroll
+    for (int n = 0; n < P_STEPS; n++) {
+        uint4 four = shared_load_16(passed_at() + n * 2048);
+        p[n][0] = four.x, p[n][1] = four.y, p[n][2] = four.z, p[n][3] = four.w;
+    }
+}
+
+template <bool FIRST>
+FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int tile, bool masked)
+{
+    constexpr int GROUP = 0;
+    float         s[S_COUNT], dq[DQ_COUNT];
+    row_stats     rows;
+    wait_for_q(c.n);
+    if (INSPECTED && masked)
+        inspect<Q_BYTES, 128>(q_tile(c.n), OWN_IS_CLEAN + GROUP);
+    start_scores(s, k_tile(), q_tile(c.n));
+    if constexpr (!FIRST) {
+        named_sync(DS_IS_THERE, 128 * CONSUMERS);
+        start_dk(c.dk, ds_tile(c.n - 1), q_tile(c.n - 1), GROUP);
+        start_dq(dq, ds_tile(c.n - 1), GROUP, 0);
+    }
+    wgmma_wait<FIRST ? 0 : 2>();
+    hold(s);
+    load_stats(rows, lse_at(c.n));
+    exponentials(args, s, rows);
+    if (INSPECTED && masked)
+        mask_elements(s, columns_of(args, w, tile, GROUP));
+    pack_operand(c.p, s);
+    if (INSPECTED && masked) {
+        wait_for_dout(c.n);
+        give_back_nonfinite(c.p, columns_of(args, w, tile, GROUP), delta_at(c.n));
+    }
+    pass_p(c.p);
+    if constexpr (!FIRST) {
+        wgmma_wait<0>();
+        hold(c.dk);
+        hold(dq);
+        release(q_empty(c.n - 1));
+        share_dq(dq, GROUP);
+        start_dq(dq, ds_tile(c.n - 1), GROUP, 1);
+    }
+    wait_for_dout(c.n);
+    if (INSPECTED && masked)
+        named_sync(DOUT_IS_CLEAN, 128 * CONSUMERS);
+    start_gradient(c.dv, c.p, dout_tile(c.n), GROUP);
+    if constexpr (!FIRST) {
+        wgmma_wait<1>();
+        hold(dq);
+        share_dq(dq, GROUP);
+    }
+    wgmma_wait<0>();
+    hold(c.dv);
+    hold(c.p);
+    release(dout_empty(c.n));
+    c.n++;
+}
+
+template <bool FIRST>
+FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsigned item, int tile, bool masked)
+{
+    constexpr int GROUP = 1;
+    float         dp[S_COUNT], dq[DQ_COUNT];
+    unsigned      ds[P_STEPS][4];
+    row_stats     rows;
+    if constexpr (FIRST)
+        barrier_wait(v_full(), filled<1>(item));
+    else {
+        start_dk(c.dk, ds_tile(c.n - 1), q_tile(c.n - 1), GROUP);
+        start_dq(dq, ds_tile(c.n - 1), GROUP, 0);
+    }
+    wait_for_dout(c.n);
+    if (INSPECTED && masked) {
+        inspect<Q_BYTES, 128>(dout_tile(c.n), OWN_IS_CLEAN + GROUP);
+        named_arrive(DOUT_IS_CLEAN, 128 * CONSUMERS);
+    }
+    start_scores(dp, v_tile(), dout_tile(c.n));
+    if constexpr (!FIRST) {
+        wgmma_wait<1>();
+        hold(c.dk);
+        hold(dq);
+        release(q_empty(c.n - 1));
+        share_dq(dq, GROUP);
+        start_dq(dq, ds_tile(c.n - 1), GROUP, 1);
+    }
+    wgmma_wait<FIRST ? 0 : 1>();
+    hold(dp);
+    load_stats(rows, delta_at(c.n));
+    take_p(c.p);
+    wait_for_q(c.n); /* for dK; consumer 0 has */
+    start_gradient(c.dv, c.p, dout_tile(c.n), GROUP);
+    score_gradients(c.p, dp, rows);
+    if (INSPECTED && masked)
+        mask_elements(dp, columns_of(args, w, tile, GROUP));
+    pack_operand(ds, dp);
+    if (!INSPECTED && masked)
+        clear_hidden_keys(w, ds, GROUP);
+    share_ds(ds_tile(c.n), ds, GROUP);
+    fence_async();
+    named_arrive(DS_IS_THERE, 128 * CONSUMERS);
+    if constexpr (!FIRST) {
+        wgmma_wait<1>();
+        hold(dq);
+        share_dq(dq, GROUP);
+    }
+    wgmma_wait<0>();
+    hold(c.dv);
+    hold(c.p);
+    release(dout_empty(c.n));
+    named_sync(DS_IS_WHOLE, 128); /* for this consumer's own products */
+    c.n++;
+}
+
+/* What the last step of an item has left. */
+template <int GROUP> FA_DEVICE void last_by_columns(consumer &c)
+{
+    float dq[DQ_COUNT];
+    release(v_empty());
+    if (GROUP == 0)
+        named_sync(DS_IS_THERE, 128 * CONSUMERS);
+    start_dk(c.dk, ds_tile(c.n - 1), q_tile(c.n - 1), GROUP);
+    start_dq(dq, ds_tile(c.n - 1), GROUP, 0);
+    wgmma_wait<0>();
+    hold(c.dk);
+    hold(dq);
+    release(q_empty(c.n - 1));
+    share_dq(dq, GROUP);
+    start_dq(dq, ds_tile(c.n - 1), GROUP, 1);
+    wgmma_wait<0>();
+    hold(dq);
+    release(k_empty());
+    share_dq(dq, GROUP);
+}
+
+#endif
