@@ -1,7 +1,6 @@
 /* Ring attention on the host: ranks are threads, the transport is the sockets of examples/ring. */
-#include "case_ring.h"
 #include "dist/dist.h"
-#include "harness.h"
+#include "harness_ring.h"
 
 #define NONE .mask = FLASH_ATTN_NONE
 #define CAUSAL .mask = FLASH_ATTN_CAUSAL
@@ -27,33 +26,6 @@ static const ring_case cases[] = {
     {SHAPE(1, 300, 300, 2, 2, 64, 64), CAUSAL},
 };
 enum { NUM_CASES = sizeof cases / sizeof *cases };
-
-/* ---- a world ---- */
-
-static ring_world *start(ring_case shape, flash_attn_dtype dtype, uint64_t seed)
-{
-    ring_world *world = ring_world_make(&shape, dtype, seed);
-    if (!world)
-        fail_msg("%s", flash_attn_last_error());
-    return world;
-}
-
-static void expect_all_ok(ring_world *world)
-{
-    for (int rank = 0; rank < ring_world_ranks(world); rank++)
-        for (int pass = 0; pass < 2; pass++)
-            if (ring_world_rank(world, rank)->status[pass] != FLASH_ATTN_OK)
-                fail_msg("rank %d, pass %d: %s", rank, pass, ring_world_rank(world, rank)->error[pass]);
-}
-
-static void expect_right(ring_world *world, const char *what)
-{
-    double worst;
-    expect_all_ok(world);
-    const char *why = ring_world_compare(world, true, &worst);
-    if (why)
-        fail_msg("%s: %s", what, why);
-}
 
 /* ---- positions ---- */
 
@@ -161,7 +133,7 @@ static void causal_work_is_balanced(void **state)
 
 static void run_case(ring_case shape, flash_attn_dtype dtype, const tier *t)
 {
-    ring_world *test = start(shape, dtype, 1 + (uint64_t)shape.ranks);
+    ring_world *test = ring_start(shape, dtype, 1 + (uint64_t)shape.ranks);
     for (int rank = 0; rank < shape.ranks; rank++) {
         ring_world_rank(test, rank)->context          = t->context;
         ring_world_rank(test, rank)->exec.num_threads = 1 + rank % 2;
@@ -171,10 +143,10 @@ static void run_case(ring_case shape, flash_attn_dtype dtype, const tier *t)
     char what[200];
     snprintf(what, sizeof what, "%s %s, %d ranks, layout %d, %d x %d, mask %d", t->name, dtype_name(dtype), shape.ranks,
              (int)shape.layout, shape.seqlen_q, shape.seqlen_k, (int)shape.mask);
-    expect_right(test, what);
+    expect_ring_right(test, what);
     uint64_t digest = ring_world_digest(test);
     ring_world_run(test, true);
-    expect_all_ok(test);
+    expect_ring_ok(test);
     if (ring_world_digest(test) != digest)
         fail_msg("%s: the second run gave other bits", what);
     ring_world_free(test);
@@ -206,19 +178,14 @@ static void every_tier_runs_a_ring(void **state)
         }
 }
 
-static ring_case usual(int ranks)
-{
-    return (ring_case){SHAPE(1, 70, 70, 4, 2, 32, 32), CAUSAL, .layout = FLASH_ATTN_RING_ZIGZAG, .ranks = ranks};
-}
-
 static void one_rank_gives_the_bits_of_the_plain_call(void **state)
 {
     (void)state;
-    ring_world *test = start(usual(1), FLASH_ATTN_BF16, 5);
+    ring_world *test = ring_start(usual_ring(1), FLASH_ATTN_BF16, 5);
     ring_rank *r    = ring_world_rank(test, 0);
     memset(&r->ring.transport, 0, sizeof r->ring.transport); /* not needed */
     ring_world_run(test, true);
-    expect_right(test, "one rank");
+    expect_ring_right(test, "one rank");
     flash_attn_problem p  = r->p;
     flash_attn_grads   g  = r->g;
     flash_attn_tensor  o  = copy_of(&p.o), dq = copy_of(&g.dq), dk = copy_of(&g.dk);
@@ -238,13 +205,13 @@ static void gradients_that_are_not_wanted_may_be_absent(void **state)
 {
     (void)state;
     for (int wanted = 0; wanted < 8; wanted++) {
-        ring_case shape = usual(3);
+        ring_case shape = usual_ring(3);
         shape.sinks     = wanted == 5;
-        ring_world *test = start(shape, FLASH_ATTN_F32, 5);
+        ring_world *test = ring_start(shape, FLASH_ATTN_F32, 5);
         flash_attn_tensor all[3][3];
         void             *memory[3][3];
         ring_world_run(test, true);
-        expect_right(test, "all wanted");
+        expect_ring_right(test, "all wanted");
         for (int rank = 0; rank < 3; rank++) {
             ring_rank         *r    = ring_world_rank(test, rank);
             flash_attn_tensor *g[3] = {&r->g.dq, &r->g.dk, &r->g.dv};
@@ -256,7 +223,7 @@ static void gradients_that_are_not_wanted_may_be_absent(void **state)
             }
         }
         ring_world_run(test, true);
-        expect_all_ok(test);
+        expect_ring_ok(test);
         for (int rank = 0; rank < 3; rank++) {
             ring_rank         *r    = ring_world_rank(test, rank);
             flash_attn_tensor *g[3] = {&r->g.dq, &r->g.dk, &r->g.dv};
@@ -276,13 +243,13 @@ static void future_keys_do_not_change_causal_output(void **state)
 {
     (void)state;
     for (int layout = 0; layout <= FLASH_ATTN_RING_STRIPED; layout++) {
-        ring_case shape = usual(3);
+        ring_case shape = usual_ring(3);
         shape.layout    = (flash_attn_ring_layout)layout;
-        ring_world *test = start(shape, FLASH_ATTN_BF16, 9);
+        ring_world *test = ring_start(shape, FLASH_ATTN_BF16, 9);
         flash_attn_tensor clean[2];
         double            worst;
         ring_world_run(test, false);
-        expect_all_ok(test);
+        expect_ring_ok(test);
         assert_null(ring_world_compare(test, false, &worst));
         for (int n = 0; n < 2; n++)
             clean[n] = copy_of(ring_world_result(test, n ? RING_LSE : RING_O));
@@ -293,7 +260,7 @@ static void future_keys_do_not_change_causal_output(void **state)
                 set(&whole->v, 0, shape.seqlen_k - 1, h, d, NAN);
             }
         ring_world_run(test, false);
-        expect_all_ok(test);
+        expect_ring_ok(test);
         assert_non_null(ring_world_compare(test, false, &worst)); /* the last query has it */
         for (int n = 0; n < 2; n++) {
             flash_attn_tensor now = *ring_world_result(test, n ? RING_LSE : RING_O);

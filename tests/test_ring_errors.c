@@ -1,38 +1,5 @@
 /* Ring attention when something is wrong: at one rank, between two, in the transport. */
-#include "case_ring.h"
-#include "harness.h"
-
-/* ---- a world ---- */
-
-static ring_world *start(ring_case shape, flash_attn_dtype dtype, uint64_t seed)
-{
-    ring_world *world = ring_world_make(&shape, dtype, seed);
-    if (!world)
-        fail_msg("%s", flash_attn_last_error());
-    return world;
-}
-
-static void expect_all_ok(ring_world *world)
-{
-    for (int rank = 0; rank < ring_world_ranks(world); rank++)
-        for (int pass = 0; pass < 2; pass++)
-            if (ring_world_rank(world, rank)->status[pass] != FLASH_ATTN_OK)
-                fail_msg("rank %d, pass %d: %s", rank, pass, ring_world_rank(world, rank)->error[pass]);
-}
-
-static void expect_right(ring_world *world, const char *what)
-{
-    double worst;
-    expect_all_ok(world);
-    const char *why = ring_world_compare(world, true, &worst);
-    if (why)
-        fail_msg("%s: %s", what, why);
-}
-
-static ring_case usual(int ranks)
-{
-    return (ring_case){1, 70, 70, 4, 2, 32, 32, .mask = FLASH_ATTN_CAUSAL, .layout = FLASH_ATTN_RING_ZIGZAG, .ranks = ranks};
-}
+#include "harness_ring.h"
 
 static void expect_untouched(ring_world *world)
 {
@@ -59,7 +26,7 @@ static void nonsense_at_one_rank_fails_on_all_and_writes_nothing(void **state)
 {
     (void)state;
     for (int kind = 0; kind < 7; kind++) {
-        ring_world *test = start(usual(4), FLASH_ATTN_F32, 3);
+        ring_world *test = ring_start(usual_ring(4), FLASH_ATTN_F32, 3);
         ring_rank         *r    = ring_world_rank(test, 2), kept = *r;
         static const float bias[1];
         switch (kind) {
@@ -79,7 +46,7 @@ static void nonsense_at_one_rank_fails_on_all_and_writes_nothing(void **state)
         }
         *r = kept;
         ring_world_run(test, true);
-        expect_right(test, "after the nonsense");
+        expect_ring_right(test, "after the nonsense");
         ring_world_free(test);
     }
 }
@@ -87,7 +54,7 @@ static void nonsense_at_one_rank_fails_on_all_and_writes_nothing(void **state)
 static void nonsense_in_a_backward_fails_on_all_too(void **state)
 {
     (void)state;
-    ring_world *test = start(usual(3), FLASH_ATTN_F32, 3);
+    ring_world *test = ring_start(usual_ring(3), FLASH_ATTN_F32, 3);
     ring_rank *r    = ring_world_rank(test, 1);
     r->g.dk.reserved = 1;
     ring_world_run(test, true);
@@ -100,7 +67,7 @@ static void nonsense_in_a_backward_fails_on_all_too(void **state)
     }
     r->g.dk.reserved = 0;
     ring_world_run(test, true);
-    expect_right(test, "after the nonsense");
+    expect_ring_right(test, "after the nonsense");
     ring_world_free(test);
 }
 
@@ -144,7 +111,7 @@ static void a_transport_that_fails_is_a_status_on_all_ranks(void **state)
     int ok = 0;
     for (int calls = 0; !ok; calls++) {
         assert_true(calls < 200);
-        ring_world *test = start(usual(3), FLASH_ATTN_F32, 3);
+        ring_world *test = ring_start(usual_ring(3), FLASH_ATTN_F32, 3);
         ring_rank *r    = ring_world_rank(test, 1);
         failing    f    = {.real = r->ring.transport, .sockets = ring_world_sockets(test, 1), .calls_left = calls};
         for (int rank = 0; rank < 3; rank++)
@@ -171,7 +138,7 @@ static void a_transport_that_fails_is_a_status_on_all_ranks(void **state)
 static void ranks_in_the_wrong_order_are_found_out(void **state)
 {
     (void)state;
-    ring_world *test = start(usual(3), FLASH_ATTN_F32, 3);
+    ring_world *test = ring_start(usual_ring(3), FLASH_ATTN_F32, 3);
     flash_attn_transport of_0 = ring_world_rank(test, 0)->ring.transport;
     ring_world_rank(test, 0)->ring.transport = ring_world_rank(test, 1)->ring.transport;
     ring_world_rank(test, 1)->ring.transport = of_0;

@@ -3,8 +3,8 @@
  * transport and, on a GPU, its own device; the results put together again and compared with the REFERENCE device's over the whole.
  * Uses the public header alone.
  */
-#ifndef CASE_RING_H
-#define CASE_RING_H
+#ifndef RING_WORLD_H
+#define RING_WORLD_H
 
 #include "case_runner.h"
 #include "../examples/ring/sockets.h"

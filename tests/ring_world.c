@@ -1,4 +1,4 @@
-#include "case_ring.h"
+#include "ring_world.h"
 
 #include "case_numbers.h"
 
