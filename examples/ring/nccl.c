@@ -11,7 +11,9 @@ ncclResult_t ring_nccl_open(ring_nccl *ring, ncclComm_t comm)
     if (result != ncclSuccess)
         return result;
     *ring = (ring_nccl){.comm = comm, .next = (rank + 1) % ranks, .previous = (rank + ranks - 1) % ranks};
-    if (cudaStreamCreateWithFlags(&ring->stream, cudaStreamNonBlocking) != cudaSuccess)
+    int least, greatest; /* a transfer's few blocks go first, or attention, which fills the GPU, would hold them back */
+    if (cudaDeviceGetStreamPriorityRange(&least, &greatest) != cudaSuccess ||
+        cudaStreamCreateWithPriority(&ring->stream, cudaStreamNonBlocking, greatest) != cudaSuccess)
         return ncclUnhandledCudaError;
     if (cudaEventCreateWithFlags(&ring->event, cudaEventDisableTiming) == cudaSuccess)
         return ncclSuccess;

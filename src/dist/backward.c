@@ -1,9 +1,10 @@
 /*
  * Ring attention's backward on rank r of R. dK and dV, float32, follow K and V one step behind and go one hop further, home:
+ *     begin to send the own K, V on, and to receive those of rank r - 1
  *     for t = 0 .. R - 1:
- *         begin to send K, V of rank r - t on, and to receive those of rank r - t - 1
  *         dQ_t, dK_t, dV_t from the own Q, dO, O, LSE and K, V of rank r - t      (flash_attn_backward)
- *         wait for dK, dV of rank r - t, for K and V too
+ *         wait: dK, dV of rank r - t are here, and K, V of rank r - t - 1
+ *         begin to send K, V of rank r - t - 1 on, and to receive those of rank r - t - 2
  *         dQ += dQ_t, dK += dK_t, dV += dV_t
  *         begin to send dK, dV of rank r - t on, and to receive those of rank r - t - 1
  *     wait
@@ -104,36 +105,37 @@ static flash_attn_status run_rect(const fa_ring_call *r, const at_step *s, int n
     return r->call.dq.data ? add(r, fa_ring_rows(s->dq, 1, rect->q_begin, rect->q_end), part) : FLASH_ATTN_OK;
 }
 
-static flash_attn_status run_first_step(const fa_ring_call *r, const at_step *s)
+static bool is_all(const fa_ring_call *r, const at_step *s)
 {
-    const fa_ring_rect *only = s->rects;
-    FA_TRY(make_dsinks(r, s->k, s->v));
-    if (fa_ring_is_whole(r, only, s->count) && only->k_begin == 0 && only->k_end == s->rows)
-        return differentiate(r, only, s->k, s->v, s->dq, dkv_at(r, 0));
-    FA_TRY(begin_sums(r, s->dq, s->rows));
-    for (int n = 0; n < s->count; n++) {
-        FA_TRY(run_rect(r, s, n));
-        FA_TRY(add_kv(r, &s->rects[n], 0, s->rows));
-    }
-    return FLASH_ATTN_OK;
+    return fa_ring_is_whole(r, s->rects, s->count) && s->rects->k_begin == 0 && s->rects->k_end == s->rows;
 }
 
-/* The first rectangle's work runs while dK and dV are still on their way here. *status: of the work; what is returned: of the
- * transport. */
+/* Sums begin: with the own rectangle's gradients if it is all, else with zeros, to which run_step adds. */
+static flash_attn_status begin_step(const fa_ring_call *r, at_step *s)
+{
+    FA_TRY(make_dsinks(r, s->k, s->v));
+    if (!is_all(r, s))
+        return begin_sums(r, s->dq, s->rows);
+    s->count = 0;
+    return differentiate(r, s->rects, s->k, s->v, s->dq, dkv_at(r, 0));
+}
+
+/* The first rectangle's work runs while dK and dV are still on their way here; the last one's sums, while K and V already leave.
+ * *status: of the work; what is returned: of the transport. */
 static flash_attn_status run_step(fa_ring_call *r, int number, flash_attn_status *status)
 {
     at_step s = enter_step(r, number);
-    if (number == 0) {
-        *status = *status == FLASH_ATTN_OK ? run_first_step(r, &s) : *status;
-        return fa_ring_wait(r); /* later steps wait in their midst */
-    }
-    if (*status == FLASH_ATTN_OK && s.count > 0)
-        *status = run_rect(r, &s, 0);
-    FA_TRY(fa_ring_wait(r));
-    for (int n = 0; n < s.count && *status == FLASH_ATTN_OK; n++) {
-        if (n > 0)
+    if (number == 0 && *status == FLASH_ATTN_OK)
+        *status = begin_step(r, &s);
+    for (int n = 0; n == 0 || n < s.count; n++) {
+        bool work = n < s.count;
+        if (work && *status == FLASH_ATTN_OK)
             *status = run_rect(r, &s, n);
-        if (*status == FLASH_ATTN_OK)
+        if (n == 0)
+            FA_TRY(fa_ring_wait(r));
+        if (n + 1 >= s.count)
+            FA_TRY(fa_ring_begin_kv(r, number + 1));
+        if (work && *status == FLASH_ATTN_OK)
             *status = add_kv(r, &s.rects[n], number, s.rows);
     }
     return FLASH_ATTN_OK;
@@ -142,8 +144,8 @@ static flash_attn_status run_step(fa_ring_call *r, int number, flash_attn_status
 flash_attn_status fa_ring_backward(fa_ring_call *r)
 {
     flash_attn_status status = fa_ring_pack(r); /* whatever fails here, the ring goes on, for the others' sake */
+    FA_TRY(fa_ring_begin_kv(r, 0));
     for (int step = 0; step < r->ring.ranks; step++) {
-        FA_TRY(fa_ring_begin_kv(r, step));
         FA_TRY(run_step(r, step, &status));
         if (wants_kv(r))
             FA_TRY(fa_ring_begin(r, r->memory.dkv[step % 2], dkv_bytes(r, step), r->memory.dkv[(step + 1) % 2], dkv_bytes(r, step + 1)));

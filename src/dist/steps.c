@@ -106,7 +106,7 @@ flash_attn_status fa_ring_pack(const fa_ring_call *r)
 flash_attn_status fa_ring_begin_kv(fa_ring_call *r, int step)
 {
     flash_attn_dtype dtype = r->call.k.dtype;
-    if (step + 1 == r->ring.ranks)
+    if (step + 1 >= r->ring.ranks)
         return FLASH_ATTN_OK;
     return fa_ring_begin(r, r->memory.kv[step % 2], fa_ring_kv_bytes(r, fa_ring_source(r, step).rows, dtype),
                          r->memory.kv[(step + 1) % 2], fa_ring_kv_bytes(r, fa_ring_source(r, step + 1).rows, dtype));
