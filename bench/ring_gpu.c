@@ -27,6 +27,7 @@ typedef struct problem {
     int64_t                seqlen;
     int                    heads, head_dim, gpus;
     flash_attn_ring_layout layout;
+    bool                   dry; /* nothing is sent: what the compute alone takes */
     uint16_t              *whole[TENSORS]; /* on the host */
 } problem;
 
@@ -93,6 +94,12 @@ static void meet(const rank *r)
         pthread_barrier_wait(r->barrier);
 }
 
+static int send_nothing(void *user, const void *send, size_t send_bytes, void *recv, size_t recv_bytes, void *stream)
+{
+    (void)user, (void)send, (void)send_bytes, (void)recv, (void)recv_bytes, (void)stream;
+    return 0;
+}
+
 static void *run_rank(void *argument)
 {
     rank          *r = argument;
@@ -105,7 +112,7 @@ static void *run_rank(void *argument)
     flash_attn_ring ring = {.rank = r->number, .ranks = r->ranks, .layout = p->layout, .seqlen_q = p->seqlen, .seqlen_k = p->seqlen};
     if (r->ranks > 1) {
         stop_if(ring_nccl_open(&nccl, r->comm) != ncclSuccess, "NCCL");
-        ring.transport = ring_nccl_transport(&nccl);
+        ring.transport = p->dry ? (flash_attn_transport){.begin = send_nothing} : ring_nccl_transport(&nccl);
     }
     flash_attn_ring_get_share(p->layout, r->ranks, r->number, p->seqlen, &r->share);
     flash_attn_tensor t[TENSORS];
@@ -165,7 +172,7 @@ static void run_all(const problem *p, ncclComm_t *comms, int ranks, double milli
         pthread_join(thread[n], NULL);
         for (int pass = 0; pass < 2; pass++)
             milliseconds[pass] = all[n].milliseconds[pass] > milliseconds[pass] ? all[n].milliseconds[pass] : milliseconds[pass];
-        for (int which = O; which < TENSORS && ranks > 1; which++)
+        for (int which = O; which < TENSORS && ranks > 1 && !p->dry; which++)
             if (!(all[n].largest[which] < 0.1)) {
                 fprintf(stderr, "rank %d: %s differs by %g from one GPU's\n", n, names[which], all[n].largest[which]);
                 exit(1);
@@ -176,7 +183,7 @@ static void run_all(const problem *p, ncclComm_t *comms, int ranks, double milli
 
 static void run_length(problem p, ncclComm_t *comms)
 {
-    static const char *const layouts[] = {"contiguous", "zigzag", "striped"};
+    static const char *const layouts[] = {"contiguous", "zigzag", "striped", "zigzag without transfers"};
     uint32_t                 random    = 1;
     double                   flops     = 2.0 * (double)p.seqlen * (double)p.seqlen * p.heads * p.head_dim, alone[2] = {0, 0};
     for (int n = 0; n < TENSORS; n++) {
@@ -193,9 +200,10 @@ static void run_length(problem p, ncclComm_t *comms)
     run_all(&p, comms, 1, alone);
     printf("%lld tokens, 1 GPU: forward %.2f ms, %.0f TFLOP/s; backward %.2f ms, %.0f TFLOP/s\n", (long long)p.seqlen, alone[0],
            flops / alone[0] / 1e9, alone[1], 2.5 * flops / alone[1] / 1e9);
-    for (int layout = 0; layout < 3; layout++) {
+    for (int layout = 0; layout < 4; layout++) {
         double ms[2] = {0, 0};
-        p.layout     = (flash_attn_ring_layout)layout;
+        p.dry        = layout == 3;
+        p.layout     = p.dry ? FLASH_ATTN_RING_ZIGZAG : (flash_attn_ring_layout)layout;
         run_all(&p, comms, p.gpus, ms);
         printf("%lld tokens, %d GPUs, %s: forward %.2f ms, %.0f TFLOP/s, %.2f times; backward %.2f ms, %.0f TFLOP/s, %.2f times\n",
                (long long)p.seqlen, p.gpus, layouts[layout], ms[0], flops / ms[0] / 1e9, alone[0] / ms[0], ms[1],
