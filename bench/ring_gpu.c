@@ -124,6 +124,7 @@ static void *run_rank(void *argument)
     flash_attn_problem call  = {.device = {FLASH_ATTN_CUDA, r->number}, .q = t[Q], .k = t[K], .v = t[V], .o = t[O], .lse = {.data = lse},
                                 .mask = FLASH_ATTN_CAUSAL};
     flash_attn_grads   grads = {.dout = t[DOUT], .dq = t[DQ], .dk = t[DK], .dv = t[DV]};
+    stop_if(cudaDeviceSynchronize() != cudaSuccess, "copies");
     for (int pass = 0; pass < 2; pass++) {
         flash_attn_exec exec = {.stream = stream};
         stop_if(flash_attn_ring_workspace_size(NULL, &call, &ring, (flash_attn_pass)pass, &exec.workspace_bytes) != FLASH_ATTN_OK, "the size");

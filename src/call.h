@@ -189,9 +189,6 @@ flash_attn_status fa_cuda_run(flash_attn_context *context, int32_t device, const
 flash_attn_status fa_cuda_merge(flash_attn_context *context, int32_t device, const flash_attn_partial *parts,
                                 int32_t num_parts, const flash_attn_partial *result, const fa_exec *exec);
 flash_attn_status fa_cuda_append(flash_attn_context *context, const flash_attn_append *append, const fa_exec *exec);
-/* Memory in the order of a stream, and back. */
-flash_attn_status fa_cuda_alloc(flash_attn_context *context, int32_t device, void *stream, size_t bytes, void **memory);
-void              fa_cuda_free(flash_attn_context *context, int32_t device, void *stream, void *memory);
 /* Needs no device: build the call's kernels for this compute capability into a folder. */
 flash_attn_status fa_cuda_compile(flash_attn_context *context, const fa_call *call, int32_t arch, const char *folder);
 

@@ -282,6 +282,12 @@ static void take_home(on_device *d)
     }
 }
 
+static void settle(ring_rank *r)
+{
+    if (r->settle && !r->settle(r))
+        abort();
+}
+
 static flash_attn_status run_pass(ring_rank *r, on_device *d, flash_attn_pass pass)
 {
     size_t          bytes = 0;
@@ -305,8 +311,9 @@ static flash_attn_status run_pass(ring_rank *r, on_device *d, flash_attn_pass pa
     char sentence[sizeof r->error[0]];
     snprintf(sentence, sizeof sentence, "%s", status == FLASH_ATTN_OK ? "" : flash_attn_last_error());
     memcpy(r->error[pass], sentence, sizeof sentence);
+    settle(r);
     if (r->memory && own)
-        r->memory->release(r->memory->user, own); /* waits for the work */
+        r->memory->release(r->memory->user, own);
     else
         free(own);
     return status;
@@ -325,6 +332,7 @@ static void *run_rank(void *argument)
     if (r->enter && !r->enter(r))
         abort();
     bring_all(&d, r);
+    settle(r);
     r->status[0] = r->status[1] = run_pass(r, &d, FLASH_ATTN_FORWARD);
     if (r->status[0] == FLASH_ATTN_OK && job->backward)
         r->status[1] = run_pass(r, &d, FLASH_ATTN_BACKWARD);

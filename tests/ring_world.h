@@ -26,6 +26,7 @@ typedef struct ring_rank {
     flash_attn_context *context;
     const case_memory  *memory; /* NULL: host */
     bool (*enter)(struct ring_rank *rank); /* in the rank's own thread, before anything else; NULL: nothing to do */
+    bool (*settle)(struct ring_rank *rank); /* wait for the device, after copies and calls; NULL: nothing to do */
     flash_attn_ring    ring;
     flash_attn_problem p;
     flash_attn_grads   g;

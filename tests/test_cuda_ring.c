@@ -51,7 +51,7 @@ static int staged_begin(void *user, const void *send, size_t send_bytes, void *r
     if (!failed)
         failed = s->sockets.begin(s->sockets.user, out, send_bytes, in, recv_bytes, NULL) || s->sockets.wait(s->sockets.user, NULL);
     if (!failed && recv_bytes)
-        failed = !gpu->to_device(recv, in, recv_bytes);
+        failed = !gpu->to_device(recv, in, recv_bytes) || !gpu->wait(NULL);
     free(out);
     free(in);
     return failed;
@@ -69,6 +69,9 @@ static bool enter(ring_rank *r)
     return r->memory && r->exec.stream;
 }
 
+/* The default stream has the copies. */
+static bool settle(ring_rank *r) { return case_gpu_get()->wait(NULL) && case_gpu_get()->wait(r->exec.stream); }
+
 static ring_world *start_on_gpus(const ring_case *shape, flash_attn_dtype dtype, staged *transports)
 {
     ring_world *world = ring_start(*shape, dtype, 11);
@@ -76,6 +79,8 @@ static ring_world *start_on_gpus(const ring_case *shape, flash_attn_dtype dtype,
         ring_rank *r     = ring_world_rank(world, rank);
         transports[rank] = (staged){.sockets = r->ring.transport};
         r->enter         = enter;
+        r->settle        = settle;
+        r->give_workspace = true;
         r->memory        = memory;
         r->p.device      = (flash_attn_device){FLASH_ATTN_CUDA, rank % num_devices};
         r->p.deterministic = true;
@@ -108,8 +113,6 @@ static void a_ring_gives_what_one_rank_gives(void **state)
         ring_world *world = start_on_gpus(&cases[n].shape, cases[n].dtype, transports);
         if (n % 2)
             use_exchange_host(world);
-        for (int rank = 0; rank < cases[n].shape.ranks && n % 3 == 0; rank++)
-            ring_world_rank(world, rank)->give_workspace = true;
         snprintf(what, sizeof what, "case %d", n);
         ring_world_run(world, true);
         expect_ring_right(world, what);
@@ -142,6 +145,22 @@ static void nonsense_at_one_rank_fails_on_all_if_hosts_can_speak(void **state)
     ring_world_free(world);
 }
 
+static void the_workspace_is_the_callers(void **state)
+{
+    (void)state;
+    skip_unless(memory != NULL, why_not);
+    staged      transports[RING_MAX_RANKS];
+    ring_world *world = start_on_gpus(&cases[0].shape, cases[0].dtype, transports);
+    use_exchange_host(world);
+    ring_world_rank(world, 1)->give_workspace = false;
+    ring_world_run(world, true);
+    assert_int_equal(ring_world_rank(world, 0)->status[0], FLASH_ATTN_TRANSPORT);
+    assert_int_equal(ring_world_rank(world, 1)->status[0], FLASH_ATTN_INVALID);
+    assert_non_null(strstr(ring_world_rank(world, 1)->error[0], "exec.workspace is NULL"));
+    assert_false(ring_world_rank(world, 0)->touched || ring_world_rank(world, 1)->touched);
+    ring_world_free(world);
+}
+
 static void a_transport_that_fails_is_a_status(void **state)
 {
     (void)state;
@@ -168,6 +187,7 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_ring_gives_what_one_rank_gives),
         cmocka_unit_test(nonsense_at_one_rank_fails_on_all_if_hosts_can_speak),
+        cmocka_unit_test(the_workspace_is_the_callers),
         cmocka_unit_test(a_transport_that_fails_is_a_status),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -44,51 +44,22 @@ static flash_attn_status launch_all(const fa_place *place, const fa_call *call, 
 }
 
 /* Stream-ordered where the device can; else cuMemAlloc, whose free waits for the work. */
-static flash_attn_status take_memory(const fa_place *place, size_t bytes, CUdeviceptr *memory)
-{
-    const fa_driver *driver = place->driver;
-    CUresult         result = place->device->has_pools ? driver->cuMemAllocAsync(memory, bytes, place->stream)
-                                                       : driver->cuMemAlloc_v2(memory, bytes);
-    if (result == CUDA_ERROR_OUT_OF_MEMORY)
-        return fa_fail(FLASH_ATTN_NO_MEMORY, "the device has no room for a workspace of %zu bytes", bytes);
-    return fa_driver_check(driver, result, "allocating the workspace");
-}
-
-static void give_memory(const fa_place *place, CUdeviceptr memory)
-{
-    if (place->device->has_pools)
-        place->driver->cuMemFreeAsync(memory, place->stream);
-    else
-        place->driver->cuMemFree_v2(memory);
-}
-
 static flash_attn_status run_in_own_memory(const fa_place *place, const fa_call *call, fa_plan *plan)
 {
-    CUdeviceptr memory;
-    FA_TRY(take_memory(place, plan->workspace_bytes, &memory));
+    const fa_driver *driver = place->driver;
+    CUdeviceptr      memory;
+    CUresult result = place->device->has_pools ? driver->cuMemAllocAsync(&memory, plan->workspace_bytes, place->stream)
+                                               : driver->cuMemAlloc_v2(&memory, plan->workspace_bytes);
+    if (result == CUDA_ERROR_OUT_OF_MEMORY)
+        return fa_fail(FLASH_ATTN_NO_MEMORY, "the device has no room for a workspace of %zu bytes", plan->workspace_bytes);
+    FA_TRY(fa_driver_check(driver, result, "allocating the workspace"));
     fa_plan_place(call, plan, (char *)(uintptr_t)memory);
     flash_attn_status status = launch_all(place, call, plan);
-    give_memory(place, memory);
+    if (place->device->has_pools)
+        driver->cuMemFreeAsync(memory, place->stream);
+    else
+        driver->cuMemFree_v2(memory);
     return status;
-}
-
-flash_attn_status fa_cuda_alloc(flash_attn_context *context, int32_t device, void *stream, size_t bytes, void **memory)
-{
-    fa_place    place;
-    CUdeviceptr taken = 0;
-    FA_TRY(fa_place_enter(context, device, stream, &place));
-    flash_attn_status status = take_memory(&place, bytes, &taken);
-    fa_place_leave(&place);
-    *memory = (void *)(uintptr_t)taken;
-    return status;
-}
-
-void fa_cuda_free(flash_attn_context *context, int32_t device, void *stream, void *memory)
-{
-    fa_place place;
-    if (fa_place_enter(context, device, stream, &place) == FLASH_ATTN_OK)
-        give_memory(&place, (CUdeviceptr)(uintptr_t)memory);
-    fa_place_leave(&place);
 }
 
 /* A GPU that takes no tensor maps (the emulated one of the tests) runs the portable kernels. */

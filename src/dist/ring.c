@@ -145,7 +145,7 @@ static flash_attn_status plan_memory(fa_ring_call *r, bool inner)
     return FLASH_ATTN_OK;
 }
 
-/* The caller's workspace, or memory of our own, which is then *owned. */
+/* The caller's workspace, or host memory of our own, which is then *owned. */
 static flash_attn_status take_memory(fa_ring_call *r, const fa_exec *how, void **owned)
 {
     bool   host  = fa_on_host(r->problem->device);
@@ -154,8 +154,9 @@ static flash_attn_status take_memory(fa_ring_call *r, const fa_exec *how, void *
     FA_TRY(fa_check_workspace(how, r->memory.total));
     FA_TRY(fa_check_memory(&r->call, how->workspace, how->workspace_bytes));
     if (!block && !host)
-        FA_TRY(fa_cuda_alloc(r->context, r->problem->device.index, how->stream, r->memory.total, owned));
-    if (!block && host && !(*owned = malloc(r->memory.total)))
+        return fa_fail(FLASH_ATTN_INVALID, "exec.workspace is NULL, expected %zu bytes on the device: the transport moves what is in it, "
+                                           "so it must be memory of the kind that the transport can", r->memory.total);
+    if (!block && !(*owned = malloc(r->memory.total)))
         return fa_fail(FLASH_ATTN_NO_MEMORY, "no memory for a ring's %zu bytes", r->memory.total);
     block           = block ? block : *owned;
     r->memory.base  = (char *)(((uintptr_t)block + 255) / 256 * 256);
@@ -309,10 +310,7 @@ static flash_attn_status run(flash_attn_context *context, const flash_attn_probl
                                           : flash_attn_backward(context, problem, grads, exec);
     }
     flash_attn_status status = run_ring(&r, pass, exec, &owned);
-    if (owned && !fa_on_host(problem->device))
-        fa_cuda_free(r.context, problem->device.index, r.exec.stream, owned);
-    else
-        free(owned);
+    free(owned);
     return status;
 }
 
