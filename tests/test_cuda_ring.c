@@ -132,14 +132,14 @@ static void nonsense_at_one_rank_fails_on_all_if_hosts_can_speak(void **state)
     staged      transports[RING_MAX_RANKS];
     ring_world *world = start_on_gpus(&cases[1].shape, cases[1].dtype, transports);
     use_exchange_host(world);
-    ring_world_rank(world, 2)->p.scale = NAN;
+    ring_world_rank(world, 2)->exec.num_threads = -1; /* what its workspace does not depend on */
     ring_world_run(world, true);
     for (int rank = 0; rank < 3; rank++) {
         const ring_rank *r = ring_world_rank(world, rank);
         assert_int_equal(r->status[0], rank == 2 ? FLASH_ATTN_INVALID : FLASH_ATTN_TRANSPORT);
         assert_false(r->touched);
     }
-    ring_world_rank(world, 2)->p.scale = 0;
+    ring_world_rank(world, 2)->exec.num_threads = 0;
     ring_world_run(world, true);
     expect_ring_right(world, "after the nonsense");
     ring_world_free(world);
