@@ -1,6 +1,6 @@
 /*
- * Ring attention over NCCL against the same problem on one GPU: checks that both agree, then times them by events. One process, a thread for each GPU;
- * bfloat16, causal, both passes.
+ * Ring attention over NCCL against the same problem on one GPU: checks that both agree, then times them by events. One
+ * process, a thread for each GPU; bfloat16, causal, both passes.
  *
  *     ring_gpu [GPUs [heads [head_dim [seqlen ...]]]]
  */
@@ -27,7 +27,7 @@ typedef struct problem {
     int64_t                seqlen;
     int                    heads, head_dim, gpus;
     flash_attn_ring_layout layout;
-    bool                   dry; /* nothing is sent: what the compute alone takes */
+    bool                   dry;            /* nothing is sent: what the compute alone takes */
     uint16_t              *whole[TENSORS]; /* on the host */
 } problem;
 
@@ -59,8 +59,8 @@ static float number(uint16_t half)
 
 static void *bring(const rank *r, int which)
 {
-    size_t row   = row_bytes(r->problem), bytes = row * (size_t)r->share.rows;
-    char  *host  = malloc(bytes), *device;
+    size_t row = row_bytes(r->problem), bytes = row * (size_t)r->share.rows;
+    char  *host = malloc(bytes), *device;
     stop_if(!host || cudaMalloc((void **)&device, bytes) != cudaSuccess, "memory");
     for (int64_t i = 0; i < r->share.rows && which <= DOUT; i++)
         memcpy(host + (size_t)i * row, (char *)r->problem->whole[which] + (size_t)position(&r->share, i) * row, row);
@@ -77,7 +77,8 @@ static void take_home(rank *r, int which, const void *device)
     uint16_t *host = malloc(bytes);
     stop_if(!host || cudaMemcpy(host, device, bytes, cudaMemcpyDeviceToHost) != cudaSuccess, "a copy");
     for (int64_t i = 0; i < r->share.rows; i++) {
-        uint16_t *of_whole = r->problem->whole[which] + (size_t)position(&r->share, i) * count, *own = host + (size_t)i * count;
+        uint16_t *of_whole = r->problem->whole[which] + (size_t)position(&r->share, i) * count,
+                 *own      = host + (size_t)i * count;
         for (size_t n = 0; n < count && r->ranks > 1; n++) {
             double difference = fabs((double)number(own[n]) - number(of_whole[n]));
             r->largest[which] = difference <= r->largest[which] ? r->largest[which] : difference;
@@ -108,8 +109,11 @@ static void *run_rank(void *argument)
     cudaEvent_t    event[REPEATS + 1];
     ring_nccl      nccl;
     void          *tensor[TENSORS], *lse, *workspace;
-    stop_if(cudaSetDevice(r->number) != cudaSuccess || cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess, "a stream");
-    flash_attn_ring ring = {.rank = r->number, .ranks = r->ranks, .layout = p->layout, .seqlen_q = p->seqlen, .seqlen_k = p->seqlen};
+    stop_if(cudaSetDevice(r->number) != cudaSuccess ||
+                cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess,
+            "a stream");
+    flash_attn_ring ring = {
+        .rank = r->number, .ranks = r->ranks, .layout = p->layout, .seqlen_q = p->seqlen, .seqlen_k = p->seqlen};
     if (r->ranks > 1) {
         stop_if(ring_nccl_open(&nccl, r->comm) != ncclSuccess, "NCCL");
         ring.transport = p->dry ? (flash_attn_transport){.begin = send_nothing} : ring_nccl_transport(&nccl);
@@ -118,28 +122,39 @@ static void *run_rank(void *argument)
     flash_attn_tensor t[TENSORS];
     for (int n = 0; n < TENSORS; n++) {
         tensor[n] = bring(r, n);
-        t[n]      = (flash_attn_tensor){.data = tensor[n], .dtype = FLASH_ATTN_BF16, .shape = {1, r->share.rows, p->heads, p->head_dim}};
+        t[n]      = (flash_attn_tensor){
+                 .data = tensor[n], .dtype = FLASH_ATTN_BF16, .shape = {1, r->share.rows, p->heads, p->head_dim}};
     }
     stop_if(cudaMalloc(&lse, (size_t)r->share.rows * (size_t)p->heads * sizeof(float)) != cudaSuccess, "memory");
-    flash_attn_problem call  = {.device = {FLASH_ATTN_CUDA, r->number}, .q = t[Q], .k = t[K], .v = t[V], .o = t[O], .lse = {.data = lse},
-                                .mask = FLASH_ATTN_CAUSAL};
+    flash_attn_problem call  = {.device = {FLASH_ATTN_CUDA, r->number},
+                                .q      = t[Q],
+                                .k      = t[K],
+                                .v      = t[V],
+                                .o      = t[O],
+                                .lse    = {.data = lse},
+                                .mask   = FLASH_ATTN_CAUSAL};
     flash_attn_grads   grads = {.dout = t[DOUT], .dq = t[DQ], .dk = t[DK], .dv = t[DV]};
     stop_if(cudaDeviceSynchronize() != cudaSuccess, "copies");
     for (int pass = 0; pass < 2; pass++) {
         flash_attn_exec exec = {.stream = stream};
-        stop_if(flash_attn_ring_workspace_size(NULL, &call, &ring, (flash_attn_pass)pass, &exec.workspace_bytes) != FLASH_ATTN_OK, "the size");
+        stop_if(flash_attn_ring_workspace_size(NULL, &call, &ring, (flash_attn_pass)pass, &exec.workspace_bytes) !=
+                    FLASH_ATTN_OK,
+                "the size");
         stop_if(cudaMalloc(&workspace, exec.workspace_bytes + 1) != cudaSuccess, "memory");
         exec.workspace = workspace;
         for (int n = 0; n < REPEATS + 1; n++) { /* the first is not counted */
             meet(r);
-            stop_if(cudaEventCreate(&event[n]) != cudaSuccess || cudaEventRecord(event[n], stream) != cudaSuccess, "an event");
+            stop_if(cudaEventCreate(&event[n]) != cudaSuccess || cudaEventRecord(event[n], stream) != cudaSuccess,
+                    "an event");
             flash_attn_status status = pass ? flash_attn_ring_backward(NULL, &call, &grads, &ring, &exec)
                                             : flash_attn_ring_forward(NULL, &call, &ring, &exec);
             stop_if(status != FLASH_ATTN_OK, "the call");
             cudaEvent_t end;
             float       ms = 0;
             stop_if(cudaEventCreate(&end) != cudaSuccess || cudaEventRecord(end, stream) != cudaSuccess ||
-                        cudaEventSynchronize(end) != cudaSuccess || cudaEventElapsedTime(&ms, event[n], end) != cudaSuccess, "timing");
+                        cudaEventSynchronize(end) != cudaSuccess ||
+                        cudaEventElapsedTime(&ms, event[n], end) != cudaSuccess,
+                    "timing");
             if (n == 1 || (n > 1 && ms < r->milliseconds[pass]))
                 r->milliseconds[pass] = ms;
         }
@@ -172,7 +187,8 @@ static void run_all(const problem *p, ncclComm_t *comms, int ranks, double milli
     for (int n = 0; n < ranks; n++) {
         pthread_join(thread[n], NULL);
         for (int pass = 0; pass < 2; pass++)
-            milliseconds[pass] = all[n].milliseconds[pass] > milliseconds[pass] ? all[n].milliseconds[pass] : milliseconds[pass];
+            milliseconds[pass] =
+                all[n].milliseconds[pass] > milliseconds[pass] ? all[n].milliseconds[pass] : milliseconds[pass];
         for (int which = O; which < TENSORS && ranks > 1 && !p->dry; which++)
             if (!(all[n].largest[which] < 0.1)) {
                 fprintf(stderr, "rank %d: %s differs by %g from one GPU's\n", n, names[which], all[n].largest[which]);
@@ -186,7 +202,7 @@ static void run_length(problem p, ncclComm_t *comms)
 {
     static const char *const layouts[] = {"contiguous", "zigzag", "striped", "zigzag without transfers"};
     uint32_t                 random    = 1;
-    double                   flops     = 2.0 * (double)p.seqlen * (double)p.seqlen * p.heads * p.head_dim, alone[2] = {0, 0};
+    double flops = 2.0 * (double)p.seqlen * (double)p.seqlen * p.heads * p.head_dim, alone[2] = {0, 0};
     for (int n = 0; n < TENSORS; n++) {
         p.whole[n] = malloc(row_bytes(&p) * (size_t)p.seqlen);
         stop_if(!p.whole[n], "memory");
@@ -199,14 +215,15 @@ static void run_length(problem p, ncclComm_t *comms)
         }
     }
     run_all(&p, comms, 1, alone);
-    printf("%lld tokens, 1 GPU: forward %.2f ms, %.0f TFLOP/s; backward %.2f ms, %.0f TFLOP/s\n", (long long)p.seqlen, alone[0],
-           flops / alone[0] / 1e9, alone[1], 2.5 * flops / alone[1] / 1e9);
+    printf("%lld tokens, 1 GPU: forward %.2f ms, %.0f TFLOP/s; backward %.2f ms, %.0f TFLOP/s\n", (long long)p.seqlen,
+           alone[0], flops / alone[0] / 1e9, alone[1], 2.5 * flops / alone[1] / 1e9);
     for (int layout = 0; layout < 4; layout++) {
         double ms[2] = {0, 0};
         p.dry        = layout == 3;
         p.layout     = p.dry ? FLASH_ATTN_RING_ZIGZAG : (flash_attn_ring_layout)layout;
         run_all(&p, comms, p.gpus, ms);
-        printf("%lld tokens, %d GPUs, %s: forward %.2f ms, %.0f TFLOP/s, %.2f times; backward %.2f ms, %.0f TFLOP/s, %.2f times\n",
+        printf("%lld tokens, %d GPUs, %s: forward %.2f ms, %.0f TFLOP/s, %.2f times; backward %.2f ms, %.0f TFLOP/s, "
+               "%.2f times\n",
                (long long)p.seqlen, p.gpus, layouts[layout], ms[0], flops / ms[0] / 1e9, alone[0] / ms[0], ms[1],
                2.5 * flops / ms[1] / 1e9, alone[1] / ms[1]);
         fflush(stdout);

@@ -1,6 +1,6 @@
 /*
- * Ring attention between processes: the sequence is dealt to RANKS processes (2 unless the command says otherwise), each attends to its own rows,
- * forward and backward, and compares them with attention over the whole.
+ * Ring attention between processes: the sequence is dealt to RANKS processes (2 unless the command says otherwise),
+ * each attends to its own rows, forward and backward, and compares them with attention over the whole.
  *
  *     ring_attention [ranks [seqlen]]
  */
@@ -67,11 +67,18 @@ static pass make_pass(int64_t rows)
 /* Both passes; ring NULL: without one. */
 static bool attend(const pass *own, int64_t rows, const flash_attn_ring *ring)
 {
-    flash_attn_problem p = {.q = tensor(own->in[0], rows), .k = tensor(own->in[1], rows), .v = tensor(own->in[2], rows),
-                            .o = tensor(own->out[0], rows), .lse = {.data = own->lse}, .mask = FLASH_ATTN_CAUSAL};
-    flash_attn_grads   g = {.dout = tensor(own->in[3], rows), .dq = tensor(own->out[1], rows), .dk = tensor(own->out[2], rows),
-                            .dv = tensor(own->out[3], rows)};
-    flash_attn_status  status = ring ? flash_attn_ring_forward(NULL, &p, ring, NULL) : flash_attn_forward(NULL, &p, NULL);
+    flash_attn_problem p = {.q    = tensor(own->in[0], rows),
+                            .k    = tensor(own->in[1], rows),
+                            .v    = tensor(own->in[2], rows),
+                            .o    = tensor(own->out[0], rows),
+                            .lse  = {.data = own->lse},
+                            .mask = FLASH_ATTN_CAUSAL};
+    flash_attn_grads   g = {.dout = tensor(own->in[3], rows),
+                            .dq   = tensor(own->out[1], rows),
+                            .dk   = tensor(own->out[2], rows),
+                            .dv   = tensor(own->out[3], rows)};
+    flash_attn_status  status =
+        ring ? flash_attn_ring_forward(NULL, &p, ring, NULL) : flash_attn_forward(NULL, &p, NULL);
     if (status == FLASH_ATTN_OK)
         status = ring ? flash_attn_ring_backward(NULL, &p, &g, ring, NULL) : flash_attn_backward(NULL, &p, &g, NULL);
     if (status != FLASH_ATTN_OK)
@@ -82,8 +89,12 @@ static bool attend(const pass *own, int64_t rows, const flash_attn_ring *ring)
 static int run_rank(int rank, int ranks, int64_t seqlen, ring_sockets *sockets)
 {
     static const char *const names[4] = {"o", "dq", "dk", "dv"};
-    flash_attn_ring          ring     = {.rank = rank, .ranks = ranks, .layout = FLASH_ATTN_RING_ZIGZAG, .seqlen_q = seqlen,
-                                         .seqlen_k = seqlen, .transport = ring_sockets_transport(sockets)};
+    flash_attn_ring          ring     = {.rank      = rank,
+                                         .ranks     = ranks,
+                                         .layout    = FLASH_ATTN_RING_ZIGZAG,
+                                         .seqlen_q  = seqlen,
+                                         .seqlen_k  = seqlen,
+                                         .transport = ring_sockets_transport(sockets)};
     flash_attn_ring_share    share;
     if (flash_attn_ring_get_share(ring.layout, ranks, rank, seqlen, &share) != FLASH_ATTN_OK)
         return 1;
@@ -97,7 +108,8 @@ static int run_rank(int rank, int ranks, int64_t seqlen, ring_sockets *sockets)
     double worst = 0;
     for (int n = 0; n < 4; n++) {
         double difference = largest_difference(own.out[n], own_rows(whole.out[n], &share), share.rows);
-        printf("rank %d of %d, %lld rows: %s differs by %.1e\n", rank, ranks, (long long)share.rows, names[n], difference);
+        printf("rank %d of %d, %lld rows: %s differs by %.1e\n", rank, ranks, (long long)share.rows, names[n],
+               difference);
         worst = difference <= worst ? worst : difference;
     }
     return worst < 1e-4 ? 0 : 1;
@@ -107,7 +119,8 @@ int main(int argc, char **argv)
 {
     int  ranks = argc > 1 ? atoi(argv[1]) : 2, failed = 0, to_next[16], from_previous[16];
     long seqlen = argc > 2 ? atol(argv[2]) : 1000;
-    if (ranks < 1 || ranks > 16 || seqlen < 1 || seqlen > 100000 || !ring_sockets_pairs(ranks, to_next, from_previous)) {
+    if (ranks < 1 || ranks > 16 || seqlen < 1 || seqlen > 100000 ||
+        !ring_sockets_pairs(ranks, to_next, from_previous)) {
         fprintf(stderr, "usage: ring_attention [ranks, 1 to 16 [seqlen, 1 to 100000]]\n");
         return 2;
     }

@@ -505,8 +505,8 @@ typedef struct flash_attn_ring {
  * Ring attention: K and V travel round the ranks while each attends to what it has, and the parts are merged by their LSE
  * (Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; striping: Brandon et al.,
  * "Striped Attention", 2023). Every rank calls it with its own rows: q, o [b, rows of seqlen_q, hq, ...], k, v
- * [b, rows of seqlen_k, hk, ...], lse [b, hq, rows of seqlen_q, 1]; the same ring but for `rank` and transport, and the
- * same options. The mask is that of the whole sequence, aligned bottom right. Each rank's results are its rows of
+ * [b, rows of seqlen_k, hk, ...], lse [b, hq, rows of seqlen_q, 1]; the same ring but for `rank` and transport, the
+ * same options, and the same of dk and dv wanted. The mask is that of the whole sequence, aligned bottom right. Each rank's results are its rows of
  * the results over the whole sequence. Parts are added up in float32.
  *
  * In a backward dK and dV travel in float32 beside K and V and come home complete. dsinks is the part of this rank's

@@ -32,7 +32,8 @@ static inline void expect_ring_right(ring_world *world, const char *what)
 
 static inline ring_case usual_ring(int ranks)
 {
-    return (ring_case){1, 70, 70, 4, 2, 32, 32, .mask = FLASH_ATTN_CAUSAL, .layout = FLASH_ATTN_RING_ZIGZAG, .ranks = ranks};
+    return (ring_case){
+        1, 70, 70, 4, 2, 32, 32, .mask = FLASH_ATTN_CAUSAL, .layout = FLASH_ATTN_RING_ZIGZAG, .ranks = ranks};
 }
 
 #endif

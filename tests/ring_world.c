@@ -12,7 +12,7 @@ enum { GUARD = 64, TIMEOUT_MS = 60000 };
 struct ring_world {
     ring_case          shape;
     flash_attn_dtype   dtype;
-    flash_attn_tensor  input[RING_INPUTS], sinks; /* whole */
+    flash_attn_tensor  input[RING_INPUTS], sinks;                    /* whole */
     flash_attn_tensor  expected[RING_RESULTS], result[RING_RESULTS]; /* whole, float32 */
     flash_attn_problem whole;
     bool               backward;
@@ -28,10 +28,10 @@ static int64_t elements(const flash_attn_tensor *t) { return t->shape[0] * t->sh
 static void set_strides(flash_attn_tensor *t, bool heads_first)
 {
     const int64_t *s = t->shape;
-    t->stride[3] = 1;
-    t->stride[2] = heads_first ? s[1] * s[3] : s[3];
-    t->stride[1] = heads_first ? s[3] : s[2] * s[3];
-    t->stride[0] = s[1] * s[2] * s[3];
+    t->stride[3]     = 1;
+    t->stride[2]     = heads_first ? s[1] * s[3] : s[3];
+    t->stride[1]     = heads_first ? s[3] : s[2] * s[3];
+    t->stride[0]     = s[1] * s[2] * s[3];
 }
 
 /* Guards of NaN on both sides. */
@@ -58,7 +58,8 @@ static void drop(flash_attn_tensor *t)
 static void fill(flash_attn_tensor *t, uint64_t *random, double size)
 {
     for (int64_t n = 0; n < elements(t); n++)
-        set(&(flash_attn_tensor){.data = t->data, .dtype = t->dtype, .stride = {0, 0, 0, 1}}, 0, 0, 0, n, size * random_normal(random));
+        set(&(flash_attn_tensor){.data = t->data, .dtype = t->dtype, .stride = {0, 0, 0, 1}}, 0, 0, 0, n,
+            size * random_normal(random));
 }
 
 /* ---- the whole ---- */
@@ -83,10 +84,13 @@ static flash_attn_tensor result_tensor(const ring_case *c, int which)
 static flash_attn_status run_reference(ring_world *w)
 {
     flash_attn_problem p = w->whole;
-    flash_attn_grads   g = {.dout = w->input[RING_DOUT], .dq = w->expected[RING_DQ], .dk = w->expected[RING_DK], .dv = w->expected[RING_DV]};
-    p.device.type = FLASH_ATTN_REFERENCE;
-    p.o           = w->expected[RING_O];
-    p.lse         = w->expected[RING_LSE];
+    flash_attn_grads   g = {.dout = w->input[RING_DOUT],
+                            .dq   = w->expected[RING_DQ],
+                            .dk   = w->expected[RING_DK],
+                            .dv   = w->expected[RING_DV]};
+    p.device.type        = FLASH_ATTN_REFERENCE;
+    p.o                  = w->expected[RING_O];
+    p.lse                = w->expected[RING_LSE];
     if (w->shape.sinks)
         g.dsinks = w->expected[RING_DSINKS];
     flash_attn_status status = flash_attn_forward(NULL, &p, NULL);
@@ -102,7 +106,8 @@ static int64_t position(const flash_attn_ring_share *share, int64_t row)
 }
 
 /* Rows of dimension n between the whole and a rank's part. */
-static void move_rows(const flash_attn_tensor *whole, const flash_attn_tensor *part, int n, const flash_attn_ring_share *share, bool out)
+static void move_rows(const flash_attn_tensor *whole, const flash_attn_tensor *part, int n,
+                      const flash_attn_ring_share *share, bool out)
 {
     for (int64_t a = 0; a < part->shape[0]; a++)
         for (int64_t b = 0; b < part->shape[1]; b++)
@@ -125,10 +130,11 @@ static flash_attn_ring_share share_of(const ring_world *w, int rank, int64_t seq
 
 static void make_rank(ring_world *w, int rank)
 {
-    const ring_case *c = &w->shape;
-    ring_rank       *r = &w->rank[rank];
+    const ring_case *c      = &w->shape;
+    ring_rank       *r      = &w->rank[rank];
     int64_t          rows_q = share_of(w, rank, c->seqlen_q).rows, rows_k = share_of(w, rank, c->seqlen_k).rows;
-    r->ring = (flash_attn_ring){.rank = rank, .ranks = c->ranks, .layout = c->layout, .seqlen_q = c->seqlen_q, .seqlen_k = c->seqlen_k};
+    r->ring = (flash_attn_ring){
+        .rank = rank, .ranks = c->ranks, .layout = c->layout, .seqlen_q = c->seqlen_q, .seqlen_k = c->seqlen_k};
     r->p      = w->whole;
     r->p.q    = make(w->dtype, c->heads_first, c->batch, rows_q, c->heads_q, c->head_dim);
     r->p.k    = make(w->dtype, c->heads_first, c->batch, rows_k, c->heads_k, c->head_dim);
@@ -171,9 +177,14 @@ ring_world *ring_world_make(const ring_case *shape, flash_attn_dtype dtype, uint
         w->expected[n] = result_tensor(shape, n);
         w->result[n]   = result_tensor(shape, n);
     }
-    w->whole = (flash_attn_problem){.q = w->input[RING_Q], .k = w->input[RING_K], .v = w->input[RING_V], .mask = shape->mask,
-                                    .window_left = shape->left, .window_right = shape->right, .scale = shape->scale,
-                                    .softcap = shape->softcap};
+    w->whole = (flash_attn_problem){.q            = w->input[RING_Q],
+                                    .k            = w->input[RING_K],
+                                    .v            = w->input[RING_V],
+                                    .mask         = shape->mask,
+                                    .window_left  = shape->left,
+                                    .window_right = shape->right,
+                                    .scale        = shape->scale,
+                                    .softcap      = shape->softcap};
     if (shape->sinks) {
         w->sinks = make(FLASH_ATTN_F32, false, 1, shape->heads_q, 1, 1);
         fill(&w->sinks, &seed, 1.0);
@@ -261,8 +272,9 @@ static void bring(on_device *d, flash_attn_tensor *host, flash_attn_tensor *devi
 
 static void bring_all(on_device *d, ring_rank *r)
 {
-    *d = (on_device){.rank = r, .p = r->p, .g = r->g};
-    flash_attn_tensor *device[] = {&d->p.q, &d->p.k, &d->p.v, &d->g.dout, &d->p.o, &d->p.lse, &d->g.dq, &d->g.dk, &d->g.dv, &d->g.dsinks};
+    *d                          = (on_device){.rank = r, .p = r->p, .g = r->g};
+    flash_attn_tensor *device[] = {&d->p.q,   &d->p.k,  &d->p.v,  &d->g.dout, &d->p.o,
+                                   &d->p.lse, &d->g.dq, &d->g.dk, &d->g.dv,   &d->g.dsinks};
     for (int n = 0; n < RING_INPUTS; n++)
         bring(d, inputs_of(r, n), device[n]);
     for (int n = 0; n < RING_RESULTS; n++)
@@ -306,9 +318,10 @@ static flash_attn_status run_pass(ring_rank *r, on_device *d, flash_attn_pass pa
         exec.workspace       = (char *)own + 1; /* any alignment */
         exec.workspace_bytes = bytes - r->workspace_short;
     }
-    flash_attn_status status = pass == FLASH_ATTN_FORWARD ? flash_attn_ring_forward(r->context, &d->p, &r->ring, &exec)
-                                                          : flash_attn_ring_backward(r->context, &d->p, &d->g, &r->ring, &exec);
-    char sentence[sizeof r->error[0]];
+    flash_attn_status status = pass == FLASH_ATTN_FORWARD
+                                   ? flash_attn_ring_forward(r->context, &d->p, &r->ring, &exec)
+                                   : flash_attn_ring_backward(r->context, &d->p, &d->g, &r->ring, &exec);
+    char              sentence[sizeof r->error[0]];
     snprintf(sentence, sizeof sentence, "%s", status == FLASH_ATTN_OK ? "" : flash_attn_last_error());
     memcpy(r->error[pass], sentence, sizeof sentence);
     settle(r);
@@ -344,8 +357,8 @@ static void look_for_touched(ring_rank *r)
 {
     r->touched = false;
     for (int n = 0; n < RING_RESULTS; n++) {
-        const flash_attn_tensor   *t    = outputs_of(r, n);
-        const unsigned char *bytes = t->data;
+        const flash_attn_tensor *t     = outputs_of(r, n);
+        const unsigned char     *bytes = t->data;
         for (size_t at = 0; t->data && at < bytes_of(t) - 2 * GUARD; at++)
             r->touched |= bytes[at] != 0xFF;
     }
@@ -367,7 +380,7 @@ void ring_world_run(ring_world *w, bool backward)
     rank_job  job[RING_MAX_RANKS];
     w->backward = backward;
     for (int rank = 0; rank < w->shape.ranks; rank++) {
-        ring_rank            *r = &w->rank[rank];
+        ring_rank            *r    = &w->rank[rank];
         flash_attn_ring_share of_q = share_of(w, rank, w->shape.seqlen_q), of_k = share_of(w, rank, w->shape.seqlen_k);
         for (int n = 0; n < RING_INPUTS; n++)
             move_rows(&w->input[n], inputs_of(r, n), 1, n == RING_K || n == RING_V ? &of_k : &of_q, false);
@@ -394,7 +407,8 @@ static void gather(ring_world *w)
         memset(w->result[n].data, n == RING_DSINKS ? 0 : 0xFF, (size_t)elements(&w->result[n]) * sizeof(float));
     for (int rank = 0; rank < w->shape.ranks; rank++)
         for (int n = 0; n < RING_RESULTS; n++) {
-            flash_attn_ring_share share = share_of(w, rank, n == RING_DK || n == RING_DV ? w->shape.seqlen_k : w->shape.seqlen_q);
+            flash_attn_ring_share share =
+                share_of(w, rank, n == RING_DK || n == RING_DV ? w->shape.seqlen_k : w->shape.seqlen_q);
             const flash_attn_tensor *part = outputs_of(&w->rank[rank], n);
             if (n != RING_DSINKS)
                 move_rows(&w->result[n], part, n == RING_LSE ? 2 : 1, &share, true);
@@ -406,21 +420,25 @@ static void gather(ring_world *w)
 const char *ring_world_compare(ring_world *w, bool backward, double *worst)
 {
     static const char *const names[RING_RESULTS] = {"o", "lse", "dq", "dk", "dv", "dsinks"};
-    double epsilon = dtype_epsilon(w->dtype), l2_limit = w->dtype == FLASH_ATTN_F32 ? 1e-5 : epsilon;
-    *worst         = 0;
+    double                   epsilon = dtype_epsilon(w->dtype), l2_limit = w->dtype == FLASH_ATTN_F32 ? 1e-5 : epsilon;
+    *worst = 0;
     gather(w);
     for (int n = 0; n < RING_RESULTS; n++) {
         const float *got = w->result[n].data, *expected = w->expected[n].data;
-        double       largest = 1, error2 = 0, size2 = 0, tolerance = n == RING_LSE || w->dtype == FLASH_ATTN_F32 ? 2e-5 : 3 * epsilon;
+        double       largest = 1, error2 = 0, size2 = 0,
+               tolerance = n == RING_LSE || w->dtype == FLASH_ATTN_F32 ? 2e-5 : 3 * epsilon;
         if ((n >= RING_DQ && !backward) || (n == RING_DSINKS && !w->shape.sinks))
             continue;
         for (int64_t at = 0; at < elements(&w->result[n]); at++)
             if (isfinite(expected[at]))
                 largest = fmax(largest, fabs((double)expected[at]));
         for (int64_t at = 0; at < elements(&w->result[n]); at++) {
-            double error = got[at] == expected[at] ? 0 : fabs((double)got[at] - expected[at]); /* -inf is right where it is expected */
+            double error = got[at] == expected[at]
+                               ? 0
+                               : fabs((double)got[at] - expected[at]); /* -inf is right where it is expected */
             if (!(error <= tolerance * largest)) {
-                snprintf(w->why, sizeof w->why, "%s: element %lld is %.9g, expected %.9g", names[n], (long long)at, got[at], expected[at]);
+                snprintf(w->why, sizeof w->why, "%s: element %lld is %.9g, expected %.9g", names[n], (long long)at,
+                         got[at], expected[at]);
                 return w->why;
             }
             *worst = fmax(*worst, error / (tolerance * largest));
@@ -429,9 +447,11 @@ const char *ring_world_compare(ring_world *w, bool backward, double *worst)
                 size2 += (double)expected[at] * expected[at];
             }
         }
-        double least2 = 0.01 * (double)elements(&w->result[n]); /* with one key dQ and dK are 0 and the rounding is left */
+        double least2 =
+            0.01 * (double)elements(&w->result[n]); /* with one key dQ and dK are 0 and the rounding is left */
         if (n != RING_DSINKS && !(sqrt(error2) <= l2_limit * sqrt(fmax(size2, least2)))) {
-            snprintf(w->why, sizeof w->why, "%s: relative L2 error %.3g, allowed %.3g", names[n], sqrt(error2 / size2), l2_limit);
+            snprintf(w->why, sizeof w->why, "%s: relative L2 error %.3g, allowed %.3g", names[n], sqrt(error2 / size2),
+                     l2_limit);
             return w->why;
         }
     }

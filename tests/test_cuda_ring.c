@@ -1,6 +1,7 @@
 /*
- * Ring attention on CUDA tensors: ranks are threads, on two devices where there are two, else on one. The transport takes what it moves through
- * host memory and the sockets of examples/ring, so it needs no NCCL; test_cuda_ring_nccl has that.
+ * Ring attention on CUDA tensors: ranks are threads, on two devices where there are two, else on one. The transport
+ * takes what it moves through host memory and the sockets of examples/ring, so it needs no NCCL; test_cuda_ring_nccl
+ * has that.
  */
 #include "case_gpu.h"
 #include "harness_ring.h"
@@ -22,8 +23,9 @@ static const struct {
     {{SHAPE(1, 90, 90, 2, 2, 32, 32), WINDOW(20, 0), RING(ZIGZAG, 3), .sinks = true}, FLASH_ATTN_F32},
     {{SHAPE(1, 90, 90, 2, 2, 32, 32), WINDOW(9, 17), RING(STRIPED, 2)}, FLASH_ATTN_BF16},
     {{SHAPE(1, 101, 40, 2, 1, 32, 32), CAUSAL, RING(ZIGZAG, 2), .sinks = true}, FLASH_ATTN_F16},
-    {{SHAPE(1, 3, 1, 2, 2, 32, 32), RING(CONTIGUOUS, 4)}, FLASH_ATTN_F32},                /* ranks without rows */
-    {{SHAPE(1, 700, 700, 1, 1, 64, 64), CAUSAL, RING(ZIGZAG, 2)}, FLASH_ATTN_BF16},       /* enough queries for Hopper's own kernels */
+    {{SHAPE(1, 3, 1, 2, 2, 32, 32), RING(CONTIGUOUS, 4)}, FLASH_ATTN_F32}, /* ranks without rows */
+    {{SHAPE(1, 700, 700, 1, 1, 64, 64), CAUSAL, RING(ZIGZAG, 2)},
+     FLASH_ATTN_BF16}, /* enough queries for Hopper's own kernels */
     {{SHAPE(1, 600, 600, 2, 1, 128, 128), CAUSAL, RING(STRIPED, 2)}, FLASH_ATTN_BF16},
 };
 enum { NUM_CASES = sizeof cases / sizeof *cases, NUM_LONG = 2 };
@@ -47,9 +49,10 @@ static int staged_begin(void *user, const void *send, size_t send_bytes, void *r
     staged         *s   = user;
     const case_gpu *gpu = case_gpu_get();
     char           *out = malloc(send_bytes + 1), *in = malloc(recv_bytes + 1);
-    int             failed = s->fails || !out || !in || !gpu->wait(stream) || (send_bytes && !gpu->to_host(out, send, send_bytes));
+    int failed = s->fails || !out || !in || !gpu->wait(stream) || (send_bytes && !gpu->to_host(out, send, send_bytes));
     if (!failed)
-        failed = s->sockets.begin(s->sockets.user, out, send_bytes, in, recv_bytes, NULL) || s->sockets.wait(s->sockets.user, NULL);
+        failed = s->sockets.begin(s->sockets.user, out, send_bytes, in, recv_bytes, NULL) ||
+                 s->sockets.wait(s->sockets.user, NULL);
     if (!failed && recv_bytes)
         failed = !gpu->to_device(recv, in, recv_bytes) || !gpu->wait(NULL);
     free(out);
@@ -76,13 +79,13 @@ static ring_world *start_on_gpus(const ring_case *shape, flash_attn_dtype dtype,
 {
     ring_world *world = ring_start(*shape, dtype, 11);
     for (int rank = 0; rank < shape->ranks; rank++) {
-        ring_rank *r     = ring_world_rank(world, rank);
-        transports[rank] = (staged){.sockets = r->ring.transport};
-        r->enter         = enter;
-        r->settle        = settle;
-        r->give_workspace = true;
-        r->memory        = memory;
-        r->p.device      = (flash_attn_device){FLASH_ATTN_CUDA, rank % num_devices};
+        ring_rank *r       = ring_world_rank(world, rank);
+        transports[rank]   = (staged){.sockets = r->ring.transport};
+        r->enter           = enter;
+        r->settle          = settle;
+        r->give_workspace  = true;
+        r->memory          = memory;
+        r->p.device        = (flash_attn_device){FLASH_ATTN_CUDA, rank % num_devices};
         r->p.deterministic = true;
         r->ring.transport  = (flash_attn_transport){.begin = staged_begin, .user = &transports[rank]};
     }
@@ -166,7 +169,7 @@ static void a_transport_that_fails_is_a_status(void **state)
     (void)state;
     skip_unless(memory != NULL, why_not);
     staged      transports[RING_MAX_RANKS];
-    ring_world *world = start_on_gpus(&cases[0].shape, cases[0].dtype, transports);
+    ring_world *world   = start_on_gpus(&cases[0].shape, cases[0].dtype, transports);
     transports[0].fails = transports[1].fails = true;
     ring_world_run(world, true);
     for (int rank = 0; rank < 2; rank++) {
@@ -181,9 +184,9 @@ static void a_transport_that_fails_is_a_status(void **state)
 int main(int argc, char **argv)
 {
     char why[200];
-    without_long_cases = argc > 1 && strcmp(argv[1], "--short") == 0;
-    memory      = case_gpu_memory(0, why_not, sizeof why_not);
-    num_devices = memory && case_gpu_memory(1, why, sizeof why) ? 2 : 1;
+    without_long_cases              = argc > 1 && strcmp(argv[1], "--short") == 0;
+    memory                          = case_gpu_memory(0, why_not, sizeof why_not);
+    num_devices                     = memory && case_gpu_memory(1, why, sizeof why) ? 2 : 1;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_ring_gives_what_one_rank_gives),
         cmocka_unit_test(nonsense_at_one_rank_fails_on_all_if_hosts_can_speak),

@@ -15,13 +15,18 @@ static const struct {
     ring_case        shape;
     flash_attn_dtype dtype;
 } cases[] = {
-    {{1, 128, 128, 2, 2, 64, 64, .mask = FLASH_ATTN_CAUSAL, .layout = FLASH_ATTN_RING_ZIGZAG, .ranks = RANKS}, FLASH_ATTN_BF16},
-    {{2, 1037, 1037, 4, 2, 128, 128, .mask = FLASH_ATTN_CAUSAL, .layout = FLASH_ATTN_RING_ZIGZAG, .ranks = RANKS}, FLASH_ATTN_BF16},
-    {{1, 1200, 1200, 4, 1, 64, 64, .mask = FLASH_ATTN_CAUSAL, .layout = FLASH_ATTN_RING_STRIPED, .ranks = RANKS}, FLASH_ATTN_F16},
-    {{1, 900, 900, 2, 2, 128, 128, .layout = FLASH_ATTN_RING_CONTIGUOUS, .ranks = RANKS}, FLASH_ATTN_BF16},
-    {{1, 700, 700, 2, 2, 64, 64, .mask = FLASH_ATTN_WINDOW, .left = 200, .layout = FLASH_ATTN_RING_ZIGZAG, .ranks = RANKS, .sinks = true},
+    {{1, 128, 128, 2, 2, 64, 64, .mask = FLASH_ATTN_CAUSAL, .layout = FLASH_ATTN_RING_ZIGZAG, .ranks = RANKS},
      FLASH_ATTN_BF16},
-    {{1, 300, 300, 2, 2, 64, 64, .mask = FLASH_ATTN_CAUSAL, .layout = FLASH_ATTN_RING_ZIGZAG, .ranks = RANKS}, FLASH_ATTN_F32},
+    {{2, 1037, 1037, 4, 2, 128, 128, .mask = FLASH_ATTN_CAUSAL, .layout = FLASH_ATTN_RING_ZIGZAG, .ranks = RANKS},
+     FLASH_ATTN_BF16},
+    {{1, 1200, 1200, 4, 1, 64, 64, .mask = FLASH_ATTN_CAUSAL, .layout = FLASH_ATTN_RING_STRIPED, .ranks = RANKS},
+     FLASH_ATTN_F16},
+    {{1, 900, 900, 2, 2, 128, 128, .layout = FLASH_ATTN_RING_CONTIGUOUS, .ranks = RANKS}, FLASH_ATTN_BF16},
+    {{1, 700, 700, 2, 2, 64, 64, .mask = FLASH_ATTN_WINDOW, .left = 200, .layout = FLASH_ATTN_RING_ZIGZAG,
+      .ranks = RANKS, .sinks = true},
+     FLASH_ATTN_BF16},
+    {{1, 300, 300, 2, 2, 64, 64, .mask = FLASH_ATTN_CAUSAL, .layout = FLASH_ATTN_RING_ZIGZAG, .ranks = RANKS},
+     FLASH_ATTN_F32},
 };
 enum { NUM_CASES = sizeof cases / sizeof *cases };
 
@@ -83,7 +88,8 @@ static void two_gpus_give_what_one_rank_gives(void **state)
 int main(void)
 {
     int count = 0;
-    there     = cudaGetDeviceCount(&count) == cudaSuccess && count >= RANKS && ncclCommInitAll(comms, RANKS, NULL) == ncclSuccess;
+    there     = cudaGetDeviceCount(&count) == cudaSuccess && count >= RANKS &&
+            ncclCommInitAll(comms, RANKS, NULL) == ncclSuccess;
     const struct CMUnitTest tests[] = {cmocka_unit_test(two_gpus_give_what_one_rank_gives)};
     int                     failed  = cmocka_run_group_tests(tests, NULL, NULL);
     for (int rank = 0; rank < RANKS && there; rank++) {

@@ -11,18 +11,18 @@
 static const ring_case cases[] = {
     {SHAPE(1, 64, 64, 2, 2, 32, 32), NONE},
     {SHAPE(1, 64, 64, 2, 2, 32, 32), CAUSAL},
-    {SHAPE(2, 97, 97, 4, 2, 40, 24), CAUSAL},                                   /* odd lengths, GQA, head_dim_v */
+    {SHAPE(2, 97, 97, 4, 2, 40, 24), CAUSAL}, /* odd lengths, GQA, head_dim_v */
     {SHAPE(2, 61, 61, 4, 1, 64, 64), NONE, .softcap = 3.0f, .heads_first = true},
     {SHAPE(1, 83, 83, 3, 3, 16, 16), CAUSAL, .sinks = true, .scale = 0.4f},
     {SHAPE(1, 90, 90, 4, 2, 32, 32), WINDOW(20, 0), .sinks = true},
     {SHAPE(1, 75, 75, 2, 2, 32, 32), WINDOW(9, 17), .heads_first = true},
     {SHAPE(1, 75, 75, 2, 2, 32, 32), WINDOW(-1, 5)},
     {SHAPE(1, 75, 75, 2, 1, 32, 32), WINDOW(30, -1)},
-    {SHAPE(1, 40, 101, 2, 2, 32, 32), CAUSAL},                                  /* fewer queries than keys */
-    {SHAPE(1, 101, 40, 2, 2, 32, 32), CAUSAL, .sinks = true},                   /* the first queries see nothing */
+    {SHAPE(1, 40, 101, 2, 2, 32, 32), CAUSAL},                /* fewer queries than keys */
+    {SHAPE(1, 101, 40, 2, 2, 32, 32), CAUSAL, .sinks = true}, /* the first queries see nothing */
     {SHAPE(1, 57, 80, 2, 1, 32, 48), WINDOW(7, 3), .sinks = true},
-    {SHAPE(1, 5, 5, 2, 2, 32, 32), CAUSAL},                                     /* shorter than 8 chunks */
-    {SHAPE(1, 3, 1, 2, 2, 8, 8), NONE},                                         /* ranks without keys */
+    {SHAPE(1, 5, 5, 2, 2, 32, 32), CAUSAL}, /* shorter than 8 chunks */
+    {SHAPE(1, 3, 1, 2, 2, 8, 8), NONE},     /* ranks without keys */
     {SHAPE(1, 300, 300, 2, 2, 64, 64), CAUSAL},
 };
 enum { NUM_CASES = sizeof cases / sizeof *cases };
@@ -42,8 +42,10 @@ static void shares_hold_every_position_once(void **state)
                     assert_int_equal(s.rows, s.count[0] + s.count[1]);
                     int64_t before = -1;
                     for (int64_t row = 0; row < s.rows; row++) {
-                        int64_t at = row < s.count[0] ? s.begin[0] + row * s.step : s.begin[1] + (row - s.count[0]) * s.step;
-                        assert_true(at > before && at < seqlen); /* a rank's rows rise, so its own causal mask is a causal mask */
+                        int64_t at =
+                            row < s.count[0] ? s.begin[0] + row * s.step : s.begin[1] + (row - s.count[0]) * s.step;
+                        assert_true(at > before &&
+                                    at < seqlen); /* a rank's rows rise, so its own causal mask is a causal mask */
                         seen[before = at]++;
                     }
                 }
@@ -62,11 +64,11 @@ static int times_shown(const fa_ring_rect *rects, int count, int64_t i, int64_t 
 {
     int times = 0;
     for (int n = 0; n < count; n++) {
-        const fa_ring_rect *r    = &rects[n];
-        bool                free_left = r->mask != FLASH_ATTN_WINDOW || r->left < 0;
+        const fa_ring_rect *r          = &rects[n];
+        bool                free_left  = r->mask != FLASH_ATTN_WINDOW || r->left < 0;
         bool                free_right = r->mask == FLASH_ATTN_NONE || (r->mask == FLASH_ATTN_WINDOW && r->right < 0);
-        fa_window window = {free_left ? FA_UNLIMITED : r->left, free_right ? FA_UNLIMITED : r->right};
-        int       diagonal = (int)((r->k_end - r->k_begin) - (r->q_end - r->q_begin));
+        fa_window           window     = {free_left ? FA_UNLIMITED : r->left, free_right ? FA_UNLIMITED : r->right};
+        int                 diagonal   = (int)((r->k_end - r->k_begin) - (r->q_end - r->q_begin));
         times += i >= r->q_begin && i < r->q_end && j >= r->k_begin && j < r->k_end &&
                  fa_window_sees(window, diagonal, (int)(i - r->q_begin), (int)(j - r->k_begin));
     }
@@ -103,8 +105,8 @@ static void rectangles_show_each_visible_pair_once(void **state)
                 int64_t apart = position(&k, j) - position(&q, i) - mask.diagonal;
                 bool    sees  = (mask.right < 0 || apart <= mask.right) && (mask.left < 0 || -apart <= mask.left);
                 if (times_shown(rects, count, i, j) != sees)
-                    fail_msg("ranks %d, layout %d, %d x %d, window %d %d, rank %d sees %d: pair %d %d", ranks, layout, sq, sk,
-                             (int)mask.left, (int)mask.right, own, other, (int)i, (int)j);
+                    fail_msg("ranks %d, layout %d, %d x %d, window %d %d, rank %d sees %d: pair %d %d", ranks, layout,
+                             sq, sk, (int)mask.left, (int)mask.right, own, other, (int)i, (int)j);
             }
     }
 }
@@ -182,13 +184,13 @@ static void one_rank_gives_the_bits_of_the_plain_call(void **state)
 {
     (void)state;
     ring_world *test = ring_start(usual_ring(1), FLASH_ATTN_BF16, 5);
-    ring_rank *r    = ring_world_rank(test, 0);
+    ring_rank  *r    = ring_world_rank(test, 0);
     memset(&r->ring.transport, 0, sizeof r->ring.transport); /* not needed */
     ring_world_run(test, true);
     expect_ring_right(test, "one rank");
-    flash_attn_problem p  = r->p;
-    flash_attn_grads   g  = r->g;
-    flash_attn_tensor  o  = copy_of(&p.o), dq = copy_of(&g.dq), dk = copy_of(&g.dk);
+    flash_attn_problem p = r->p;
+    flash_attn_grads   g = r->g;
+    flash_attn_tensor  o = copy_of(&p.o), dq = copy_of(&g.dq), dk = copy_of(&g.dk);
     expect_ok(flash_attn_forward(NULL, &p, NULL));
     expect_ok(flash_attn_backward(NULL, &p, &g, NULL));
     expect_same_bits(&p.o, &o, "o");
@@ -205,9 +207,9 @@ static void gradients_that_are_not_wanted_may_be_absent(void **state)
 {
     (void)state;
     for (int wanted = 0; wanted < 8; wanted++) {
-        ring_case shape = usual_ring(3);
-        shape.sinks     = wanted == 5;
-        ring_world *test = ring_start(shape, FLASH_ATTN_F32, 5);
+        ring_case shape        = usual_ring(3);
+        shape.sinks            = wanted == 5;
+        ring_world       *test = ring_start(shape, FLASH_ATTN_F32, 5);
         flash_attn_tensor all[3][3];
         void             *memory[3][3];
         ring_world_run(test, true);
@@ -243,9 +245,9 @@ static void future_keys_do_not_change_causal_output(void **state)
 {
     (void)state;
     for (int layout = 0; layout <= FLASH_ATTN_RING_STRIPED; layout++) {
-        ring_case shape = usual_ring(3);
-        shape.layout    = (flash_attn_ring_layout)layout;
-        ring_world *test = ring_start(shape, FLASH_ATTN_BF16, 9);
+        ring_case shape        = usual_ring(3);
+        shape.layout           = (flash_attn_ring_layout)layout;
+        ring_world       *test = ring_start(shape, FLASH_ATTN_BF16, 9);
         flash_attn_tensor clean[2];
         double            worst;
         ring_world_run(test, false);
@@ -265,7 +267,8 @@ static void future_keys_do_not_change_causal_output(void **state)
         for (int n = 0; n < 2; n++) {
             flash_attn_tensor now = *ring_world_result(test, n ? RING_LSE : RING_O);
             expect_same_bits(&(flash_attn_tensor[1]){slice_of(now, 1 + n, 0, shape.seqlen_q - 1)}[0],
-                             &(flash_attn_tensor[1]){slice_of(clean[n], 1 + n, 0, shape.seqlen_q - 1)}[0], n ? "lse" : "o");
+                             &(flash_attn_tensor[1]){slice_of(clean[n], 1 + n, 0, shape.seqlen_q - 1)}[0],
+                             n ? "lse" : "o");
             free(clean[n].data);
         }
         ring_world_free(test);

@@ -31,7 +31,8 @@ void ring_nccl_close(ring_nccl *ring)
 /* What is on `first` by now comes before what will be on `second`. */
 static bool order(ring_nccl *ring, cudaStream_t first, cudaStream_t second)
 {
-    return cudaEventRecord(ring->event, first) == cudaSuccess && cudaStreamWaitEvent(second, ring->event, 0) == cudaSuccess;
+    return cudaEventRecord(ring->event, first) == cudaSuccess &&
+           cudaStreamWaitEvent(second, ring->event, 0) == cudaSuccess;
 }
 
 static int done(ring_nccl *ring, bool ok, ncclResult_t result)

@@ -13,8 +13,9 @@ typedef struct ring_nccl {
     cudaEvent_t  event;
 } ring_nccl;
 
-/* On the communicator's device, which must be the current one, now and in each call of flash_attn_ring_*. The communicator stays
- * the caller's; a transfer that fails aborts it (ncclCommAbort), so that nothing touches memory any more. */
+/* On the communicator's device, which must be the current one, now and in each call of flash_attn_ring_*. The
+ * communicator stays the caller's; a transfer that fails aborts it (ncclCommAbort), so that nothing touches memory any
+ * more. */
 ncclResult_t ring_nccl_open(ring_nccl *ring, ncclComm_t comm);
 void         ring_nccl_close(ring_nccl *ring);
 

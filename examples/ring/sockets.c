@@ -56,7 +56,7 @@ static int run_transfer(const ring_sockets *s, transfer t)
     while (t.send_bytes > 0 || t.recv_bytes > 0) {
         struct pollfd ends[2] = {{.fd = t.send_bytes > 0 ? s->to_next : -1, .events = POLLOUT},
                                  {.fd = t.recv_bytes > 0 ? s->from_previous : -1, .events = POLLIN}};
-        int           ready   = poll(ends, 2, s->timeout_ms), failed = 0;
+        int           ready = poll(ends, 2, s->timeout_ms), failed = 0;
         if (ready == 0)
             return ETIMEDOUT;
         if (ready < 0 && errno != EINTR)

@@ -1,6 +1,6 @@
 /*
- * A transport for flash_attn_ring between processes or threads of one machine (or of several, over TCP): a pair of connected stream
- * sockets. Transfers run on a thread of their own, beside the compute. Copy it, or take it as a model.
+ * A transport for flash_attn_ring between processes or threads of one machine (or of several, over TCP): a pair of
+ * connected stream sockets. Transfers run on a thread of their own, beside the compute. Copy it, or take it as a model.
  */
 #ifndef RING_SOCKETS_H
 #define RING_SOCKETS_H
@@ -9,8 +9,8 @@
 
 typedef struct ring_sockets ring_sockets;
 
-/* Two connected descriptors, which belong to it from now on: to_next is written, from_previous is read. A transfer in which nothing
- * moves for timeout_ms fails (-1: never). NULL: no memory, no thread. */
+/* Two connected descriptors, which belong to it from now on: to_next is written, from_previous is read. A transfer in
+ * which nothing moves for timeout_ms fails (-1: never). NULL: no memory, no thread. */
 ring_sockets *ring_sockets_open(int to_next, int from_previous, int timeout_ms);
 
 /* End what is under way and refuse what comes: this rank's transfers and its neighbours' fail. */

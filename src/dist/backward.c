@@ -1,14 +1,10 @@
 /*
- * Ring attention's backward on rank r of R. dK and dV, float32, follow K and V one step behind and go one hop further, home:
- *     begin to send the own K, V on, and to receive those of rank r - 1
- *     for t = 0 .. R - 1:
- *         dQ_t, dK_t, dV_t from the own Q, dO, O, LSE and K, V of rank r - t      (flash_attn_backward)
- *         wait: dK, dV of rank r - t are here, and K, V of rank r - t - 1
- *         begin to send K, V of rank r - t - 1 on, and to receive those of rank r - t - 2
- *         dQ += dQ_t, dK += dK_t, dV += dV_t
- *         begin to send dK, dV of rank r - t on, and to receive those of rank r - t - 1
- *     wait
- * O and LSE are those over all keys, so each part's P = exp(S - LSE) and Delta are the whole's.
+ * Ring attention's backward on rank r of R. dK and dV, float32, follow K and V one step behind and go one hop further,
+ * home: begin to send the own K, V on, and to receive those of rank r - 1 for t = 0 .. R - 1: dQ_t, dK_t, dV_t from the
+ * own Q, dO, O, LSE and K, V of rank r - t      (flash_attn_backward) wait: dK, dV of rank r - t are here, and K, V of
+ * rank r - t - 1 begin to send K, V of rank r - t - 1 on, and to receive those of rank r - t - 2 dQ += dQ_t, dK +=
+ * dK_t, dV += dV_t begin to send dK, dV of rank r - t on, and to receive those of rank r - t - 1 wait O and LSE are
+ * those over all keys, so each part's P = exp(S - LSE) and Delta are the whole's.
  */
 #include "dist/dist.h"
 
@@ -22,8 +18,8 @@ static size_t dkv_bytes(const fa_ring_call *r, int step)
 }
 
 /* The gradients that one call makes: in `dq` and, for `rows` rows of keys, at `dkv`. */
-static flash_attn_status differentiate(const fa_ring_call *r, const fa_ring_rect *rect, flash_attn_tensor k, flash_attn_tensor v,
-                                       flash_attn_tensor dq, char *dkv)
+static flash_attn_status differentiate(const fa_ring_call *r, const fa_ring_rect *rect, flash_attn_tensor k,
+                                       flash_attn_tensor v, flash_attn_tensor dq, char *dkv)
 {
     int64_t            rows = rect->k_end - rect->k_begin;
     flash_attn_problem p    = fa_ring_problem(r, rect, k, v);
@@ -44,7 +40,7 @@ static flash_attn_status add(const fa_ring_call *r, flash_attn_tensor sum, flash
 
 static flash_attn_status add_kv(const fa_ring_call *r, const fa_ring_rect *rect, int step, int64_t rows)
 {
-    char *part = r->memory.base + r->memory.dkv_part, *acc = dkv_at(r, step);
+    char   *part = r->memory.base + r->memory.dkv_part, *acc = dkv_at(r, step);
     int64_t own = rect->k_end - rect->k_begin;
     if (r->call.dk.data)
         FA_TRY(add(r, fa_ring_rows(fa_ring_k(r, acc, rows, FLASH_ATTN_F32), 1, rect->k_begin, rect->k_end),
@@ -89,11 +85,11 @@ static at_step enter_step(const fa_ring_call *r, int number)
     flash_attn_ring_share share;
     at_step               s  = {.number = number};
     char                 *kv = r->memory.base + r->memory.kv[number % 2];
-    s.count = fa_ring_step(r, number, &share, s.rects);
-    s.rows  = share.rows;
-    s.k     = fa_ring_k(r, kv, share.rows, r->call.k.dtype);
-    s.v     = fa_ring_v(r, kv, share.rows, r->call.k.dtype);
-    s.dq    = fa_ring_results(r, r->memory.acc, r->q.rows, r->call.head_dim);
+    s.count                  = fa_ring_step(r, number, &share, s.rects);
+    s.rows                   = share.rows;
+    s.k                      = fa_ring_k(r, kv, share.rows, r->call.k.dtype);
+    s.v                      = fa_ring_v(r, kv, share.rows, r->call.k.dtype);
+    s.dq                     = fa_ring_results(r, r->memory.acc, r->q.rows, r->call.head_dim);
     return s;
 }
 
@@ -120,8 +116,8 @@ static flash_attn_status begin_step(const fa_ring_call *r, at_step *s)
     return differentiate(r, s->rects, s->k, s->v, s->dq, dkv_at(r, 0));
 }
 
-/* The first rectangle's work runs while dK and dV are still on their way here; the last one's sums, while K and V already leave.
- * *status: of the work; what is returned: of the transport. */
+/* The first rectangle's work runs while dK and dV are still on their way here; the last one's sums, while K and V
+ * already leave. *status: of the work; what is returned: of the transport. */
 static flash_attn_status run_step(fa_ring_call *r, int number, flash_attn_status *status)
 {
     at_step s = enter_step(r, number);
@@ -148,7 +144,8 @@ flash_attn_status fa_ring_backward(fa_ring_call *r)
     for (int step = 0; step < r->ring.ranks; step++) {
         FA_TRY(run_step(r, step, &status));
         if (wants_kv(r))
-            FA_TRY(fa_ring_begin(r, r->memory.dkv[step % 2], dkv_bytes(r, step), r->memory.dkv[(step + 1) % 2], dkv_bytes(r, step + 1)));
+            FA_TRY(fa_ring_begin(r, r->memory.dkv[step % 2], dkv_bytes(r, step), r->memory.dkv[(step + 1) % 2],
+                                 dkv_bytes(r, step + 1)));
     }
     FA_TRY(fa_ring_wait(r));
     return status;
@@ -160,7 +157,7 @@ flash_attn_status fa_ring_backward_finish(const fa_ring_call *r)
     char             *home = dkv_at(r, r->ring.ranks);
     int64_t           rows = c->k.shape[1];
     flash_attn_tensor dq   = fa_ring_results(r, r->memory.acc, r->q.rows, c->head_dim);
-    flash_attn_tensor dk   = fa_ring_k(r, home, rows, FLASH_ATTN_F32), dv = fa_ring_v(r, home, rows, FLASH_ATTN_F32);
+    flash_attn_tensor dk = fa_ring_k(r, home, rows, FLASH_ATTN_F32), dv = fa_ring_v(r, home, rows, FLASH_ATTN_F32);
     if (c->dq.data)
         FA_TRY(fa_ring_sum(r, &dq, 1, c->dq));
     if (c->dk.data)
@@ -168,8 +165,10 @@ flash_attn_status fa_ring_backward_finish(const fa_ring_call *r)
     if (c->dv.data)
         FA_TRY(fa_ring_sum(r, &dv, 1, c->dv));
     if (c->dsinks.data) {
-        flash_attn_tensor from = {.data = r->memory.base + r->memory.dsinks, .shape = {1, 1, 1, c->heads_q}, .stride = {0, 0, 0, 1}};
-        flash_attn_tensor to   = {.data = c->dsinks.data, .shape = {1, 1, 1, c->heads_q}, .stride = {0, 0, 0, c->dsinks.stride[1]}};
+        flash_attn_tensor from = {
+            .data = r->memory.base + r->memory.dsinks, .shape = {1, 1, 1, c->heads_q}, .stride = {0, 0, 0, 1}};
+        flash_attn_tensor to = {
+            .data = c->dsinks.data, .shape = {1, 1, 1, c->heads_q}, .stride = {0, 0, 0, c->dsinks.stride[1]}};
         FA_TRY(fa_ring_sum(r, &from, 1, to));
     }
     return FLASH_ATTN_OK;

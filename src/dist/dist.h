@@ -1,7 +1,7 @@
 /*
- * Attention over a sequence that several ranks share: which rows a rank has (shares.c), which of its queries see which keys of
- * another rank (shares.c), the ring (ring.c forward.c backward.c). It stands on the public calls alone: every step is a
- * flash_attn_forward, a flash_attn_backward or a merge of parts.
+ * Attention over a sequence that several ranks share: which rows a rank has (shares.c), which of its queries see which
+ * keys of another rank (shares.c), the ring (ring.c forward.c backward.c). It stands on the public calls alone: every
+ * step is a flash_attn_forward, a flash_attn_backward or a merge of parts.
  */
 #ifndef FA_DIST_H
 #define FA_DIST_H
@@ -24,8 +24,8 @@ typedef struct fa_ring_rect {
 
 enum { FA_RING_MAX_RECTS = 4 };
 
-/* What the queries of share q see of the keys of share k; no pair is in two rectangles. Returns their number. itself: both
- * shares are the same positions. */
+/* What the queries of share q see of the keys of share k; no pair is in two rectangles. Returns their number. itself:
+ * both shares are the same positions. */
 int fa_ring_rects(const flash_attn_ring_share *q, const flash_attn_ring_share *k, fa_ring_mask mask, bool itself,
                   fa_ring_rect rects[FA_RING_MAX_RECTS]);
 
@@ -82,16 +82,18 @@ flash_attn_tensor fa_ring_lse(const fa_ring_call *r, size_t at, int64_t rows);
 flash_attn_tensor fa_ring_rows(flash_attn_tensor t, int dimension, int64_t begin, int64_t end);
 
 /* The local problem of one rectangle, without sinks; k and v: of the whole share. o and lse are the caller's. */
-flash_attn_problem fa_ring_problem(const fa_ring_call *r, const fa_ring_rect *rect, flash_attn_tensor k, flash_attn_tensor v);
+flash_attn_problem fa_ring_problem(const fa_ring_call *r, const fa_ring_rect *rect, flash_attn_tensor k,
+                                   flash_attn_tensor v);
 
 /* result = the sum of the parts, which have its shape; it may be part 0; none: zeros. */
-flash_attn_status fa_ring_sum(const fa_ring_call *r, const flash_attn_tensor *parts, int num_parts, flash_attn_tensor result);
+flash_attn_status fa_ring_sum(const fa_ring_call *r, const flash_attn_tensor *parts, int num_parts,
+                              flash_attn_tensor result);
 
 /* K and V of this rank, contiguous, into the first place of the two. */
 flash_attn_status fa_ring_pack(const fa_ring_call *r);
 
-/* Begin to send to the next rank and to receive from the one before, between places of the call's memory; wait for all that
- * was begun. */
+/* Begin to send to the next rank and to receive from the one before, between places of the call's memory; wait for all
+ * that was begun. */
 flash_attn_status fa_ring_begin(fa_ring_call *r, size_t send, size_t send_bytes, size_t recv, size_t recv_bytes);
 flash_attn_status fa_ring_wait(fa_ring_call *r);
 

@@ -2,16 +2,16 @@
  * Ring attention's forward on rank r of R:
  *     begin to send the own K, V on, and to receive those of rank r - 1
  *     for t = 0 .. R - 1:
- *         O_t, LSE_t = attention of the own Q over K, V of rank r - t      (flash_attn_forward, a call for each rectangle)
- *         wait; begin to send K, V of rank r - t - 1 on, and to receive those of rank r - t - 2
- *         O, LSE = merge(O, LSE, O_t, LSE_t)                               (flash_attn_merge, in float32)
- * The merge comes last so that a GPU's transfer has begun before the next attention takes all multiprocessors.
+ *         O_t, LSE_t = attention of the own Q over K, V of rank r - t      (flash_attn_forward, a call for each
+ * rectangle) wait; begin to send K, V of rank r - t - 1 on, and to receive those of rank r - t - 2 O, LSE = merge(O,
+ * LSE, O_t, LSE_t)                               (flash_attn_merge, in float32) The merge comes last so that a GPU's
+ * transfer has begun before the next attention takes all multiprocessors.
  */
 #include "dist/dist.h"
 
 /* One call of the public forward into float32 at o and lse. */
-static flash_attn_status attend(const fa_ring_call *r, const fa_ring_rect *rect, flash_attn_tensor k, flash_attn_tensor v,
-                                bool sinks, const flash_attn_partial *result)
+static flash_attn_status attend(const fa_ring_call *r, const fa_ring_rect *rect, flash_attn_tensor k,
+                                flash_attn_tensor v, bool sinks, const flash_attn_partial *result)
 {
     flash_attn_problem p = fa_ring_problem(r, rect, k, v);
     if (sinks)
@@ -48,8 +48,9 @@ static flash_attn_status run_step(const fa_ring_call *r, int step, fa_ring_rect 
     flash_attn_ring_share share;
     fa_ring_rect          rects[FA_RING_MAX_RECTS], none = fa_ring_no_keys(r);
     int                   count = fa_ring_step(r, step, &share, rects), first = 0;
-    char                 *kv    = r->memory.base + r->memory.kv[step % 2];
-    flash_attn_tensor     k     = fa_ring_k(r, kv, share.rows, r->call.k.dtype), v = fa_ring_v(r, kv, share.rows, r->call.k.dtype);
+    char                 *kv = r->memory.base + r->memory.kv[step % 2];
+    flash_attn_tensor     k  = fa_ring_k(r, kv, share.rows, r->call.k.dtype),
+                      v      = fa_ring_v(r, kv, share.rows, r->call.k.dtype);
     if (step == 0) { /* sinks count once, for every query */
         flash_attn_partial acc   = partial_at(r, r->memory.acc, r->memory.lse, r->q.rows);
         bool               whole = fa_ring_is_whole(r, rects, count);
@@ -83,6 +84,7 @@ flash_attn_status fa_ring_forward(fa_ring_call *r)
 
 flash_attn_status fa_ring_forward_finish(const fa_ring_call *r)
 {
-    flash_attn_partial acc = partial_at(r, r->memory.acc, r->memory.lse, r->q.rows), result = {.o = r->call.o, .lse = r->call.lse};
+    flash_attn_partial acc    = partial_at(r, r->memory.acc, r->memory.lse, r->q.rows),
+                       result = {.o = r->call.o, .lse = r->call.lse};
     return flash_attn_merge(r->context, r->problem->device, &acc, 1, &result, &r->exec);
 }

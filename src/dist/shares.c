@@ -12,7 +12,8 @@ flash_attn_status flash_attn_ring_get_share(flash_attn_ring_layout layout, int32
     if (!share)
         return fa_fail(FLASH_ATTN_INVALID, "share is NULL, expected a place for it");
     if ((unsigned)layout > FLASH_ATTN_RING_STRIPED)
-        return fa_fail(FLASH_ATTN_INVALID, "ring.layout is %d, expected CONTIGUOUS (0), ZIGZAG (1) or STRIPED (2)", (int)layout);
+        return fa_fail(FLASH_ATTN_INVALID, "ring.layout is %d, expected CONTIGUOUS (0), ZIGZAG (1) or STRIPED (2)",
+                       (int)layout);
     if (ranks < 1 || ranks > MAX_RANKS)
         return fa_fail(FLASH_ATTN_INVALID, "ring.ranks is %d, expected 1 to %d", ranks, MAX_RANKS);
     if (rank < 0 || rank >= ranks)
@@ -23,7 +24,7 @@ flash_attn_status flash_attn_ring_get_share(flash_attn_ring_layout layout, int32
     if (layout == FLASH_ATTN_RING_STRIPED) {
         made.step     = ranks;
         made.begin[0] = made.begin[1] = rank;
-        made.count[0] = seqlen > rank ? (seqlen - rank + ranks - 1) / ranks : 0;
+        made.count[0]                 = seqlen > rank ? (seqlen - rank + ranks - 1) / ranks : 0;
     } else {
         bool    zigzag = layout == FLASH_ATTN_RING_ZIGZAG;
         int64_t chunks = zigzag ? 2 * (int64_t)ranks : ranks, chunk[2] = {rank, chunks - 1 - rank};
@@ -42,9 +43,9 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /*
- * Part a of share q against part b of share k. With n and m rows counted from the parts' own beginnings, query n sees keys
- * n - low to n + high. What nobody sees is cut off on all four sides; what is left has both limits at or outside of its bottom
- * right corner, as the public masks want them.
+ * Part a of share q against part b of share k. With n and m rows counted from the parts' own beginnings, query n sees
+ * keys n - low to n + high. What nobody sees is cut off on all four sides; what is left has both limits at or outside
+ * of its bottom right corner, as the public masks want them.
  */
 static bool rect_of(const flash_attn_ring_share *q, int a, const flash_attn_ring_share *k, int b, fa_ring_mask mask,
                     fa_ring_rect *rect)

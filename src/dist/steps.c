@@ -3,10 +3,12 @@
 
 static flash_attn_tensor contiguous(char *memory, flash_attn_dtype dtype, int64_t a, int64_t b, int64_t c, int64_t d)
 {
-    return (flash_attn_tensor){.data = memory, .dtype = dtype, .shape = {a, b, c, d}, .stride = {b * c * d, c * d, d, 1}};
+    return (flash_attn_tensor){
+        .data = memory, .dtype = dtype, .shape = {a, b, c, d}, .stride = {b * c * d, c * d, d, 1}};
 }
 
-/* V begins at 16 bytes on a GPU, whose kernels load so many at once. On the host there is no gap, whose bytes nobody has set. */
+/* V begins at 16 bytes on a GPU, whose kernels load so many at once. On the host there is no gap, whose bytes nobody
+ * has set. */
 static size_t v_at(const fa_ring_call *r, int64_t rows, flash_attn_dtype dtype)
 {
     size_t bytes = (size_t)(r->call.batch * rows * r->call.heads_k * r->call.head_dim) * fa_dtype_bytes(dtype);
@@ -25,7 +27,8 @@ flash_attn_tensor fa_ring_v(const fa_ring_call *r, char *memory, int64_t rows, f
 
 size_t fa_ring_kv_bytes(const fa_ring_call *r, int64_t rows, flash_attn_dtype dtype)
 {
-    return v_at(r, rows, dtype) + (size_t)(r->call.batch * rows * r->call.heads_k * r->call.head_dim_v) * fa_dtype_bytes(dtype);
+    return v_at(r, rows, dtype) +
+           (size_t)(r->call.batch * rows * r->call.heads_k * r->call.head_dim_v) * fa_dtype_bytes(dtype);
 }
 
 flash_attn_tensor fa_ring_results(const fa_ring_call *r, size_t at, int64_t rows, int64_t head_dim)
@@ -41,7 +44,7 @@ flash_attn_tensor fa_ring_lse(const fa_ring_call *r, size_t at, int64_t rows)
 flash_attn_ring_share fa_ring_source(const fa_ring_call *r, int step)
 {
     flash_attn_ring_share share;
-    int ranks = r->ring.ranks, rank = (r->ring.rank - step % ranks + ranks) % ranks;
+    int                   ranks = r->ring.ranks, rank = (r->ring.rank - step % ranks + ranks) % ranks;
     flash_attn_ring_get_share(r->ring.layout, ranks, rank, r->ring.seqlen_k, &share); /* checked before */
     return share;
 }
@@ -65,27 +68,29 @@ flash_attn_tensor fa_ring_rows(flash_attn_tensor t, int dimension, int64_t begin
     return t;
 }
 
-flash_attn_problem fa_ring_problem(const fa_ring_call *r, const fa_ring_rect *rect, flash_attn_tensor k, flash_attn_tensor v)
+flash_attn_problem fa_ring_problem(const fa_ring_call *r, const fa_ring_rect *rect, flash_attn_tensor k,
+                                   flash_attn_tensor v)
 {
     flash_attn_problem p = *r->problem;
-    p.q            = fa_ring_rows(r->call.q, 1, rect->q_begin, rect->q_end);
-    p.k            = fa_ring_rows(k, 1, rect->k_begin, rect->k_end);
-    p.v            = fa_ring_rows(v, 1, rect->k_begin, rect->k_end);
-    p.o            = fa_ring_rows(r->call.o, 1, rect->q_begin, rect->q_end);
-    p.lse          = fa_ring_rows(r->call.lse, 2, rect->q_begin, rect->q_end);
-    p.mask         = rect->mask;
-    p.window_left  = rect->left;
-    p.window_right = rect->right;
-    p.sinks        = (flash_attn_tensor){0};
+    p.q                  = fa_ring_rows(r->call.q, 1, rect->q_begin, rect->q_end);
+    p.k                  = fa_ring_rows(k, 1, rect->k_begin, rect->k_end);
+    p.v                  = fa_ring_rows(v, 1, rect->k_begin, rect->k_end);
+    p.o                  = fa_ring_rows(r->call.o, 1, rect->q_begin, rect->q_end);
+    p.lse                = fa_ring_rows(r->call.lse, 2, rect->q_begin, rect->q_end);
+    p.mask               = rect->mask;
+    p.window_left        = rect->left;
+    p.window_right       = rect->right;
+    p.sinks              = (flash_attn_tensor){0};
     p.max_seqlen_q = p.max_seqlen_k = 0; /* as the tensors are */
     return p;
 }
 
 /* A merge without LSE: every part weighs 1. */
-flash_attn_status fa_ring_sum(const fa_ring_call *r, const flash_attn_tensor *parts, int num_parts, flash_attn_tensor result)
+flash_attn_status fa_ring_sum(const fa_ring_call *r, const flash_attn_tensor *parts, int num_parts,
+                              flash_attn_tensor result)
 {
     flash_attn_partial part[2] = {{.o = result}}, sum = {.o = result};
-    fa_exec            how     = {.stream = r->exec.stream};
+    fa_exec            how = {.stream = r->exec.stream};
     for (int n = 0; n < num_parts; n++)
         part[n].o = parts[n];
     if (fa_on_host(r->problem->device)) {
