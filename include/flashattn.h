@@ -468,8 +468,8 @@ typedef struct flash_attn_ring_share {
     int64_t step;               /* 1; STRIPED: ranks */
 } flash_attn_ring_share;
 
-/* The rows that `rank` has of a sequence of `seqlen` positions, 0 to 2^40. It need not be divisible: chunk c of n begins at
- * floor(c * seqlen / n), and a share may be empty. Errors: INVALID. */
+/* The rows that `rank` has of a sequence of `seqlen` positions, 0 to 2^40. It need not be divisible: chunk c of n begins
+ * at floor(c * seqlen / n), and a share may be empty. Errors: INVALID. */
 FLASH_ATTN_API flash_attn_status flash_attn_ring_get_share(flash_attn_ring_layout layout, int32_t ranks, int32_t rank,
                                                            int64_t seqlen, flash_attn_ring_share *share);
 
@@ -478,25 +478,31 @@ FLASH_ATTN_API flash_attn_status flash_attn_ring_get_share(flash_attn_ring_layou
  * returns 0, or a number of its own if it failed; then nothing that was begun may touch its memory any more, and it is
  * not called again in this call. docs/dist.md has them for NCCL and for sockets, examples/ring the source.
  */
+typedef int (*flash_attn_transport_begin)(void *user, const void *send, size_t send_bytes, void *recv, size_t recv_bytes,
+                                          void *stream);
+typedef int (*flash_attn_transport_wait)(void *user, void *stream);
+typedef int (*flash_attn_transport_exchange)(void *user, const void *send, void *recv, size_t bytes);
+
 typedef struct flash_attn_transport {
     /* Begin to send to the next rank and to receive from the one before, either may be 0 bytes. Memory is the problem's
-     * device's. CUDA: after all work that is on `stream` (the call's) by now. It may return before it is done, so that it
-     * runs beside the compute that follows; up to two are under way. What one rank begins n-th, its neighbours begin n-th. */
-    int (*begin)(void *user, const void *send, size_t send_bytes, void *recv, size_t recv_bytes, void *stream);
+     * device's. CUDA: after all work that is on `stream` (the call's) by now. It may return before it is done, so that
+     * it runs beside the compute that follows; up to two are under way. What one rank begins n-th, its neighbours begin
+     * n-th. */
+    flash_attn_transport_begin begin;
     /* All that was begun is done, CUDA: for what comes on `stream` after this. NULL: begin returns when it is done. */
-    int (*wait)(void *user, void *stream);
+    flash_attn_transport_wait wait;
     /* Send and receive so many bytes of host memory and return when it is done. For CUDA, may be NULL; on the host
      * begin and wait do it. With it all ranks fail together where one of them would fail alone, see below. */
-    int (*exchange_host)(void *user, const void *send, void *recv, size_t bytes);
-    void    *user; /* first argument of the three */
-    uint64_t reserved[4];
+    flash_attn_transport_exchange exchange_host;
+    void                         *user; /* first argument of the three */
+    uint64_t                      reserved[4];
 } flash_attn_transport;
 
 typedef struct flash_attn_ring {
     int32_t                rank, ranks; /* 0 <= rank < ranks */
     flash_attn_ring_layout layout;
     int32_t                reserved0;
-    int64_t                seqlen_q, seqlen_k; /* of the whole sequence; flash_attn_ring_get_share says what of it is here */
+    int64_t                seqlen_q, seqlen_k; /* of the whole; flash_attn_ring_get_share says what of it is here */
     flash_attn_transport   transport;          /* not used with one rank */
     uint64_t               reserved[8];
 } flash_attn_ring;
@@ -506,24 +512,24 @@ typedef struct flash_attn_ring {
  * (Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; striping: Brandon et al.,
  * "Striped Attention", 2023). Every rank calls it with its own rows: q, o [b, rows of seqlen_q, hq, ...], k, v
  * [b, rows of seqlen_k, hk, ...], lse [b, hq, rows of seqlen_q, 1]; the same ring but for `rank` and transport, the
- * same options, and the same of dk and dv wanted. The mask is that of the whole sequence, aligned bottom right. Each rank's results are its rows of
- * the results over the whole sequence. Parts are added up in float32.
+ * same options, and the same of dk and dv wanted. The mask is that of the whole sequence, aligned bottom right. Each
+ * rank's results are its rows of the results over the whole sequence. Parts are added up in float32.
  *
  * In a backward dK and dV travel in float32 beside K and V and come home complete. dsinks is the part of this rank's
  * queries: add it up over the ranks, as the gradient of any parameter.
  *
  * Supported: batch, GQA, any strides, head_dim and head_dim_v, F32, F16 and BF16, scale, softcap, all masks, sinks,
- * deterministic. UNSUPPORTED: varlen (call it for each sequence), bias, ALiBi, dropout, slices, used lengths, padding, pages,
- * cache_batch_idx, F8E4M3.
+ * deterministic. UNSUPPORTED: varlen (call it for each sequence), bias, ALiBi, dropout, slices, used lengths, padding,
+ * pages, cache_batch_idx, F8E4M3.
  *
- * CUDA: with more than one rank exec.workspace is needed, for the transport moves what is in it, between GPUs: take memory of
- * the kind that the engine likes best (registered, say). It must be there until the stream has run the call.
+ * CUDA: with more than one rank exec.workspace is needed, for the transport moves what is in it, between GPUs: take
+ * memory of the kind that the engine likes best (registered, say). It must be there until the stream has run the call.
  *
  * Errors: any status, and TRANSPORT. On the host, and on CUDA with exchange_host, ranks first tell each other what they
- * are about to do, and once more how it went: if one was given nonsense, something else than the others, or has no memory, all fail,
- * nothing is written, and the transport can be used again. Otherwise a rank that fails returns alone, and the
- * others wait for it in the transport until that fails (NCCL: ncclCommAbort). So do they for a rank whose ring itself is INVALID or
- * which never calls. After TRANSPORT of a callback a new transport is needed.
+ * are about to do, and once more how it went: if one was given nonsense, something else than the others, or has no
+ * memory, all fail, nothing is written, and the transport can be used again. Otherwise a rank that fails returns alone,
+ * and the others wait for it in the transport until that fails (NCCL: ncclCommAbort). So do they for a rank whose ring
+ * itself is INVALID or which never calls. After TRANSPORT of a callback a new transport is needed.
  */
 FLASH_ATTN_API flash_attn_status flash_attn_ring_forward(flash_attn_context *context, const flash_attn_problem *problem,
                                                          const flash_attn_ring *ring, const flash_attn_exec *exec);
@@ -532,7 +538,7 @@ FLASH_ATTN_API flash_attn_status flash_attn_ring_backward(flash_attn_context *co
                                                           const flash_attn_grads *grads, const flash_attn_ring *ring,
                                                           const flash_attn_exec *exec);
 
-/* As flash_attn_workspace_size. The largest share counts, so all ranks get about the same. */
+/* As flash_attn_workspace_size; a rank's own, which need not be another's. */
 FLASH_ATTN_API flash_attn_status flash_attn_ring_workspace_size(flash_attn_context *context,
                                                                 const flash_attn_problem *problem,
                                                                 const flash_attn_ring *ring, flash_attn_pass pass,
