@@ -68,7 +68,8 @@ typedef enum flash_attn_status {
     FLASH_ATTN_NO_DEVICE   = 3, /* no such device, or its driver is missing */
     FLASH_ATTN_NO_MEMORY   = 4, /* host or device memory ran out, or the given workspace is too small */
     FLASH_ATTN_COMPILE     = 5, /* a GPU kernel could not be built; the message holds the compiler's first line */
-    FLASH_ATTN_LAUNCH      = 6  /* the GPU driver refused or failed a launch */
+    FLASH_ATTN_LAUNCH      = 6, /* the GPU driver refused or failed a launch */
+    FLASH_ATTN_TRANSPORT   = 7  /* the caller's transport between ranks failed, or another rank did */
 } flash_attn_status;
 
 /* A constant, never NULL: "ok", "invalid argument", ... for any value. */
@@ -449,6 +450,99 @@ typedef struct flash_attn_partial {
 FLASH_ATTN_API flash_attn_status flash_attn_merge(flash_attn_context *context, flash_attn_device device,
                                                   const flash_attn_partial *parts, int32_t num_parts,
                                                   const flash_attn_partial *result, const flash_attn_exec *exec);
+
+/* ---- a sequence over several ranks --------------------------------------------------------------------------- */
+
+/* Which positions of the whole sequence a rank has. With a causal mask ZIGZAG and STRIPED give every rank the same work in
+ * every step; CONTIGUOUS makes the first ranks wait for the last. */
+typedef enum flash_attn_ring_layout {
+    FLASH_ATTN_RING_CONTIGUOUS = 0, /* `ranks` chunks, one after the other */
+    FLASH_ATTN_RING_ZIGZAG     = 1, /* 2 ranks chunks: rank r has the r-th from the front, then the r-th from the back */
+    FLASH_ATTN_RING_STRIPED    = 2  /* positions rank, rank + ranks, rank + 2 ranks, ... */
+} flash_attn_ring_layout;
+
+/* Local row i < count[0] is position begin[0] + i * step, row i >= count[0] is begin[1] + (i - count[0]) * step. */
+typedef struct flash_attn_ring_share {
+    int64_t rows;               /* count[0] + count[1] */
+    int64_t begin[2], count[2]; /* count[1] is 0 but with ZIGZAG */
+    int64_t step;               /* 1; STRIPED: ranks */
+} flash_attn_ring_share;
+
+/* The rows that `rank` has of a sequence of `seqlen` positions, 0 to 2^40. It need not be divisible: chunk c of n begins
+ * at floor(c * seqlen / n), and a share may be empty. Errors: INVALID. */
+FLASH_ATTN_API flash_attn_status flash_attn_ring_get_share(flash_attn_ring_layout layout, int32_t ranks, int32_t rank,
+                                                           int64_t seqlen, flash_attn_ring_share *share);
+
+/*
+ * The caller's engine. It moves bytes from each rank to the next, (rank + 1) % ranks: NCCL, MPI, sockets. A callback
+ * returns 0, or a number of its own if it failed; then nothing that was begun may touch its memory any more, and it is
+ * not called again in this call. docs/dist.md has them for NCCL and for sockets, examples/ring the source.
+ */
+typedef int (*flash_attn_transport_begin)(void *user, const void *send, size_t send_bytes, void *recv, size_t recv_bytes,
+                                          void *stream);
+typedef int (*flash_attn_transport_wait)(void *user, void *stream);
+typedef int (*flash_attn_transport_exchange)(void *user, const void *send, void *recv, size_t bytes);
+
+typedef struct flash_attn_transport {
+    /* Begin to send to the next rank and to receive from the one before, either may be 0 bytes. Memory is the problem's
+     * device's. CUDA: after all work that is on `stream` (the call's) by now. It may return before it is done, so that
+     * it runs beside the compute that follows; up to two are under way. What one rank begins n-th, its neighbours begin
+     * n-th. */
+    flash_attn_transport_begin begin;
+    /* All that was begun is done, CUDA: for what comes on `stream` after this. NULL: begin returns when it is done. */
+    flash_attn_transport_wait wait;
+    /* Send and receive so many bytes of host memory and return when it is done. For CUDA, may be NULL; on the host
+     * begin and wait do it. With it all ranks fail together where one of them would fail alone, see below. */
+    flash_attn_transport_exchange exchange_host;
+    void                         *user; /* first argument of the three */
+    uint64_t                      reserved[4];
+} flash_attn_transport;
+
+typedef struct flash_attn_ring {
+    int32_t                rank, ranks; /* 0 <= rank < ranks */
+    flash_attn_ring_layout layout;
+    int32_t                reserved0;
+    int64_t                seqlen_q, seqlen_k; /* of the whole; flash_attn_ring_get_share says what of it is here */
+    flash_attn_transport   transport;          /* not used with one rank */
+    uint64_t               reserved[8];
+} flash_attn_ring;
+
+/*
+ * Ring attention: K and V travel round the ranks while each attends to what it has, and the parts are merged by their LSE
+ * (Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; striping: Brandon et al.,
+ * "Striped Attention", 2023). Every rank calls it with its own rows: q, o [b, rows of seqlen_q, hq, ...], k, v
+ * [b, rows of seqlen_k, hk, ...], lse [b, hq, rows of seqlen_q, 1]; the same ring but for `rank` and transport, the
+ * same options, and the same of dk and dv wanted. The mask is that of the whole sequence, aligned bottom right. Each
+ * rank's results are its rows of the results over the whole sequence. Parts are added up in float32.
+ *
+ * In a backward dK and dV travel in float32 beside K and V and come home complete. dsinks is the part of this rank's
+ * queries: add it up over the ranks, as the gradient of any parameter.
+ *
+ * Supported: batch, GQA, any strides, head_dim and head_dim_v, F32, F16 and BF16, scale, softcap, all masks, sinks,
+ * deterministic. UNSUPPORTED: varlen (call it for each sequence), bias, ALiBi, dropout, slices, used lengths, padding,
+ * pages, cache_batch_idx, F8E4M3.
+ *
+ * CUDA: with more than one rank exec.workspace is needed, for the transport moves what is in it, between GPUs: take
+ * memory of the kind that the engine likes best (registered, say). It must be there until the stream has run the call.
+ *
+ * Errors: any status, and TRANSPORT. On the host, and on CUDA with exchange_host, ranks first tell each other what they
+ * are about to do, and once more how it went: if one was given nonsense, something else than the others, or has no
+ * memory, all fail, nothing is written, and the transport can be used again. Otherwise a rank that fails returns alone,
+ * and the others wait for it in the transport until that fails (NCCL: ncclCommAbort). So do they for a rank whose ring
+ * itself is INVALID or which never calls. After TRANSPORT of a callback a new transport is needed.
+ */
+FLASH_ATTN_API flash_attn_status flash_attn_ring_forward(flash_attn_context *context, const flash_attn_problem *problem,
+                                                         const flash_attn_ring *ring, const flash_attn_exec *exec);
+
+FLASH_ATTN_API flash_attn_status flash_attn_ring_backward(flash_attn_context *context, const flash_attn_problem *problem,
+                                                          const flash_attn_grads *grads, const flash_attn_ring *ring,
+                                                          const flash_attn_exec *exec);
+
+/* As flash_attn_workspace_size; a rank's own, which need not be another's. */
+FLASH_ATTN_API flash_attn_status flash_attn_ring_workspace_size(flash_attn_context *context,
+                                                                const flash_attn_problem *problem,
+                                                                const flash_attn_ring *ring, flash_attn_pass pass,
+                                                                size_t *bytes);
 
 #ifdef __cplusplus
 }

@@ -38,8 +38,8 @@ static flash_attn_status workspace_on(flash_attn_context *context, flash_attn_de
 
 /* ---- how to run ---- */
 
-static flash_attn_status check_exec(const flash_attn_context *context, flash_attn_device device,
-                                    const flash_attn_exec *given, fa_exec *out)
+flash_attn_status fa_check_exec(const flash_attn_context *context, flash_attn_device device, const flash_attn_exec *given,
+                                fa_exec *out)
 {
     flash_attn_exec exec = given ? *given : (flash_attn_exec){0};
     FA_TRY(FA_CHECK_RESERVED("exec.reserved", exec.reserved));
@@ -80,7 +80,7 @@ static flash_attn_status run(flash_attn_context *context, const flash_attn_probl
     fa_exec how;
     FA_TRY(fa_context_of(&context));
     FA_TRY(fa_normalise(problem, grads, pass, FA_RUN, &call));
-    FA_TRY(check_exec(context, problem->device, exec, &how));
+    FA_TRY(fa_check_exec(context, problem->device, exec, &how));
     if (problem->device.type == FLASH_ATTN_CPU)
         FA_TRY(fa_check_workspace(&how, fa_cpu_workspace(context->cpu, &call)));
     FA_TRY(fa_check_memory(&call, how.workspace, how.workspace_bytes));
@@ -217,7 +217,7 @@ flash_attn_status flash_attn_append_kv(flash_attn_context *context, const flash_
     fa_exec           how;
     FA_TRY(fa_context_of(&context));
     FA_TRY(fa_normalise_append(append, &checked));
-    FA_TRY(check_exec(context, checked.device, exec, &how));
+    FA_TRY(fa_check_exec(context, checked.device, exec, &how));
     if (checked.device.type == FLASH_ATTN_CUDA)
         return fa_cuda_append(context, &checked, &how);
     fa_host_append(&checked);
@@ -231,7 +231,7 @@ flash_attn_status flash_attn_merge(flash_attn_context *context, flash_attn_devic
     fa_exec how;
     FA_TRY(fa_context_of(&context));
     FA_TRY(fa_check_device(device));
-    FA_TRY(check_exec(context, device, exec, &how));
+    FA_TRY(fa_check_exec(context, device, exec, &how));
     flash_attn_partial *checked;
     FA_TRY(fa_normalise_merge(parts, num_parts, result, &checked));
     flash_attn_status status = FLASH_ATTN_OK;

@@ -193,7 +193,8 @@ flash_attn_status fa_cuda_append(flash_attn_context *context, const flash_attn_a
 flash_attn_status fa_cuda_compile(flash_attn_context *context, const fa_call *call, int32_t arch, const char *folder);
 
 /* Merge and append are one thread's plain loops over memory, shared by CPU and REFERENCE (host.c). Arguments are
- * checked and normalised by api.c. */
+ * checked and normalised by api.c. A ring's sums (src/dist) are merges, here and on CUDA, of parts whose lse.data is NULL:
+ * each weighs 1; no part: zeros. */
 void fa_host_merge(const flash_attn_partial *parts, int32_t num_parts, const flash_attn_partial *result);
 void fa_host_append(const flash_attn_append *append);
 

@@ -109,6 +109,10 @@ flash_attn_status fa_check_lengths(const flash_attn_problem *problem, const fa_c
 flash_attn_status fa_check_page_ids(const flash_attn_pages *pages, int64_t num_pages, int64_t page_size, int64_t b,
                                     int64_t begin, int64_t end);
 
+/* How to run: threads resolved (api.c). */
+flash_attn_status fa_check_exec(const flash_attn_context *context, flash_attn_device device, const flash_attn_exec *given,
+                                fa_exec *out);
+
 /* ---- the other calls ---- */
 
 /* Check an append and make it explicit: strides, implied shapes, row_stride, head counts (append.c). */

@@ -27,6 +27,7 @@ const char *flash_attn_status_string(flash_attn_status status)
     case FLASH_ATTN_NO_MEMORY: return "out of memory";
     case FLASH_ATTN_COMPILE: return "kernel compilation failed";
     case FLASH_ATTN_LAUNCH: return "kernel launch failed";
+    case FLASH_ATTN_TRANSPORT: return "transport between ranks failed";
     }
     return "unknown status";
 }

@@ -5,10 +5,12 @@
 
 #define MERGE_BLOCK 64 /* columns accumulated at once, so that a part's weight is computed once for all of them */
 
-/* log sum exp over the parts of one row; -inf if all are empty. */
+/* log sum exp over the parts of one row; -inf if all are empty. Without LSE: 0, so that each weighs 1. */
 static double merged_lse(const flash_attn_partial *parts, int32_t num_parts, int64_t b, int64_t h, int64_t i)
 {
     double highest = -INFINITY, sum = 0.0;
+    if (num_parts > 0 && !parts->lse.data)
+        return 0.0;
     for (int32_t n = 0; n < num_parts; n++) {
         float lse = *(const float *)fa_at(&parts[n].lse, b, h, i, 0);
         if (!(lse <= highest)) /* a NaN stays */
@@ -27,7 +29,7 @@ static void merge_columns(const flash_attn_partial *parts, int32_t num_parts, co
 {
     double sum[MERGE_BLOCK] = {0};
     for (int32_t n = 0; n < num_parts; n++) {
-        float own = *(const float *)fa_at(&parts[n].lse, b, h, i, 0);
+        float own = parts[n].lse.data ? *(const float *)fa_at(&parts[n].lse, b, h, i, 0) : 0.0f;
         if (own == -INFINITY)
             continue; /* its o may hold anything */
         double           weight = exp(own - lse);

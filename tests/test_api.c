@@ -64,12 +64,12 @@ static flash_attn_grads make_grads(memory *m)
 static void every_status_has_a_name(void **state)
 {
     (void)state;
-    for (int i = -1; i <= FLASH_ATTN_LAUNCH + 1; i++)
-        for (int j = i + 1; j <= FLASH_ATTN_LAUNCH + 1; j++) {
+    for (int i = -1; i <= FLASH_ATTN_TRANSPORT + 1; i++)
+        for (int j = i + 1; j <= FLASH_ATTN_TRANSPORT + 1; j++) {
             const char *a = flash_attn_status_string((flash_attn_status)i);
             const char *b = flash_attn_status_string((flash_attn_status)j);
             assert_true(a && *a && b && *b);
-            assert_true(strcmp(a, b) != 0 || (i == -1 && j == FLASH_ATTN_LAUNCH + 1));
+            assert_true(strcmp(a, b) != 0 || (i == -1 && j == FLASH_ATTN_TRANSPORT + 1));
         }
     assert_string_equal(flash_attn_status_string(FLASH_ATTN_OK), "ok");
     assert_int_equal(flash_attn_version(),

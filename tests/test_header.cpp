@@ -20,7 +20,11 @@ int main()
                                      reinterpret_cast<any_function>(flash_attn_compile),
                                      reinterpret_cast<any_function>(flash_attn_explain),
                                      reinterpret_cast<any_function>(flash_attn_append_kv),
-                                     reinterpret_cast<any_function>(flash_attn_merge)};
+                                     reinterpret_cast<any_function>(flash_attn_merge),
+                                     reinterpret_cast<any_function>(flash_attn_ring_get_share),
+                                     reinterpret_cast<any_function>(flash_attn_ring_forward),
+                                     reinterpret_cast<any_function>(flash_attn_ring_backward),
+                                     reinterpret_cast<any_function>(flash_attn_ring_workspace_size)};
     for (any_function function : exported)
         if (function == nullptr)
             return 1;

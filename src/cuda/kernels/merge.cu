@@ -2,6 +2,7 @@
  * flash_attn_merge: results over disjoint sets of keys into one,
  *     LSE = log sum_n exp(LSE_n),    O = sum_n exp(LSE_n - LSE) O_n.
  * One warp a row. The result may be part 0: every element is read before it is written, by the same lane.
+ * Parts without LSE are added up, each with weight 1.
  */
 #include "numbers.cuh"
 
@@ -20,7 +21,8 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) merge(const __grid_c
     int h = (int)(n / args.seqlen_q % args.heads), b = (int)(n / args.seqlen_q / args.heads);
 
     /* Each lane holds one part's LSE: FA_MERGE_MAX_PARTS is 32. */
-    float own = lane < args.num_parts ? part_lse(args.part[lane], b, h, i) : -infinity(), maximum = own;
+    bool  plain = args.num_parts > 0 && !args.part[0].lse;
+    float own   = lane >= args.num_parts ? -infinity() : plain ? 0.0f : part_lse(args.part[lane], b, h, i), maximum = own;
     for (int step = 16; step > 0; step /= 2) /* passes NaN over; the sum below does not */
         maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, step));
     float shift = maximum == -infinity() ? 0.0f : maximum; /* all empty: 0 in place of -inf, or the difference is NaN */
@@ -28,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) merge(const __grid_c
     for (int step = 16; step > 0; step /= 2)
         sum += __shfl_xor_sync(~0u, sum, step);
     float lse    = sum == 0.0f ? -infinity() : shift + logf(sum);
-    float weight = own == -infinity() ? 0.0f : expf(own - lse);
+    float weight = own == -infinity() ? 0.0f : plain ? 1.0f : expf(own - lse);
 
     const fa_view &o = args.result.o;
     for (int first = 0; first < args.head_dim_v; first += 32) {

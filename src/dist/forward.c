@@ -1,0 +1,90 @@
+/*
+ * Ring attention's forward on rank r of R:
+ *     begin to send the own K, V on, and to receive those of rank r - 1
+ *     for t = 0 .. R - 1:
+ *         O_t, LSE_t = attention of the own Q over K, V of rank r - t      (flash_attn_forward, a call for each
+ * rectangle) wait; begin to send K, V of rank r - t - 1 on, and to receive those of rank r - t - 2 O, LSE = merge(O,
+ * LSE, O_t, LSE_t)                               (flash_attn_merge, in float32) The merge comes last so that a GPU's
+ * transfer has begun before the next attention takes all multiprocessors.
+ */
+#include "dist/dist.h"
+
+/* One call of the public forward into float32 at o and lse. */
+static flash_attn_status attend(const fa_ring_call *r, const fa_ring_rect *rect, flash_attn_tensor k,
+                                flash_attn_tensor v, bool sinks, const flash_attn_partial *result)
+{
+    flash_attn_problem p = fa_ring_problem(r, rect, k, v);
+    if (sinks)
+        p.sinks = r->problem->sinks;
+    p.o   = result->o;
+    p.lse = result->lse;
+    return flash_attn_forward(r->context, &p, &r->exec);
+}
+
+static flash_attn_partial partial_at(const fa_ring_call *r, size_t o, size_t lse, int64_t rows)
+{
+    return (flash_attn_partial){.o = fa_ring_results(r, o, rows, r->call.head_dim_v), .lse = fa_ring_lse(r, lse, rows)};
+}
+
+static flash_attn_partial part_of(const fa_ring_call *r, const fa_ring_rect *rect)
+{
+    return partial_at(r, r->memory.part, r->memory.part_lse, rect->q_end - rect->q_begin);
+}
+
+/* The rectangle whose part waits to be merged; none: no rows. */
+static flash_attn_status merge(const fa_ring_call *r, fa_ring_rect *pending)
+{
+    flash_attn_partial parts[2] = {partial_at(r, r->memory.acc, r->memory.lse, r->q.rows), part_of(r, pending)};
+    bool               none     = pending->q_begin == pending->q_end;
+    parts[0].o                  = fa_ring_rows(parts[0].o, 1, pending->q_begin, pending->q_end);
+    parts[0].lse                = fa_ring_rows(parts[0].lse, 2, pending->q_begin, pending->q_end);
+    pending->q_begin            = pending->q_end;
+    return none ? FLASH_ATTN_OK : flash_attn_merge(r->context, r->problem->device, parts, 2, &parts[0], &r->exec);
+}
+
+/* Leaves the last rectangle's part to be merged. */
+static flash_attn_status run_step(const fa_ring_call *r, int step, fa_ring_rect *pending)
+{
+    flash_attn_ring_share share;
+    fa_ring_rect          rects[FA_RING_MAX_RECTS], none = fa_ring_no_keys(r);
+    int                   count = fa_ring_step(r, step, &share, rects), first = 0;
+    char                 *kv = r->memory.base + r->memory.kv[step % 2];
+    flash_attn_tensor     k  = fa_ring_k(r, kv, share.rows, r->call.k.dtype),
+                      v      = fa_ring_v(r, kv, share.rows, r->call.k.dtype);
+    if (step == 0) { /* sinks count once, for every query */
+        flash_attn_partial acc   = partial_at(r, r->memory.acc, r->memory.lse, r->q.rows);
+        bool               whole = fa_ring_is_whole(r, rects, count);
+        FA_TRY(attend(r, whole ? rects : &none, k, v, true, &acc));
+        first = whole;
+    }
+    for (int n = first; n < count; n++) {
+        flash_attn_partial part = part_of(r, &rects[n]);
+        FA_TRY(merge(r, pending));
+        FA_TRY(attend(r, &rects[n], k, v, false, &part));
+        *pending = rects[n];
+    }
+    return FLASH_ATTN_OK;
+}
+
+flash_attn_status fa_ring_forward(fa_ring_call *r)
+{
+    fa_ring_rect      pending = {0};
+    flash_attn_status status  = fa_ring_pack(r); /* whatever fails here, the ring goes on, for the others' sake */
+    FA_TRY(fa_ring_begin_kv(r, 0));
+    for (int step = 0; step < r->ring.ranks; step++) {
+        if (status == FLASH_ATTN_OK)
+            status = run_step(r, step, &pending);
+        FA_TRY(fa_ring_wait(r));
+        FA_TRY(fa_ring_begin_kv(r, step + 1));
+        if (status == FLASH_ATTN_OK)
+            status = merge(r, &pending);
+    }
+    return status;
+}
+
+flash_attn_status fa_ring_forward_finish(const fa_ring_call *r)
+{
+    flash_attn_partial acc    = partial_at(r, r->memory.acc, r->memory.lse, r->q.rows),
+                       result = {.o = r->call.o, .lse = r->call.lse};
+    return flash_attn_merge(r->context, r->problem->device, &acc, 1, &result, &r->exec);
+}
