@@ -1,10 +1,17 @@
 /*
  * Ring attention's backward on rank r of R. dK and dV, float32, follow K and V one step behind and go one hop further,
- * home: begin to send the own K, V on, and to receive those of rank r - 1 for t = 0 .. R - 1: dQ_t, dK_t, dV_t from the
- * own Q, dO, O, LSE and K, V of rank r - t      (flash_attn_backward) wait: dK, dV of rank r - t are here, and K, V of
- * rank r - t - 1 begin to send K, V of rank r - t - 1 on, and to receive those of rank r - t - 2 dQ += dQ_t, dK +=
- * dK_t, dV += dV_t begin to send dK, dV of rank r - t on, and to receive those of rank r - t - 1 wait O and LSE are
- * those over all keys, so each part's P = exp(S - LSE) and Delta are the whole's.
+ * home:
+ *
+ *     begin to send the own K, V on, and to receive those of rank r - 1
+ *     for t = 0 .. R - 1:
+ *         dQ_t, dK_t, dV_t from the own Q, dO, O, LSE and K, V of rank r - t
+ *         wait: dK, dV of rank r - t are here, and K, V of rank r - t - 1
+ *         begin to send K, V of rank r - t - 1 on, and to receive those of rank r - t - 2
+ *         dQ += dQ_t, dK += dK_t, dV += dV_t
+ *         begin to send dK, dV of rank r - t on, and to receive those of rank r - t - 1
+ *     wait
+ *
+ * O and LSE are those over all keys, so each part's P = exp(S - LSE) and Delta are the whole's.
  */
 #include "dist/dist.h"
 

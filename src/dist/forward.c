@@ -1,11 +1,14 @@
 /*
  * Ring attention's forward on rank r of R:
+ *
  *     begin to send the own K, V on, and to receive those of rank r - 1
  *     for t = 0 .. R - 1:
- *         O_t, LSE_t = attention of the own Q over K, V of rank r - t      (flash_attn_forward, a call for each
- * rectangle) wait; begin to send K, V of rank r - t - 1 on, and to receive those of rank r - t - 2 O, LSE = merge(O,
- * LSE, O_t, LSE_t)                               (flash_attn_merge, in float32) The merge comes last so that a GPU's
- * transfer has begun before the next attention takes all multiprocessors.
+ *         O_t, LSE_t = attention of the own Q over K, V of rank r - t        (a call for each rectangle)
+ *         wait
+ *         begin to send K, V of rank r - t - 1 on, and to receive those of rank r - t - 2
+ *         O, LSE = merge(O, LSE, O_t, LSE_t)                                 (in float32)
+ *
+ * The merge comes last so that a GPU's transfer has begun before the next attention takes all multiprocessors.
  */
 #include "dist/dist.h"
 
