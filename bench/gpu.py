@@ -2,7 +2,7 @@
 """Time flashattn and its peers on one GPU over the FlashAttention papers' grid, in one run, and check every answer.
 
     make && python3 bench/gpu.py [--json FILE] [--head-dims 64,128,256] [--seqlens 512,...,16384] [--passes forward] [--quick]
-                                 [--math] [--flex] [--varlen] [--deterministic] [--portable] [--fp8]
+                                 [--math] [--flex] [--varlen] [--deterministic] [--portable] [--fp8] [--softcap 30] [--alibi] [--pages 64]
     make && python3 bench/gpu.py --decode [--head-dims 128,64] [--queries 1,4,16] [--batches 1,8,64] [--seqlens 1024,...,131072]
 
 bfloat16, hidden dimension 2048, 16384 tokens, no mask and causal, forward and backward. Peers: PyTorch's SDPA backends (math:
@@ -10,7 +10,8 @@ standard attention; efficient; flash, which is FlashAttention-2; cuDNN) and with
 through Triton, anew for each shape and pass. With --varlen sequences are packed (cu_seqlens), the longest as long as said and the
 others of random lengths, and the peers are the calls that take such: PyTorch's varlen_attn (flash) and cuDNN's. With --deterministic
 the backward's sums have a fixed order, ours and the peers' that can. --portable adds our kernels for any GPU, --fp8 our forward with FP8 inputs;
-then all have the same inputs, numbers that FP8 holds. TFLOP/s count 4 s^2 d h b, half when causal, 2.5 times for the backward. Each answer
+then all have the same inputs, numbers that FP8 holds. --softcap and --alibi are options of ours and FlexAttention's alone, Q then 4 times as large;
+--pages, of the forward alone, puts our K and V into shuffled pages of so many keys, while the peers have theirs in one piece. TFLOP/s count 4 s^2 d h b, half when causal, 2.5 times for the backward. Each answer
 is compared with float64 on one head first; a wrong one is shown as WRONG and makes the exit status 1. Every time is the median of
 several groups of launches between two events; ours and the peers take turns. FILE is written anew after each line.
 
@@ -60,8 +61,10 @@ class Cell:
     """One problem: inputs [batch, seqlen, heads, d], or packed [tokens, heads, d], and what is expected of head 0 of batch 0, or of the
     longest sequence."""
 
-    def __init__(self, d, seqlen, causal, packed=False, deterministic=False, fp8=False):
-        self.d, self.seqlen, self.causal, self.packed, self.deterministic = d, seqlen, causal, packed, deterministic
+    def __init__(self, d, seqlen, causal, options):
+        packed, fp8 = options.varlen, options.fp8
+        self.d, self.seqlen, self.causal, self.packed, self.deterministic = d, seqlen, causal, packed, options.deterministic
+        self.softcap, self.page, self.slopes = options.softcap, options.pages, None
         self.heads, self.lengths = HIDDEN // d, packed_lengths(seqlen) if packed else [seqlen] * (TOKENS // seqlen)
         shape = (TOKENS, self.heads, d) if packed else (len(self.lengths), seqlen, self.heads, d)
         if packed:
@@ -70,8 +73,17 @@ class Cell:
         self.q, self.k, self.v, self.dout = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
         if fp8:
             self.q, self.k, self.v = (t.to(FP8).to(torch.bfloat16) for t in (self.q, self.k, self.v))
+        if options.alibi:
+            self.slopes = 2.0 ** -(torch.arange(1, self.heads + 1, device=DEVICE) * 8 / self.heads)
+        if options.alibi or self.softcap:
+            self.q *= 4  # so that they matter
         q, k, v = (self.one(t).double().requires_grad_() for t in (self.q, self.k, self.v))
         scores = q @ k.T * d**-0.5
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if options.alibi:
+            position = torch.arange(seqlen, device=DEVICE)
+            scores = scores - self.slopes[0].double() * (position[:, None] - position).abs()
         if causal:
             scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(1), float("-inf"))
         out = torch.softmax(scores, -1) @ v
@@ -97,7 +109,16 @@ def ours(cell, context=None):
     """(forward, backward): each runs once and returns its results. context: where the best kernels are not wanted."""
     q, k, v = cell.q, cell.k, cell.v
     lengths = {"cu_seqlens_q": cell.cu, "cu_seqlens_k": cell.cu, "max_seqlen_q": cell.seqlen, "max_seqlen_k": cell.seqlen} if cell.packed else {}
-    call = _call.Call(q, k, v, causal=cell.causal, deterministic=cell.deterministic, **lengths)
+    table = None
+    if cell.page:
+        count = k.shape[1] // cell.page
+        table = torch.randperm(k.shape[0] * count, device=DEVICE)
+        paged = [torch.empty_like(t).view(-1, cell.page, *t.shape[2:]) for t in (k, v)]
+        for to, t in zip(paged, (k, v)):
+            to[table] = t.view_as(to)
+        (k, v), table = paged, table.to(torch.int32).view(-1, count)
+    call = _call.Call(q, k, v, causal=cell.causal, deterministic=cell.deterministic, softcap=cell.softcap, alibi_slopes=cell.slopes, block_table=table,
+                      **lengths)
     call.context = context
     out = torch.full_like(q, float("nan"))
     grads = [torch.full_like(q, float("nan")) for _ in range(3)]
@@ -195,15 +216,22 @@ def flex(cell):
     leaves = [t.detach().requires_grad_() for t in (cell.q, cell.k, cell.v)]
     q, k, v = (t.transpose(1, 2) for t in leaves)
     dout = cell.dout.transpose(1, 2)
-    kept = []
+    kept, slopes, softcap = [], cell.slopes, cell.softcap
+
+    def modified(score, b, h, i, j):
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        return score if slopes is None else score - slopes[h] * (i - j).abs()
+
+    terms = {"block_mask": mask, "score_mod": modified if softcap or slopes is not None else None}
 
     def forward():
         with torch.no_grad():
-            return [compiled(q.detach(), k.detach(), v.detach(), block_mask=mask).transpose(1, 2)]
+            return [compiled(q.detach(), k.detach(), v.detach(), **terms).transpose(1, 2)]
 
     def backward():
         if not kept:
-            kept.append(compiled(q, k, v, block_mask=mask))
+            kept.append(compiled(q, k, v, **terms))
         return torch.autograd.grad(kept[0], leaves, dout, retain_graph=True)
 
     return forward, backward
@@ -430,6 +458,9 @@ def main():
     parser.add_argument("--deterministic", action="store_true", help="sums of the backward in a fixed order")
     parser.add_argument("--portable", action="store_true", help="our kernels for any GPU too")
     parser.add_argument("--fp8", action="store_true", help="our forward with FP8 inputs too")
+    parser.add_argument("--softcap", type=float, default=0.0, help="scores become X tanh(score / X)")
+    parser.add_argument("--alibi", action="store_true", help="ALiBi, slopes of 2^-8/h to 2^-8")
+    parser.add_argument("--pages", type=int, default=0, help="our keys in pages of so many; the forward alone")
     parser.add_argument("--decode", action="store_true", help="few queries on many keys, in GB/s")
     parser.add_argument("--queries", default="1,4,16", help="--decode: queries of a sequence")
     parser.add_argument("--batches", default="1,8,64", help="--decode: sequences")
@@ -452,8 +483,13 @@ def main():
         write_report(options, card, rows)
         return int(any(isinstance(x, str) for row in rows for x in row["gigabytes_per_second"].values()))
     several = ["efficient"] if not options.varlen and not options.fp8 else []
+    own_terms = options.softcap > 0 or options.alibi
+    if options.pages:
+        options.passes = "forward"
     names = ["ours", *(["fp8"] if options.fp8 else []), *(["portable"] if options.portable else []), *(["math"] if options.math else []), *several,
              *(["flex"] if options.flex else []), "flash", "cudnn"]
+    if own_terms:
+        names = [n for n in names if n in ("ours", "portable", "flex")]
     if options.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # it would be timed
@@ -463,7 +499,7 @@ def main():
     for d in map(int, options.head_dims.split(",")):
         for causal in (False, True):
             for seqlen in seqlens:
-                cell = Cell(d, seqlen, causal, options.varlen, options.deterministic, options.fp8)
+                cell = Cell(d, seqlen, causal, options)
                 runs = runs_of(cell, [n for n in names if n != "math" or seqlen <= 2048])
                 for backward in {"forward": [False], "backward": [True], "both": [False, True]}[options.passes]:
                     row = bench_pass(cell, backward, runs, groups)
@@ -477,7 +513,8 @@ def main():
                     print(f"{'backward' if backward else 'forward':8} {d:3} {str(causal):6} {seqlen:5} | " + " ".join(shown) +
                           " | " + "  ".join(f"{x:5.2f}" if x else "    -" for x in over), flush=True)
                     rows.append({"pass": "backward" if backward else "forward", "head_dim": d, "causal": causal, "seqlen": seqlen,
-                                 "varlen": options.varlen, "deterministic": options.deterministic, "tflops": row})
+                                 "varlen": options.varlen, "deterministic": options.deterministic, "softcap": options.softcap, "alibi": options.alibi,
+                                 "pages": options.pages, "tflops": row})
                     write_report(options, card, rows)
                 del cell, runs
     print(f"after: {state_of_card()}")

@@ -377,9 +377,8 @@ static void every_row_is_taken_on_every_architecture_that_it_names(void **state)
                 fa_plan            plan;
                 if (archs[a] < row->arch_min || archs[a] > row->arch_max || !(row->dtypes >> dtype & 1))
                     continue;
-                option only = {"", true, true, row->only == FA_FOR_ANY       ? set_odd
-                                               : row->only == FA_FOR_ALIGNED ? set_softcap
-                                                                             : set_nothing, EVERY_ROW};
+                bool   softcap = row->only == FA_FOR_ALIGNED || row->only == FA_FOR_SOFTCAP_TMA;
+                option only    = {"", true, true, row->only == FA_FOR_ANY ? set_odd : softcap ? set_softcap : set_nothing, EVERY_ROW};
                 if (call_for(row, (flash_attn_dtype)dtype, &only, &call) != FLASH_ATTN_OK ||
                     fa_plan_make(&call, archs[a], kernel_of(row), &plan) != FLASH_ATTN_OK)
                     fail_msg("row %d, sm_%d: %s", r, archs[a], flash_attn_last_error());

@@ -59,6 +59,33 @@ static const test_case shapes[] = {
     {.name = "96 columns", .batch = 2, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .head_dim = 96},
     {.name = "192 and 128 columns", .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .head_dim = 192, .head_dim_v = 128, .mask = C},
     {.name = "64 and 200 columns", .seqlen_q = 300, .seqlen_k = 300, .head_dim = 64, .head_dim_v = 200},
+    {.name = "softcap", .batch = 2, .seqlen_q = 333, .seqlen_k = 395, .heads_q = 4, .heads_k = 2, .softcap = 30, .logit_size = 20},
+    {.name = "softcap, causal", .seqlen_q = 500, .seqlen_k = 600, .mask = C, .softcap = 50, .logit_size = 40},
+    {.name = "softcap, window, sinks, varlen", .batch = 5, .seqlen_q = 300, .seqlen_k = 400, .heads_q = 2, .softcap = 5, .mask = W, .window_left = 150,
+     .window_right = 20, .sinks = true, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_HOLES, .head_dim = 128},
+    {.name = "softcap, more keys", .seqlen_q = 200, .seqlen_k = 2200, .softcap = 128, .mask = C, .head_dim = 64},
+    {.name = "softcap, more queries", .seqlen_q = 1100, .seqlen_k = 300, .softcap = 1, .head_dim = 64},
+    {.name = "softcap, far logits", .seqlen_q = 200, .seqlen_k = 300, .softcap = 3, .logit_size = 3e9f, .mask = C, .head_dim = 128},
+    {.name = "ALiBi", .batch = 2, .seqlen_q = 333, .seqlen_k = 395, .heads_q = 4, .heads_k = 2, .alibi = true},
+    {.name = "ALiBi, causal", .seqlen_q = 500, .seqlen_k = 600, .heads_q = 3, .mask = C, .alibi = true},
+    {.name = "ALiBi, window, varlen, softcap", .batch = 5, .seqlen_q = 300, .seqlen_k = 400, .heads_q = 2, .softcap = 20, .alibi = true, .mask = W,
+     .window_left = 150, .window_right = 20, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_MIXED, .head_dim = 128},
+    {.name = "ALiBi, more keys", .seqlen_q = 200, .seqlen_k = 2200, .alibi = true, .mask = C, .head_dim = 64},
+    {.name = "ALiBi, more queries", .seqlen_q = 1100, .seqlen_k = 300, .alibi = true, .head_dim = 64},
+    {.name = "ALiBi, far logits", .seqlen_q = 200, .seqlen_k = 300, .heads_q = 2, .alibi = true, .logit_size = 3e9f, .mask = C, .head_dim = 64},
+    {.name = "pages of 16", .batch = 3, .seqlen_q = 200, .seqlen_k = 500, .heads_q = 4, .heads_k = 2, .page_size = 16, .seqused_k = LENGTHS_MIXED, .mask = C},
+    {.name = "pages of 64", .batch = 3, .seqlen_q = 200, .seqlen_k = 500, .heads_q = 2, .page_size = 64, .seqused_k = LENGTHS_HOLES},
+    {.name = "pages of 256, varlen queries", .batch = 4, .seqlen_q = 300, .seqlen_k = 700, .heads_q = 4, .heads_k = 2, .page_size = 256,
+     .varlen_q = LENGTHS_MIXED, .seqused_k = LENGTHS_MIXED, .mask = C, .head_dim = 128},
+    {.name = "pages of 128, all full", .batch = 2, .seqlen_q = 400, .seqlen_k = 512, .page_size = 128, .mask = C, .head_dim = 256},
+    {.name = "pages of 24, heads first", .batch = 2, .seqlen_q = 200, .seqlen_k = 300, .heads_q = 2, .page_size = 24, .layout = LAYOUT_HEADS_FIRST,
+     .seqused_k = LENGTHS_MIXED, .head_dim = 128},
+    {.name = "pages, window, left padding, softcap", .batch = 4, .seqlen_q = 200, .seqlen_k = 500, .heads_q = 2, .page_size = 32, .leftpad = true,
+     .seqused_k = LENGTHS_MIXED, .mask = W, .window_left = 100, .window_right = 9, .softcap = 30, .head_dim = 128},
+    {.name = "pages of 8, ALiBi, many", .batch = 60, .seqlen_q = 150, .seqlen_k = 90, .heads_q = 4, .heads_k = 1, .page_size = 8, .alibi = true,
+     .seqused_k = LENGTHS_MIXED, .mask = C, .head_dim = 64},
+    {.name = "pages, far logits", .seqlen_q = 150, .seqlen_k = 200, .page_size = 8, .seqused_k = LENGTHS_FULL, .logit_size = 3e9f, .mask = C,
+     .head_dim = 64},
 };
 enum { NUM_SHAPES = sizeof shapes / sizeof *shapes };
 
@@ -100,10 +127,10 @@ static int run_shape(test_case shape, flash_attn_dtype dtype, flash_attn_context
     return failed;
 }
 
-/* FP8 leaves packed sequences, caches and rows of no whole 16 bytes to the portable kernel. */
+/* FP8 leaves options, packed sequences, caches, pages and rows of no whole 16 bytes to the portable kernel. */
 static bool is_for_fp8(const test_case *shape)
 {
-    return !shape->varlen_q && !shape->varlen_k && !shape->cache_batch_idx && shape->head_dim % 16 == 0 && shape->head_dim_v % 16 == 0;
+    return !shape->softcap && !shape->alibi && !shape->page_size && !shape->varlen_q && !shape->varlen_k && !shape->cache_batch_idx && shape->head_dim % 16 == 0 && shape->head_dim_v % 16 == 0;
 }
 
 /* Each shape in three head dims, where it names none, in bfloat16, the forward in one of them in FP8 too, by turns, and some in float16. The reference
@@ -209,6 +236,15 @@ static float value_of(uint16_t bf16)
     return value;
 }
 
+/* bfloat16 between 1/8 and 2, of both signs. */
+static void fill(uint16_t *host, int count, uint32_t random)
+{
+    for (int i = 0; i < count; i++) {
+        random  = random * 1664525u + 1013904223u;
+        host[i] = (uint16_t)((random >> 9 & 1) << 15 | (124 + (random >> 10) % 4) << 7 | (random >> 16 & 127));
+    }
+}
+
 static flash_attn_problem problem_at(char *at, flash_attn_mask mask)
 {
     flash_attn_problem p = {.mask = mask};
@@ -225,11 +261,7 @@ static void nonfinite_values_reach_only_who_sees_them(void **state)
     (void)state;
     need_hopper();
     static uint16_t host[4 * COUNT], got[COUNT];
-    uint32_t        random = 5;
-    for (int i = 0; i < 3 * COUNT; i++) {
-        random  = random * 1664525u + 1013904223u;
-        host[i] = (uint16_t)((random >> 9 & 1) << 15 | (124 + (random >> 10) % 4) << 7 | (random >> 16 & 127));
-    }
+    fill(host, 3 * COUNT, 5);
     uint16_t *v = host + 2 * COUNT;
     v[10 * HEAD_DIM + 3] = 0x7FC0, v[130 * HEAD_DIM + 5] = 0x7F80, v[131 * HEAD_DIM + 5] = 0xFF80; /* NaN, Inf, -Inf */
     v[200 * HEAD_DIM + 60] = 0x7F80, v[299 * HEAD_DIM] = 0x7FC0;
@@ -251,6 +283,44 @@ static void nonfinite_values_reach_only_who_sees_them(void **state)
                 fail_msg("mask %d, row %d, column %d: %g, expected %g", (int)mask, i / HEAD_DIM, i % HEAD_DIM, (double)x,
                          (double)expected);
         }
+    }
+    gpu->free(device);
+}
+
+/* ---- a page id that is out of range ---- */
+
+/* Past the keys that are used any id may stand; among them it spoils its own sequence, reads nothing outside and leaves the other as it is. */
+static void page_ids_out_of_range_are_bounded(void **state)
+{
+    (void)state;
+    need_hopper();
+    enum { PAGE = 16, PAGES = LENGTH / PAGE + 1, USED = 150 };
+    static const int32_t        bad[] = {-1, INT32_MAX, INT32_MIN, PAGES, 1 << 20};
+    static _Alignas(16) uint16_t host[5 * COUNT + 2 * PAGES * 2 + 16], first[COUNT], got[COUNT];
+    fill(host, 3 * COUNT, 3);
+    char    *device = gpu->alloc(sizeof host);
+    int32_t *table  = (int32_t *)(host + 4 * COUNT), *used = table + 2 * PAGES;
+    assert_non_null(device);
+    flash_attn_problem p = problem_at(device, FLASH_ATTN_CAUSAL);
+    p.device.type        = FLASH_ATTN_CUDA;
+    p.q.shape[0] = p.o.shape[0] = 2; /* half as long */
+    p.q.shape[1] = p.o.shape[1] = LENGTH / 2;
+    p.k.shape[0] = p.v.shape[0] = PAGES - 1;
+    p.k.shape[1] = p.v.shape[1] = PAGE;
+    p.pages                     = (flash_attn_pages){.table = (const int32_t *)(device + 8 * COUNT), .pages_per_seq = PAGES};
+    p.seqused_k                 = p.pages.table + 2 * PAGES;
+    for (size_t n = 0; n <= 2 * sizeof bad / sizeof *bad; n++) { /* 0: right ones; then behind the used keys, then among the second one's */
+        for (int i = 0; i < 2 * PAGES; i++)
+            table[i] = i % PAGES < PAGES - 1 ? (i * 5 + i / PAGES) % (PAGES - 1) : 0;
+        used[0] = used[1] = USED;
+        for (int i = 0; n > 0 && i < 2; i++)
+            table[(n % 2 ? i : 1) * PAGES + (n % 2 ? USED / PAGE + 1 : 3) + i] = bad[(n - 1) / 2];
+        assert_true(gpu->to_device(device, host, sizeof host));
+        expect_ok(flash_attn_forward(context, &p, NULL));
+        assert_true(gpu->to_host(got, device + 3 * COUNT * 2, sizeof got));
+        if (n == 0)
+            memcpy(first, got, sizeof got);
+        assert_memory_equal(got, first, sizeof got / (n == 0 || n % 2 ? 1 : 2));
     }
     gpu->free(device);
 }
@@ -315,14 +385,10 @@ static void nan_reaches_only_gradients_that_depend_on_it(void **state)
             bool               packed = round >= 3;
             flash_attn_grads   want_grads, grads;
             flash_attn_problem want = backward_at((char *)host, mask, packed, &want_grads), p = backward_at(device, mask, packed, &grads);
-            uint32_t           random = 7;
             memcpy((char *)host + LENGTHS_AT, (const int32_t[]){0, 133, LENGTH}, 12);
             want.device.type          = FLASH_ATTN_REFERENCE;
             p.device.type             = FLASH_ATTN_CUDA;
-            for (int i = 0; i < 5 * COUNT; i++) {
-                random  = random * 1664525u + 1013904223u;
-                host[i] = (uint16_t)((random >> 9 & 1) << 15 | (124 + (random >> 10) % 4) << 7 | (random >> 16 & 127));
-            }
+            fill(host, 5 * COUNT, 7);
             if (poisoned[n].row >= 0)
                 host[poisoned[n].tensor * COUNT + poisoned[n].row * HEAD_DIM + 17] = 0x7FC0;
             assert_true(gpu->to_device(device, host, sizeof host));
@@ -369,6 +435,7 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_shape_is_right),
         cmocka_unit_test(nonfinite_values_reach_only_who_sees_them),
+        cmocka_unit_test(page_ids_out_of_range_are_bounded),
         cmocka_unit_test(every_backward_shape_is_right),
         cmocka_unit_test(nan_reaches_only_gradients_that_depend_on_it),
     };

@@ -315,6 +315,17 @@ bool fa_maps_fit(const fa_call *call)
     return map_fits(&call->q) && map_fits(&call->k) && map_fits(&call->v);
 }
 
+int fa_page_piece(const fa_call *call, int tile_k)
+{
+    int64_t piece = tile_k, other = call->pages.table ? call->page_size : 0;
+    while (other != 0) {
+        int64_t rest = piece % other;
+        piece = other;
+        other = rest;
+    }
+    return (int)piece;
+}
+
 /* Boxes of `columns`, one swizzle. What lies past the end of a dimension is read as zeros. strides: in bytes, but the first dimension's. */
 static flash_attn_status encode(const fa_driver *driver, const flash_attn_tensor *t, int rank, const uint64_t *dims, const uint64_t *strides,
                                 int rows, int columns, fa_map *map)
@@ -365,10 +376,11 @@ flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, con
     bool backward = call->pass == FLASH_ATTN_BACKWARD;
     flash_attn_status (*make)(const fa_driver *, const flash_attn_tensor *, int, int, fa_map *) = backward ? make_ragged_map : make_map;
     int columns = call->q.dtype == FLASH_ATTN_F8E4M3 && row->head_dim > 64 ? 128 : 64; /* panels of ptx_sm90.cuh */
+    int rows_k  = fa_page_piece(call, row->tile_k);
     memset(maps, 0, sizeof *maps);
     FA_TRY(make(driver, &call->q, row->tile_q, columns, &maps->q));
-    FA_TRY(make(driver, &call->k, row->tile_k, columns, &maps->k));
-    FA_TRY(make(driver, &call->v, row->tile_k, columns, &maps->v));
+    FA_TRY(make(driver, &call->k, rows_k, columns, &maps->k));
+    FA_TRY(make(driver, &call->v, rows_k, columns, &maps->v));
     return backward ? make(driver, &call->dout, row->tile_q, columns, &maps->dout) : FLASH_ATTN_OK;
 }
 

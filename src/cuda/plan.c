@@ -285,6 +285,9 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
     if (alike && key->mask == FA_MASK_CAUSAL)
         tiles = (tiles + 1) / 2; /* in pairs */
     plan->has_maps         = true;
+    plan->args.page_piece  = fa_page_piece(call, key->tile_k);
+    plan->args.cap_slope   = key->has_softcap ? -2 * plan->args.scale_log2 / call->softcap : 0;
+    plan->args.cap_unit    = 2 * call->softcap * LOG2_E;
     plan->args.order_heads = alike ? 0 : (int)heads_in_l2(call, key);
     int64_t blocks = tiles * call->heads_q * call->batch, all = tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], key->tile_q, tiles);
     int     own    = alike ? 0 : tiles_of_block(call, all);

@@ -23,7 +23,12 @@ template <typename WORK> FA_DEVICE double far_score(const fa_args &args, const W
     for (int d = 0; d < args.head_dim; d++)
         dot += (double)load_element(args.q.data, q + d * args.q.stride[3], FA_DTYPE) *
                (double)load_element(k, d * args.k.stride[3], FA_DTYPE);
-    return dot * args.scale_log2 * descale_of_scores(args, w.b, w.kv_head);
+    if constexpr (!MODIFIED)
+        return dot * args.scale_log2 * descale_of_scores(args, w.b, w.kv_head);
+    score_terms terms = score_terms_of(args, w.b, head);
+    float       capped;
+    double      score = FA_HAS_SOFTCAP ? capped_score(args, (float)dot, capped) * FA_LOG2E : dot * args.scale_log2;
+    return score - (double)terms.slope_log2 * abs(i + w.seq.diagonal - j);
 }
 
 FA_DEVICE double warp_max(double x)

@@ -2,7 +2,7 @@
  * FlashAttention-3's forward for Hopper: TMA brings tiles, WGMMA multiplies them, warps have roles. float16, bfloat16 and FP8.
  *
  *     warpgroup 0, warp 0    planner: one thread finds this block's tiles of queries (struct work) and fetches Q ahead
- *                  warp 1    producer: one thread keeps the rings of K and V tiles full
+ *                  warp 1    producer: one thread, with pages all, keeps the rings of K and V tiles full
  *                  warps 2-3 inspectors: in tiles on the mask's edge they clear from V what only some rows, or none, may see
  *     warpgroup 1..          consumers: 64 queries each. They take turns at the tensor cores (ping-pong):
  *
@@ -23,7 +23,9 @@
  *
  * Shared memory: FA_Q stages of Q, FA_STAGES tiles of K, as many of V (panels as in ptx_sm90.cuh), barriers, works.
  */
+#include "pages_sm90.cuh"
 #include "rare_sm90.cuh"
+#include "scores_sm90.cuh"
 #include "softmax_sm90.cuh"
 
 constexpr int CONSUMERS = FA_WARPS / 4 - 1; /* warpgroups */
@@ -88,7 +90,7 @@ FA_DEVICE unsigned q_tile(unsigned n) { return shared_address(shared) + n % Q_ST
 FA_DEVICE unsigned k_tile(unsigned n) { return shared_address(shared) + K_AT + n % FA_STAGES * K_BYTES; }
 FA_DEVICE unsigned v_tile(unsigned n) { return shared_address(shared) + V_AT + n % FA_STAGES * V_BYTES; }
 
-/* ---- planner and producer: one thread each ---- */
+/* ---- planner and producer: one thread each, with pages a warp that produces ---- */
 
 FA_DEVICE void plan(const fa_args &args, const fa_maps &maps)
 {
@@ -106,6 +108,13 @@ FA_DEVICE void plan(const fa_args &args, const fa_maps &maps)
     }
 }
 
+/* By the thread that fetches, or the first of the warp that does. */
+FA_DEVICE void expect(unsigned barrier, unsigned bytes)
+{
+    if (!FA_HAS_PAGED || threadIdx.x % 32 == 0)
+        barrier_expect(barrier, bytes);
+}
+
 FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
 {
     unsigned k = 0, v = 0; /* tiles asked for */
@@ -113,17 +122,28 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
         barrier_wait(found(item), filled<WORKS>(item));
         const work &w   = work_at(item);
         int         row = w.seq.kv_row + w.right * FA_TILE_K, entry = w.seq.kv_entry, head = w.kv_head, tiles = w.tiles;
+        page_piece  piece, before; /* FA_HAS_PAGED: of K's tile and of V's */
         for (int n = 0; n <= tiles && tiles > 0; n++) { /* K of a step is needed before V of the one before */
+            if constexpr (FA_HAS_PAGED) {
+                before = piece;
+                if (n < tiles)
+                    piece = piece_of_lane(args, w, n); /* comes while a stage is waited for */
+            }
             if (n < tiles) {
                 barrier_wait(k_empty(k), freed<FA_STAGES>(k));
-                barrier_expect(k_full(k), K_BYTES);
-                fetch_tile<FA_TILE_K, FA_HEAD_DIM>(k_tile(k), maps.k, k_full(k), entry, head, row - n * FA_TILE_K);
+                expect(k_full(k), K_BYTES);
+                if constexpr (FA_HAS_PAGED)
+                    fetch_pages<FA_HEAD_DIM>(args, k_tile(k), maps.k, k_full(k), piece, head);
+                else
+                    fetch_tile<FA_TILE_K, FA_HEAD_DIM>(k_tile(k), maps.k, k_full(k), entry, head, row - n * FA_TILE_K);
                 k++;
             }
             if (n > 0) {
                 barrier_wait(v_empty(v), freed<FA_STAGES>(v));
-                barrier_expect(v_full(v), V_BYTES);
-                if constexpr (FP8)
+                expect(v_full(v), V_BYTES);
+                if constexpr (FA_HAS_PAGED)
+                    fetch_pages<FA_HEAD_DIM_V>(args, v_tile(v), maps.v, v_full(v), before, head);
+                else if constexpr (FP8)
                     bulk_load(v_tile(v), args.v_turned + (((fa_i64)entry * args.heads_k + head) * args.tiles_k + w.right - (n - 1)) * V_BYTES,
                               V_BYTES, v_full(v));
                 else
@@ -207,23 +227,6 @@ FA_DEVICE void pass_turn(int group)
         named_arrive(1 + (group + 1) % CONSUMERS, 256);
 }
 
-/* S of keys that a row does not see becomes -inf. */
-FA_DEVICE void mask_scores(const fa_args &args, const work &w, float (&s)[S_COUNT], int group, int step)
-{
-    int col = (w.right - step) * FA_TILE_K + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        row_limits limits = row_limits_of(window_of(args), w.seq, w.keys, w.first_q + 64 * group + fragment_row() + 8 * h);
-        int        first = limits.first - col, last = limits.last - col;
-#pragma unroll
-        for (int j = 0; j < FA_TILE_K / 8; j++)
-#pragma unroll
-            for (int e = 0; e < 2; e++)
-                if (8 * j + e > last || 8 * j + e < first)
-                    s[4 * j + 2 * h + e] = -infinity();
-    }
-}
-
 FA_DEVICE void wait_for_k(unsigned n) { barrier_wait(k_full(n), filled<FA_STAGES>(n)); }
 FA_DEVICE void wait_for_v(unsigned n) { barrier_wait(v_ready(n), filled<FA_STAGES>(n)); }
 
@@ -277,8 +280,7 @@ FA_DEVICE void first_tile(const fa_args &args, const work &w, consumer &c, unsig
 {
     float s[S_COUNT], alpha[2];
     scores_alone(w, s, c, item, n);
-    if (is_masked(w, n))
-        mask_scores(args, w, s, c.group, n);
+    finish_scores(args, w, s, c.group, n, is_masked(w, n));
     c.rows  = no_rows();
     c.fresh = true;
     softmax_step<true>(s, c.rows, alpha, unit_of(args, w));
@@ -335,8 +337,7 @@ template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, c
     release(k_empty(c.tile + 1));
     if (n + 1 == w.tiles)
         release(q_empty(item));
-    if (MASKED)
-        mask_scores(args, w, s, c.group, n);
+    finish_scores(args, w, s, c.group, n, MASKED);
     bool moved = softmax_step<MASKED>(s, c.rows, alpha, unit_of(args, w));
     if (n + 1 < w.tiles) /* here, for a branch keeps the compiler from moving exponentials behind the wait that follows */
         wait_for_k(c.tile + 2);
@@ -357,8 +358,7 @@ template <bool MASKED> FA_DEVICE void whole_step(const fa_args &args, const work
 {
     float s[S_COUNT], alpha[2];
     scores_alone(w, s, c, item, n);
-    if (MASKED)
-        mask_scores(args, w, s, c.group, n);
+    finish_scores(args, w, s, c.group, n, MASKED);
     if (softmax_step<MASKED>(s, c.rows, alpha, unit_of(args, w)))
         scale_output(c.o, alpha);
     pack_p(c.p, s);
@@ -408,7 +408,7 @@ FA_DEVICE far_rows store_result(const fa_args &args, const work &w, const float 
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         int     i   = first + 8 * h;
-        float   top = rows.max[h] * unit_of(args, w);
+        float   top = rows.max[h] * unit_of(args, w) - (FA_HAS_SOFTCAP ? 0.5f * args.cap_unit : 0.0f);
         row_end end = end_of_row(top - P_LOG2, quad_sum(rows.sum[h]), sink_log2, i >= w.seq.seqlen_q);
         char   *to  = (char *)args.o.data + offset_of_o(args, w, i) * (FA_DTYPE_O == FA_F32 ? 4 : 2);
         store_row(args, i < w.seq.rows_q ? to : nullptr, o, h, end.scale * descale_of_o(w));
@@ -449,8 +449,7 @@ template <bool NEXT> FA_DEVICE void last_tile(const fa_args &args, const work &w
         release(k_empty(c.tile + 1));
         if (next.tiles == 1)
             release(q_empty(item + 1));
-        if (is_masked(next, 0))
-            mask_scores(args, next, s, c.group, 0);
+        finish_scores(args, next, s, c.group, 0, is_masked(next, 0));
         softmax_step<true>(s, rows, alpha, unit_of(args, next));
         if (next.tiles > 1)
             wait_for_k(c.tile + 2);
@@ -563,7 +562,7 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, FA_MIN_BLOCKS)
         registers_down<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0)
             plan(args, maps);
-        else if (threadIdx.x == 32)
+        else if (FA_HAS_PAGED ? threadIdx.x / 32 == 1 : threadIdx.x == 32)
             produce(args, maps);
         else if (threadIdx.x >= 64)
             inspect(args);

@@ -40,8 +40,13 @@ struct plain_work {
 
 FA_DEVICE plain_work plain_work_of(const work &w) { return {w.b, w.head, w.kv_head, w.seq, w.keys, {0, 0}, 0, 0}; }
 
-FA_DEVICE kv_row rows_from(const fa_args &, const plain_work &w, int, const fa_view &view, int j)
+FA_DEVICE kv_row rows_from(const fa_args &args, const plain_work &w, int, const fa_view &view, int j)
 {
+#if FA_HAS_PAGED
+    int page = args.page_table[w.b * args.page_row_stride + j / args.kv_rows];
+    page     = (unsigned)page < (unsigned)args.kv_entries ? page : 0;
+    return {(const fa_element *)view.data + page * view.stride[0] + j % args.kv_rows * view.stride[1] + w.kv_head * view.stride[2]};
+#endif
     return {(const fa_element *)view.data + w.seq.kv_entry * view.stride[0] + (fa_i64)(w.seq.kv_row + j) * view.stride[1] +
             w.kv_head * view.stride[2]};
 }

@@ -19,6 +19,9 @@ struct work {
 #if FA_DTYPE == FA_F8E4M3
     float     unit, descale; /* log2 units of a dot product; what O is to be multiplied with */
 #endif
+#if FA_HAS_ALIBI
+    float     slope; /* in units of unit_of */
+#endif
 };
 
 /* Where every sequence is as long as the others (args.order_heads 0), causal tiles come in pairs. Otherwise a block has one tile, and the
@@ -58,6 +61,16 @@ FA_DEVICE grid_place place_of(const fa_args &args, unsigned n)
     return {tiles - 1 - number / heads, first + number % heads};
 }
 
+/* Log2 units of what softmax takes. Elsewhere than with FP8 the same for all: from the arguments, not from shared memory. */
+FA_DEVICE float unit_of(const fa_args &args, const work &w)
+{
+#if FA_DTYPE == FA_F8E4M3
+    return w.unit;
+#else
+    return FA_HAS_SOFTCAP ? args.cap_unit : args.scale_log2;
+#endif
+}
+
 FA_DEVICE void find_work(const fa_args &args, unsigned n, work &w)
 {
     grid_place at = place_of(args, n);
@@ -72,6 +85,9 @@ FA_DEVICE void find_work(const fa_args &args, unsigned n, work &w)
     w.unit    = args.scale_log2 * descale_of_scores(args, w.b, w.kv_head);
     w.descale = descale_of(args.descale_v, w.b, w.kv_head);
 #endif
+#if FA_HAS_ALIBI
+    w.slope = score_terms_of(args, w.b, w.head).slope_log2 / unit_of(args, w);
+#endif
     if (in_pairs(args) && is_own_pair(args.tiles_q, args.heads_q * args.batch, at, n % 2))
         w.seq.rows_q = w.seq.seqlen_q = 0; /* done already */
     fa_range queries = {w.first_q, fa_min_int(w.first_q + FA_TILE_Q, w.seq.seqlen_q)};
@@ -84,16 +100,6 @@ FA_DEVICE void find_work(const fa_args &args, unsigned n, work &w)
     w.tiles        = tiles;
     w.first_clean  = fa_min_int(fa_max_int(right + 1 - clean.end, 0), tiles);
     w.end_clean    = fa_max_int(right + 1 - clean.begin, w.first_clean);
-}
-
-/* Elsewhere than with FP8 the same for all: from the arguments, not from shared memory. */
-FA_DEVICE float unit_of(const fa_args &args, const work &w)
-{
-#if FA_DTYPE == FA_F8E4M3
-    return w.unit;
-#else
-    return args.scale_log2;
-#endif
 }
 
 FA_DEVICE float descale_of_o(const work &w)

@@ -1,0 +1,83 @@
+/* forward_sm90.cu: from a tile's dot products to what its softmax takes, in units of unit_of (softcap, ALiBi), and -inf where the mask hides. */
+#ifndef FA_SCORES_SM90_CUH
+#define FA_SCORES_SM90_CUH
+
+#include "warpgroup.cuh"
+#include "work_sm90.cuh"
+
+/* 1 + exp2(x), no larger than 2^30 or so; NaN stays. */
+FA_DEVICE float one_and_power(float x)
+{
+    float y;
+    asm("min.NaN.f32 %0, %1, 0f41F00000;" : "=f"(y) : "f"(x));
+    return 1.0f + exp2_fast(y);
+}
+
+/* Softcap. tanh(x) = 2 / (1 + exp(-2 x)) - 1, so cap * tanh is 2 cap / (1 + exp(...)) but for a constant, which only LSE has to know
+ * (store_result). A reciprocal takes as long as an exponential: four neighbours of a row share one. */
+FA_DEVICE void cap_scores(float (&s)[S_COUNT], float slope_log2)
+{
+#pragma unroll
+    for (int n = 0; n < S_COUNT; n += n % 4 == 0 ? 2 : 6) { /* row h of columns 16 j ...: n, n + 1, n + 4, n + 5 */
+        float a = one_and_power(s[n] * slope_log2), b = one_and_power(s[n + 1] * slope_log2);
+        float c = one_and_power(s[n + 4] * slope_log2), d = one_and_power(s[n + 5] * slope_log2);
+        float ab = a * b, cd = c * d, all = reciprocal(ab * cd), of_ab = all * cd, of_cd = all * ab;
+        s[n]     = of_ab * b;
+        s[n + 1] = of_ab * a;
+        s[n + 4] = of_cd * d;
+        s[n + 5] = of_cd * c;
+    }
+}
+
+/* The first of this thread's columns in step `step` of its rows' walk. */
+FA_DEVICE int first_column(const work &w, int step) { return (w.right - step) * FA_TILE_K + threadIdx.x % 4 * 2; }
+
+/* ALiBi: less slope * |distance from the diagonal|. */
+FA_DEVICE void add_alibi(const work &w, float (&s)[S_COUNT], int group, int step)
+{
+#if FA_HAS_ALIBI
+    float slope = w.slope;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float distance = (float)(w.first_q + 64 * group + fragment_row() + 8 * h + w.seq.diagonal - first_column(w, step));
+#pragma unroll
+        for (int j = 0; j < FA_TILE_K / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                s[4 * j + 2 * h + e] -= slope * fabsf(distance - (float)(8 * j + e));
+    }
+#endif
+}
+
+/* S of keys that a row does not see becomes -inf. */
+FA_DEVICE void mask_scores(const fa_args &args, const work &w, float (&s)[S_COUNT], int group, int step)
+{
+    int col = first_column(w, step);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        row_limits limits = row_limits_of(window_of(args), w.seq, w.keys, w.first_q + 64 * group + fragment_row() + 8 * h);
+        int        first = limits.first - col, last = limits.last - col;
+#pragma unroll
+        for (int j = 0; j < FA_TILE_K / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                if (8 * j + e > last || 8 * j + e < first)
+                    s[4 * j + 2 * h + e] = -infinity();
+    }
+}
+
+/* Under a softcap keys are hidden twice: first for their neighbours, or a NaN of theirs would reach these. */
+FA_DEVICE void finish_scores(const fa_args &args, const work &w, float (&s)[S_COUNT], int group, int step, bool masked)
+{
+    if constexpr (FA_HAS_SOFTCAP) {
+        if (masked)
+            mask_scores(args, w, s, group, step);
+        cap_scores(s, args.cap_slope);
+    }
+    if constexpr (FA_HAS_ALIBI)
+        add_alibi(w, s, group, step);
+    if (masked)
+        mask_scores(args, w, s, group, step);
+}
+
+#endif
