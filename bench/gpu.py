@@ -467,6 +467,8 @@ def main():
     parser.add_argument("--quick", action="store_true", help="three lengths, three groups")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
+    if (options.softcap or options.alibi or options.pages) and (options.varlen or options.fp8 or options.decode):
+        parser.error("--softcap, --alibi and --pages are for plain calls: leave out --varlen, --fp8 and --decode")
     if not has_card():
         print("skipped: no CUDA device")
         return 0
@@ -474,6 +476,8 @@ def main():
     lengths = options.seqlens or ("1024,4096,16384,131072" if options.decode else "512,1024,2048,4096,8192,16384")
     seqlens = [512, 2048, 8192] if options.quick else [int(s) for s in lengths.split(",")]
     groups = 3 if options.quick else options.groups
+    if options.softcap < 0 or options.pages < 0 or (options.pages and any(seqlen % options.pages for seqlen in seqlens)):
+        parser.error("--softcap and --pages are at least 0, and every length is whole pages")
     torch.manual_seed(0)
     card = state_of_card()
     print(f"before: {card}; PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
@@ -518,9 +522,8 @@ def main():
                     write_report(options, card, rows)
                 del cell, runs
     print(f"after: {state_of_card()}")
-    if ratios:
-        print(f"ours over flash: geometric mean {statistics.geometric_mean(ratios):.3f}, least {min(ratios):.3f}, "
-              f"{len(ratios)} cells; {wrong} wrong answers")
+    over = f"ours over flash: geometric mean {statistics.geometric_mean(ratios):.3f}, least {min(ratios):.3f}, {len(ratios)} cells; " if ratios else ""
+    print(f"{over}{wrong} wrong answers")
     return 1 if wrong else 0
 
 

@@ -1,5 +1,6 @@
 """bench/compare_torch.py and bench/plot.py: what they find wrong, what they write, what they draw."""
 
+import argparse
 import importlib.util
 import json
 import os
@@ -276,11 +277,14 @@ def gpu(monkeypatch):
         yield module
 
 
-def plain_flex(q, k, v, block_mask=None):
+def plain_flex(q, k, v, block_mask=None, score_mod=None):
     """FlexAttention's place is taken by something that torch.compile can differentiate on the CPU."""
     import torch
 
     scores = q.float() @ k.float().transpose(-2, -1) * q.shape[-1] ** -0.5
+    if score_mod is not None:
+        b, h, i, j = torch.meshgrid(*(torch.arange(n) for n in scores.shape), indexing="ij")
+        scores = score_mod(scores, b, h, i, j)
     if block_mask is not None:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
     return (scores.softmax(-1) @ v.float()).to(q.dtype)
@@ -307,11 +311,33 @@ def test_the_gpu_bench_from_end_to_end(gpu, monkeypatch, tmp_path, capsys):
     assert all(f">{name}<" in (tmp_path / "gpu-both.svg").read_text() for name in ("FlexAttention", "flashattn", "cuDNN"))
 
 
+@pytest.mark.parametrize("words", [["--softcap", "3"], ["--alibi"], ["--softcap", "2", "--alibi", "--pages", "16"], ["--pages", "64"]])
+def test_the_gpu_bench_times_options(gpu, monkeypatch, tmp_path, capsys, words):
+    from torch.nn.attention import flex_attention
+
+    monkeypatch.setattr(gpu.torch, "compile", lambda f, **options: f)
+    monkeypatch.setattr(flex_attention, "flex_attention", plain_flex)
+    file, paged = tmp_path / "gpu.json", "--pages" in words
+    assert run(gpu, monkeypatch, "--head-dims", "16", "--seqlens", "64", "--groups", "1", "--flex", *words, "--json", file) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == (2 if paged else 4) and "0 wrong answers" in capsys.readouterr().out
+    for row in rows:
+        assert row["pages"] == (int(words[-1]) if paged else 0) and row["alibi"] == ("--alibi" in words)
+        assert all(row["tflops"][name] > 0 for name in ("ours", "flex")) and ("flash" in row["tflops"]) == (words == ["--pages", "64"])
+
+
+@pytest.mark.parametrize("words", [["--alibi", "--varlen"], ["--pages", "24", "--seqlens", "64"], ["--softcap", "-1"]])
+def test_the_gpu_bench_refuses_options_that_it_cannot_time(gpu, monkeypatch, capsys, words):
+    with pytest.raises(SystemExit):
+        run(gpu, monkeypatch, *words)
+    assert "--softcap" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_wrong_or_missing_peer_is_said_and_not_timed(gpu, monkeypatch, tmp_path, capsys):
     from torch.nn.attention import flex_attention
 
     monkeypatch.setattr(gpu.torch, "compile", lambda f, **options: f)
-    monkeypatch.setattr(flex_attention, "flex_attention", lambda q, k, v, block_mask=None: plain_flex(q, k, v) * 1.1)
+    monkeypatch.setattr(flex_attention, "flex_attention", lambda q, k, v, **terms: plain_flex(q, k, v) * 1.1)
     monkeypatch.setitem(gpu.PEERS, "cudnn", gpu.SDPBackend.CUDNN_ATTENTION)  # which the CPU lacks
     file = tmp_path / "gpu.json"
     assert run(gpu, monkeypatch, "--head-dims", "32", "--seqlens", "64", "--groups", "1", "--flex", "--json", file) == 1
@@ -325,7 +351,8 @@ def test_a_wrong_or_missing_peer_is_said_and_not_timed(gpu, monkeypatch, tmp_pat
 def test_flex_attention_itself_agrees(gpu):
     """Compiled for the CPU, where it has a forward only."""
     for causal in (False, True):
-        cell = gpu.Cell(32, 128, causal)
+        plain = argparse.Namespace(varlen=False, fp8=False, deterministic=False, softcap=0.0, alibi=False, pages=0)
+        cell = gpu.Cell(32, 128, causal, plain)
         forward, backward = gpu.flex(cell)
         assert cell.wrong(forward(), 0) is None
         with pytest.raises(Exception, match="CPU"):
