@@ -27,6 +27,23 @@ FA_DEVICE void start_dk(float (&c)[D_COUNT], unsigned ds, unsigned q, int group)
     wgmma_commit();
 }
 
+/* Of the step before: dK, and the first half of this consumer's dQ. */
+FA_DEVICE void start_dk_and_dq(consumer &c, float (&dq)[DQ_COUNT], int group)
+{
+    start_dk(c.dk, ds_tile(c.n - 1), q_tile(c.n - 1), group);
+    start_dq(dq, ds_tile(c.n - 1), group, 0);
+}
+
+/* Both are there: Q is done with, this half of dQ leaves, the other begins. */
+FA_DEVICE void go_on_with_dq(consumer &c, float (&dq)[DQ_COUNT], int group)
+{
+    hold(c.dk);
+    hold(dq);
+    release(q_empty(c.n - 1));
+    share_dq(dq, group);
+    start_dq(dq, ds_tile(c.n - 1), group, 1);
+}
+
 /* Thread to thread: both have the same elements. */
 FA_DEVICE unsigned passed_at() { return shared_address(shared) + PASSED_AT + threadIdx.x % 128 * 16; }
 
@@ -60,8 +77,7 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
     start_scores(s, k_tile(), q_tile(c.n));
     if constexpr (!FIRST) {
         named_sync(DS_IS_THERE, 128 * CONSUMERS);
-        start_dk(c.dk, ds_tile(c.n - 1), q_tile(c.n - 1), GROUP);
-        start_dq(dq, ds_tile(c.n - 1), GROUP, 0);
+        start_dk_and_dq(c, dq, GROUP);
     }
     wgmma_wait<FIRST ? 0 : 2>();
     hold(s);
@@ -77,11 +93,7 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
     pass_p(c.p);
     if constexpr (!FIRST) {
         wgmma_wait<0>();
-        hold(c.dk);
-        hold(dq);
-        release(q_empty(c.n - 1));
-        share_dq(dq, GROUP);
-        start_dq(dq, ds_tile(c.n - 1), GROUP, 1);
+        go_on_with_dq(c, dq, GROUP);
     }
     wait_for_dout(c.n);
     if (INSPECTED && masked)
@@ -109,8 +121,7 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
     if constexpr (FIRST)
         barrier_wait(v_full(), filled<1>(item));
     else {
-        start_dk(c.dk, ds_tile(c.n - 1), q_tile(c.n - 1), GROUP);
-        start_dq(dq, ds_tile(c.n - 1), GROUP, 0);
+        start_dk_and_dq(c, dq, GROUP);
     }
     wait_for_dout(c.n);
     if (INSPECTED && masked) {
@@ -120,11 +131,7 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
     start_scores(dp, v_tile(), dout_tile(c.n));
     if constexpr (!FIRST) {
         wgmma_wait<1>();
-        hold(c.dk);
-        hold(dq);
-        release(q_empty(c.n - 1));
-        share_dq(dq, GROUP);
-        start_dq(dq, ds_tile(c.n - 1), GROUP, 1);
+        go_on_with_dq(c, dq, GROUP);
     }
     wgmma_wait<FIRST ? 0 : 1>();
     hold(dp);
@@ -161,14 +168,9 @@ template <int GROUP> FA_DEVICE void last_by_columns(consumer &c)
     release(v_empty());
     if (GROUP == 0)
         named_sync(DS_IS_THERE, 128 * CONSUMERS);
-    start_dk(c.dk, ds_tile(c.n - 1), q_tile(c.n - 1), GROUP);
-    start_dq(dq, ds_tile(c.n - 1), GROUP, 0);
+    start_dk_and_dq(c, dq, GROUP);
     wgmma_wait<0>();
-    hold(c.dk);
-    hold(dq);
-    release(q_empty(c.n - 1));
-    share_dq(dq, GROUP);
-    start_dq(dq, ds_tile(c.n - 1), GROUP, 1);
+    go_on_with_dq(c, dq, GROUP);
     wgmma_wait<0>();
     hold(dq);
     release(k_empty());
