@@ -222,19 +222,13 @@ FA_AMX_INLINE progress run_other(const walk *w, progress x, unit *u, target *hel
     return x;
 }
 
-/* The same at head_dim 128, where scores beside it pay. Functions of their own, for run_walk needs its registers. */
+/* The same at head_dim 128, where scores beside it pay. A function of its own, for run_walk needs its registers. */
 static __attribute__((noinline)) progress run_other_of_chunk(const walk *w, progress x, unit *u, target *held)
 {
     constants k    = w->k;
     values    none = {0};
-    return run_one(w, x, u, &none, held, &k, 1, 4, false, 16, 0);
-}
-
-static __attribute__((noinline)) progress run_other_of_chunk_fixed(const walk *w, progress x, unit *u, target *held)
-{
-    constants k    = w->k;
-    values    none = {0};
-    return run_one(w, x, u, &none, held, &k, 1, 4, false, 16, 1);
+    return w->fixed ? run_one(w, x, u, &none, held, &k, 1, 4, false, 16, 1)
+                    : run_one(w, x, u, &none, held, &k, 1, 4, false, 16, 0);
 }
 
 FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, turns TURNS, int CHUNK, int FIXED)
@@ -271,7 +265,7 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, turns TURNS, int CHUNK,
             x = BESIDE ? run_whole(w, x, whole, &v, &held) : run_chunk(w, x, whole, &held);
             set_softmax(&u, w, x.at, x.n, BESIDE);
         } else if (TURNS == CHUNKS_IN_ASSEMBLY) {
-            x = FIXED ? run_other_of_chunk_fixed(w, x, &u, &held) : run_other_of_chunk(w, x, &u, &held);
+            x = run_other_of_chunk(w, x, &u, &held);
         } else if (TURNS == IN_ASSEMBLY) {
             x = run_other(w, x, &u, &held, &k, KS, FIXED);
         } else {

@@ -119,16 +119,17 @@ static flash_attn_status inner_workspaces(const fa_ring_call *r, size_t *most)
 
 static flash_attn_status plan_memory(fa_ring_call *r, bool inner)
 {
-    const fa_call  *c      = &r->call;
-    fa_ring_memory *m      = &r->memory;
-    int64_t         chunks = r->ring.layout == FLASH_ATTN_RING_ZIGZAG ? 2 * (int64_t)r->ring.ranks : r->ring.ranks;
-    int64_t         rows_k = (r->ring.seqlen_k + chunks - 1) / chunks * (chunks / r->ring.ranks),
-            head_rows      = c->batch * c->heads_q * r->q.rows;
-    bool   forward         = c->pass == FLASH_ATTN_FORWARD;
-    size_t dkv_bytes       = fa_ring_kv_bytes(r, rows_k, FLASH_ATTN_F32);
-    size_t acc_bytes       = (size_t)(head_rows * (forward ? c->head_dim_v : c->head_dim)) * sizeof(float);
-    if (__builtin_mul_overflow(head_rows, 576 * (int64_t)sizeof(float), &rows_k)) /* no such tensor exists */
+    enum { LARGEST_ROW = 576 * sizeof(float) }; /* of O or dQ */
+    const fa_call  *c       = &r->call;
+    fa_ring_memory *m       = &r->memory;
+    bool            forward = c->pass == FLASH_ATTN_FORWARD;
+    int64_t         chunks  = r->ring.layout == FLASH_ATTN_RING_ZIGZAG ? 2 * (int64_t)r->ring.ranks : r->ring.ranks;
+    int64_t         rows_k  = (r->ring.seqlen_k + chunks - 1) / chunks * (chunks / r->ring.ranks);
+    int64_t         head_rows = c->batch * c->heads_q * r->q.rows, most_bytes;
+    if (__builtin_mul_overflow(head_rows, (int64_t)LARGEST_ROW, &most_bytes)) /* no such tensor exists */
         return fa_fail(FLASH_ATTN_NO_MEMORY, "the ring's memory has more bytes than 64 bits can count");
+    size_t dkv_bytes = fa_ring_kv_bytes(r, rows_k, FLASH_ATTN_F32);
+    size_t acc_bytes = (size_t)(head_rows * (forward ? c->head_dim_v : c->head_dim)) * sizeof(float);
     m->base     = (char *)(uintptr_t)4096; /* nobody reads it while planning */
     m->kv_bytes = dkv_bytes / sizeof(float) * fa_dtype_bytes(c->k.dtype) + 16;
     m->kv[0]    = take(m, m->kv_bytes);
