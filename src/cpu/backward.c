@@ -92,7 +92,7 @@ static void store_sums(const plan *p, const flash_attn_tensor *grad, char *at, i
 {
     int            cols = (int)grad->shape[3];
     int64_t        step = grad->stride[1] * (int64_t)fa_dtype_bytes(grad->dtype);
-    fa_stored_rows to   = {at, step, grad->stride[3], rows, cols, grad->dtype, factor};
+    fa_stored_rows to   = {at, step, grad->stride[3], rows, cols, grad->dtype, factor, true};
     if (p->fused)
         p->kernels->store_tiled(&to, tiled, turned);
     for (int n = 0; n < rows && !p->fused; n++)
