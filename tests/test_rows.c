@@ -58,8 +58,8 @@ static void compare_rows(const fa_kernels *k, flash_attn_dtype dtype, int cols, 
         k->store(at[1] + shift + r * STEP, 1, dtype, from + r * ld, cols, factor[r]);
     for (size_t n = 0; n < sizeof at[0]; n++) {
         if (at[0][n] != at[1][n])
-            fail_msg("byte %zu is %02x, wanted %02x: rows of %d columns, %d bytes off a line, %s", n, at[0][n], at[1][n], cols,
-                     shift, dtype_name(dtype));
+            fail_msg("byte %zu is %02x, wanted %02x: rows of %d columns, %d bytes off a line, %s", n, at[0][n],
+                     at[1][n], cols, shift, dtype_name(dtype));
     }
 }
 

@@ -121,7 +121,7 @@ static void begin_group(walk *w, place at, float *sum, bool BESIDE)
     const fa_forward_block *b     = w->block;
     const __m512            empty = _mm512_set1_ps(-INFINITY), one = _mm512_set1_ps(fixed_shift(0.0f));
     int                     group = at.group, rows = rows_of_group(w, group), ld;
-    float                  *o     = rows_of_o(w, group, &ld);
+    float                  *o = rows_of_o(w, group, &ld);
     memset(sum, 0, sizeof(float) * UNIT * 16);
     if (BESIDE && b->fresh)
         memset(o, 0, sizeof(float) * UNIT * (size_t)ld);

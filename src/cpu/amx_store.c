@@ -1,5 +1,5 @@
-/* Results to the caller's rows, times a factor, rounded: the backward's sums, kept as tiles of 16 x 16 ("tiled", cpu.h),
- * and the forward's O and LSE. */
+/* Results to the caller's rows, times a factor, rounded: the backward's sums, kept as tiles of 16 x 16 ("tiled",
+ * cpu.h), and the forward's O and LSE. */
 #include "cpu/amx.h"
 
 /* fa_bf16_of_float on 16 lanes. */
@@ -205,11 +205,11 @@ FA_AMX_INLINE void logarithm(__m512 x, __m512 *e, __m512 *ln_f)
     __m512       f      = _mm512_getmant_ps(x, _MM_MANT_NORM_p75_1p5, _MM_MANT_SIGN_zero);
     __m512       s      = _mm512_div_ps(_mm512_sub_ps(f, one), _mm512_add_ps(f, one));
     __m512       square = _mm512_mul_ps(s, s), series = _mm512_set1_ps(2.0f / 9.0f);
-    series              = _mm512_fmadd_ps(series, square, _mm512_set1_ps(2.0f / 7.0f));
-    series              = _mm512_fmadd_ps(series, square, _mm512_set1_ps(2.0f / 5.0f));
-    series              = _mm512_fmadd_ps(series, square, _mm512_set1_ps(2.0f / 3.0f));
-    *ln_f               = _mm512_fmadd_ps(_mm512_mul_ps(series, square), s, _mm512_add_ps(s, s));
-    *e                  = _mm512_getexp_ps(_mm512_mul_ps(x, _mm512_set1_ps(4.0f / 3.0f)));
+    series = _mm512_fmadd_ps(series, square, _mm512_set1_ps(2.0f / 7.0f));
+    series = _mm512_fmadd_ps(series, square, _mm512_set1_ps(2.0f / 5.0f));
+    series = _mm512_fmadd_ps(series, square, _mm512_set1_ps(2.0f / 3.0f));
+    *ln_f  = _mm512_fmadd_ps(_mm512_mul_ps(series, square), s, _mm512_add_ps(s, s));
+    *e     = _mm512_getexp_ps(_mm512_mul_ps(x, _mm512_set1_ps(4.0f / 3.0f)));
 }
 
 /* Lanes 8 half to 8 half + 7. */

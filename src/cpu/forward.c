@@ -149,7 +149,6 @@ static void pack_q(const block *b, int t)
     b->shape->kernels->pack(FA_ROLE_Q, packed_q(b, t), &rows, NULL);
 }
 
-
 static void begin_block(block *b, int first)
 {
     fa_range queries = {INT32_MAX, 0};
@@ -216,12 +215,12 @@ typedef struct key_tile {
 /* One tile of keys for one tile of queries. Packed when the first needs it. */
 static void walk_tile(const block *b, int t, key_tile *at)
 {
-    const plan    *p       = &b->run->plan;
-    const fa_call *call    = p->call;
-    scratch       *s       = b->s;
-    fa_tile       *tile    = &s->tiles[t];
-    tile->keys             = at->keys;
-    fa_visible     visible = fa_tile_visible(call, tile);
+    const plan    *p    = &b->run->plan;
+    const fa_call *call = p->call;
+    scratch       *s    = b->s;
+    fa_tile       *tile = &s->tiles[t];
+    tile->keys          = at->keys;
+    fa_visible visible  = fa_tile_visible(call, tile);
     if (visible == FA_VISIBLE_NONE)
         return;
     bool in_place = b->shape->few && visible == FA_VISIBLE_ALL;

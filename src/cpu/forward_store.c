@@ -13,7 +13,7 @@ static float natural_lse(float m, float l, double to_natural)
 static void add_sink(const block *b, int64_t head, float *m, float *l, float *factor, int rows)
 {
     const flash_attn_tensor *sinks = &b->run->plan.call->sinks;
-    float sink = fa_load(fa_at(sinks, 0, head, 0, 0), 0, sinks->dtype) / (float)b->to_natural;
+    float                    sink  = fa_load(fa_at(sinks, 0, head, 0, 0), 0, sinks->dtype) / (float)b->to_natural;
     for (int r = 0; r < rows; r++) {
         float max = sink > m[r] ? sink : m[r], shift = max == -INFINITY ? 0.0f : max, times = exp2f(m[r] - shift);
         l[r] = l[r] * times + exp2f(sink - shift);
@@ -51,10 +51,10 @@ static void store_lse(const block *b, float *lse, int64_t stride, const float *m
 /* Algorithm 1, lines 12 to 15: add the sink, divide by l, store. */
 void fa_forward_store_tile(const block *b, int t, const fa_partial *result)
 {
-    const fa_call *call = b->run->plan.call;
-    const fa_tile *tile = &b->s->tiles[t];
-    int            rows = fa_tile_queries(tile);
-    int64_t        row  = tile->seq.q_row + tile->queries.begin;
+    const fa_call *call    = b->run->plan.call;
+    const fa_tile *tile    = &b->s->tiles[t];
+    int            rows    = fa_tile_queries(tile);
+    int64_t        row     = tile->seq.q_row + tile->queries.begin;
     float          descale = 1.0f, *factor = b->s->rescale;
     if (call->descale_v.data)
         descale = *(const float *)fa_at(&call->descale_v, tile->b, tile->head_k, 0, 0);
@@ -66,17 +66,17 @@ void fa_forward_store_tile(const block *b, int t, const fa_partial *result)
             add_sink(b, tile->head + h, m, l, factor, rows);
         for (int r = 0; r < rows; r++)
             factor[r] = l[r] == 0.0f ? 0.0f : factor[r] / l[r];
-        fa_stored_rows to = {.at     = fa_at(&call->o, tile->seq.q_entry, row, tile->head + h, 0),
-                             .step   = call->o.stride[1] * (int64_t)fa_dtype_bytes(call->o.dtype),
-                             .stride = call->o.stride[3],
-                             .rows   = rows,
-                             .cols   = (int)call->head_dim_v,
-                             .dtype  = call->o.dtype,
+        fa_stored_rows to = {.at          = fa_at(&call->o, tile->seq.q_entry, row, tile->head + h, 0),
+                             .step        = call->o.stride[1] * (int64_t)fa_dtype_bytes(call->o.dtype),
+                             .stride      = call->o.stride[3],
+                             .rows        = rows,
+                             .cols        = (int)call->head_dim_v,
+                             .dtype       = call->o.dtype,
                              .past_caches = b->run->plan.past_caches};
         store_rows(b->shape->kernels, &to, result->o + (int64_t)h * rows * result->ldo, result->ldo, factor);
         if (call->lse.data)
-            store_lse(b, (float *)fa_at(&call->lse, tile->seq.q_entry, tile->head + h, row, 0), call->lse.stride[2], m, l,
-                      rows);
+            store_lse(b, (float *)fa_at(&call->lse, tile->seq.q_entry, tile->head + h, row, 0), call->lse.stride[2], m,
+                      l, rows);
     }
 }
 
