@@ -186,6 +186,18 @@ FA_AMX_INLINE bool run_unit_with(int n, const unit *u, values *v, target *held, 
     return again;
 }
 
+/* A chunk that its group's keys do not fill gets units whose P is 0, so that its values are a whole block beside the next
+ * group's units. Their V is there: rows that packing left out are zeros. */
+FA_AMX_INLINE void fill_chunk(const walk *w, place at, values *v, int CHUNK)
+{
+    int units = v->units;
+    if (at.first % CHUNK || (at.first + CHUNK) * UNIT > w->block->keys)
+        return;
+    for (int down = 0; down < 2 && units < CHUNK; down++)
+        memset((char *)v->p + down * v->p_down + units * FA_AMX_TILE, 0, (size_t)(CHUNK - units) * FA_AMX_TILE);
+    v->units = CHUNK;
+}
+
 /* ---- all units ---- */
 
 /* How units and their values take turns: values after each chunk; beside every other unit; the same two with whole units
@@ -284,6 +296,8 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, turns TURNS, int CHUNK,
         if (next.chunk_number != x.at.chunk_number) {
             finish_values(&v, &held, PIECES);
             v = values_of(w, x.at, BESIDE);
+            if (BESIDE && next.group < w->groups)
+                fill_chunk(w, x.at, &v, CHUNK);
             if (TURNS == CHUNKS_IN_ASSEMBLY && v.units == CHUNK)
                 chunk_values(w, &v, &held);
             else if (!BESIDE)
