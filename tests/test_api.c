@@ -304,6 +304,29 @@ static void empty_problems_are_valid(void **state)
         }
 }
 
+/* What broadcasts has an element even where the batch or the queries have none. */
+static void gradients_of_what_nothing_uses_are_zero(void **state)
+{
+    (void)state;
+    static memory m;
+    static float  bias[HQ * SQ * SK], dbias[HQ * SQ * SK];
+    for (int n = 0; n < 4; n++) {
+        flash_attn_problem p = make_problem(&m);
+        flash_attn_grads   g = make_grads(&m);
+        int                rows = n < 2 ? SQ : 1;
+        p.device             = hosts[n % 2];
+        fill(dbias, sizeof dbias / sizeof *dbias);
+        p.q.shape[n < 2 ? 0 : 1] = 0;
+        if (n < 2)
+            p.k.shape[0] = p.v.shape[0] = 0;
+        p.bias       = (flash_attn_tensor){.data = bias, .shape = {1, HQ, rows, SK}};
+        g.dbias.data = dbias;
+        ASSERT_OK(flash_attn_backward(NULL, &p, &g, NULL));
+        for (int i = 0; i < HQ * rows * SK; i++)
+            assert_true(dbias[i] == 0.0f);
+    }
+}
+
 static void varlen_without_sequences_is_valid(void **state)
 {
     (void)state;
@@ -502,6 +525,7 @@ int main(void)
         cmocka_unit_test(flops_count_exactly_the_visible_pairs),
         cmocka_unit_test(long_sequences_are_counted_without_walking),
         cmocka_unit_test(empty_problems_are_valid),
+        cmocka_unit_test(gradients_of_what_nothing_uses_are_zero),
         cmocka_unit_test(varlen_without_sequences_is_valid),
         cmocka_unit_test(gradients_may_share_one_packed_buffer),
         cmocka_unit_test(a_page_table_ends_with_its_last_row),

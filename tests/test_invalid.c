@@ -325,6 +325,7 @@ static flash_attn_status call(const world *w, base kind)
     X(PAGED, page_size_zero, INVALID, "k.shape[1] (page_size) is 0", P.k.shape[1] = P.v.shape[1] = 0)                  \
     X(PAGED, pages_negative, INVALID, "pages_per_seq is -1", P.pages.pages_per_seq = -1)                               \
     X(PAGED, pages_over, INVALID, "pages_per_seq is 536870911", P.pages.pages_per_seq = FA_MAX_SEQLEN)                 \
+    X(PAGED, pages_just_over, INVALID, "pages_per_seq is 134217728", P.pages.pages_per_seq = 1 << 27)                  \
     X(PAGED, page_stride_small, INVALID, "row_stride is 1", P.pages.row_stride = 1)                                    \
     X(PAGED, page_stride_negative, INVALID, "row_stride is -2", P.pages.row_stride = -2)                               \
     X(PAGED, page_stride_huge, INVALID, "row_stride", P.pages.row_stride = INT64_MAX)                                  \
@@ -338,6 +339,7 @@ static flash_attn_status call(const world *w, base kind)
     X(SLICED, slice_over, INVALID, "q_end 6", w->slice[1].q_end = 6)                                                   \
     X(SLICED, slice_over_k, INVALID, "k_end 8", w->slice[1].k_end = 8)                                                 \
     X(SLICED, slice_kind, INVALID, "slices.list[1].kind is 4", w->slice[1].kind = 4)                                   \
+    X(SLICED, slice_kind_negative, INVALID, "slices.list[0].kind is -1", w->slice[0].kind = -1)                        \
     X(SLICED, slice_offsets_start, INVALID, "slices.offsets", w->m->offsets[0] = 1)                                    \
     X(SLICED, slice_offsets_end, INVALID, "slices.offsets", w->m->offsets[2] = 3)                                      \
     X(SLICED, slice_offsets_fall, INVALID, "slices.offsets", w->m->offsets[1] = 3)                                     \
