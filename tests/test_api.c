@@ -242,6 +242,23 @@ static void flops_count_exactly_the_visible_pairs(void **state)
     assert_true(with_pairs > 1000);
 }
 
+/* What broadcasts is read once. */
+static void bytes_count_each_element_once(void **state)
+{
+    (void)state;
+    static memory          m;
+    static float           bias[HQ * SQ * SK];
+    flash_attn_problem     p = make_problem(&m);
+    flash_attn_explanation plain, with;
+    ASSERT_OK(flash_attn_explain(NULL, &p, FLASH_ATTN_FORWARD, &plain));
+    assert_true(plain.bytes == 4.0 * (sizeof m.q + sizeof m.k + sizeof m.v + sizeof m.o + sizeof m.lse) / sizeof(float));
+    for (int rows = 1; rows <= SQ; rows += SQ - 1) {
+        p.bias = (flash_attn_tensor){.data = bias, .shape = {1, HQ, rows, SK}};
+        ASSERT_OK(flash_attn_explain(NULL, &p, FLASH_ATTN_FORWARD, &with));
+        assert_true(with.bytes - plain.bytes == 4.0 * HQ * rows * SK);
+    }
+}
+
 static void long_sequences_are_counted_without_walking(void **state)
 {
     (void)state;
@@ -523,6 +540,7 @@ int main(void)
         cmocka_unit_test(a_workspace_must_be_large_enough_and_suffices),
         cmocka_unit_test(workspace_does_not_depend_on_lengths),
         cmocka_unit_test(flops_count_exactly_the_visible_pairs),
+        cmocka_unit_test(bytes_count_each_element_once),
         cmocka_unit_test(long_sequences_are_counted_without_walking),
         cmocka_unit_test(empty_problems_are_valid),
         cmocka_unit_test(gradients_of_what_nothing_uses_are_zero),

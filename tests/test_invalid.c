@@ -191,6 +191,8 @@ static flash_attn_status call(const world *w, base kind)
       P.device.type = FLASH_ATTN_REFERENCE; w->e.workspace = w->m->q; w->e.workspace_bytes = 64)                       \
     X(PADDED, workspace_endless, INVALID, "leaves the address space", w->e.workspace = w->m->workspace;                \
       w->e.workspace_bytes = SIZE_MAX)                                                                                 \
+    X(PADDED, workspace_huge, INVALID, "leaves the address space", w->e.workspace = w->m->workspace;                   \
+      w->e.workspace_bytes = SIZE_MAX / 4)                                                                             \
     X(PADDED, q_missing, INVALID, "q.data is NULL", P.q.data = NULL)                                                   \
     X(PADDED, v_missing, INVALID, "v.data is NULL", P.v.data = NULL)                                                   \
     X(PADDED, o_missing, INVALID, "o.data is NULL", P.o.data = NULL)                                                   \
@@ -371,6 +373,7 @@ static flash_attn_status call(const world *w, base kind)
     X(APPEND, append_null, INVALID, "append is NULL", w->null_problem = true)                                          \
     X(APPEND, append_nothing, INVALID, "nothing to do", A.k_new.data = A.v_new.data = A.q.data = A.q_out.data = NULL)  \
     X(APPEND, append_reserved, INVALID, "append.reserved", A.reserved[0] = 1)                                          \
+    X(APPEND, append_threads_negative, INVALID, "num_threads is -1", w->e.num_threads = -1)                            \
     X(APPEND, rotary_reserved, INVALID, "rotary.reserved", A.rotary.reserved[1] = 1)                                   \
     X(APPEND, append_overflow, INVALID, "do not fit", w->m->held[1] = 7)                                               \
     X(APPEND, append_held_negative, INVALID, "cache_seqlens[0] is -1", w->m->held[0] = -1)                             \
