@@ -11,6 +11,7 @@ static const case_gpu      *gpu;
 static flash_attn_context  *context, *backward_context;
 static char                 why_not[300];
 static int                  part, parts = 1;
+static const char          *only_shapes = ""; /* whose names hold this */
 
 #define C FLASH_ATTN_CAUSAL
 #define W FLASH_ATTN_WINDOW
@@ -141,6 +142,8 @@ static void run_shapes(const test_case *all, int count, flash_attn_context *with
     for (int n = 0; n < count; n++)
         for (int d = 64; d <= 256; d *= 2) {
             test_case shape = all[n];
+            if (!strstr(shape.name, only_shapes))
+                continue;
             if ((shape.head_dim && d > 64) || (d == 256 && with == backward_context && n % 2 == 0))
                 continue;
             if (turn++ % parts != part)
@@ -215,6 +218,33 @@ static const test_case backward_shapes[] = {
     {.name = "256 columns, varlen, groups", .batch = 40, .seqlen_q = 140, .seqlen_k = 130, .heads_q = 16, .heads_k = 8, .head_dim = 256,
      .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_MIXED, .mask = C},
     {.name = "256 columns, many tiles a block", .batch = 40, .seqlen_q = 130, .seqlen_k = 100, .heads_q = 3, .head_dim = 256, .mask = C},
+    {.name = "softcap", .batch = 2, .seqlen_q = 133, .seqlen_k = 195, .heads_q = 2, .softcap = 30, .logit_size = 20},
+    {.name = "softcap, causal", .seqlen_q = 333, .seqlen_k = 395, .heads_q = 3, .mask = C, .softcap = 50, .logit_size = 40},
+    {.name = "softcap, queries that see nothing", .seqlen_q = 700, .seqlen_k = 211, .mask = C, .softcap = 5, .logit_size = 10},
+    {.name = "softcap, window, varlen", .batch = 5, .seqlen_q = 300, .seqlen_k = 400, .heads_q = 2, .softcap = 5, .mask = W, .window_left = 150,
+     .window_right = 20, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_HOLES},
+    {.name = "softcap, groups, causal", .batch = 64, .seqlen_q = 130, .seqlen_k = 130, .heads_q = 2, .heads_k = 1, .mask = C, .softcap = 30, .logit_size = 20,
+     .head_dim = 64},
+    {.name = "softcap, used lengths", .batch = 5, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .softcap = 128, .seqused_q = LENGTHS_MIXED,
+     .seqused_k = LENGTHS_MIXED, .head_dim = 256},
+    {.name = "softcap, far logits", .seqlen_q = 200, .seqlen_k = 300, .softcap = 3, .logit_size = 3e9f, .mask = C, .head_dim = 128},
+    {.name = "softcap, a small one", .seqlen_q = 400, .seqlen_k = 200, .softcap = 0.5f, .head_dim = 64},
+    {.name = "ALiBi", .batch = 2, .seqlen_q = 133, .seqlen_k = 195, .heads_q = 2, .alibi = true},
+    {.name = "ALiBi, causal", .seqlen_q = 333, .seqlen_k = 395, .heads_q = 3, .mask = C, .alibi = true},
+    {.name = "ALiBi, queries that see nothing", .seqlen_q = 700, .seqlen_k = 211, .heads_q = 2, .mask = C, .alibi = true},
+    {.name = "ALiBi, window, varlen, softcap", .batch = 5, .seqlen_q = 300, .seqlen_k = 400, .heads_q = 2, .softcap = 20, .alibi = true, .mask = W,
+     .window_left = 150, .window_right = 20, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_MIXED},
+    {.name = "ALiBi, groups, varlen", .batch = 75, .seqlen_q = 140, .seqlen_k = 260, .heads_q = 4, .heads_k = 2, .mask = C, .varlen_q = LENGTHS_MIXED,
+     .varlen_k = LENGTHS_MIXED, .alibi = true, .head_dim = 64},
+    {.name = "ALiBi, 256 columns, groups", .batch = 40, .seqlen_q = 140, .seqlen_k = 130, .heads_q = 16, .heads_k = 8, .alibi = true, .head_dim = 256},
+    {.name = "sinks", .batch = 2, .seqlen_q = 333, .seqlen_k = 200, .heads_q = 3, .sinks = true},
+    {.name = "sinks, window, groups", .batch = 64, .seqlen_q = 200, .seqlen_k = 200, .heads_q = 4, .heads_k = 2, .sinks = true, .mask = W, .window_left = 100,
+     .head_dim = 64},
+    {.name = "sinks, varlen, softcap", .batch = 5, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .mask = C, .sinks = true, .softcap = 20, .varlen_q = LENGTHS_MIXED,
+     .varlen_k = LENGTHS_HOLES, .head_dim = 128},
+    {.name = "sinks, used lengths", .batch = 4, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .mask = C, .sinks = true, .seqused_q = LENGTHS_MIXED,
+     .seqused_k = LENGTHS_HOLES, .head_dim = 64},
+    {.name = "ALiBi, softcap, causal", .batch = 2, .seqlen_q = 300, .seqlen_k = 200, .heads_q = 2, .alibi = true, .softcap = 10, .mask = C},
 };
 
 static void every_backward_shape_is_right(void **state)
@@ -379,15 +409,18 @@ static void nan_reaches_only_gradients_that_depend_on_it(void **state)
     char                        *device = gpu->alloc(sizeof host);
     assert_non_null(device);
     for (size_t n = 0; n < sizeof poisoned / sizeof *poisoned; n++)
-        for (int round = 1; round < 6; round++) {
+        for (int round = 1; round < 12; round++) {
             /* all masks of two packed sequences, or one that makes a difference of one: without a mask everything is NaN */
             flash_attn_mask    mask   = (flash_attn_mask)(round % 3);
-            bool               packed = round >= 3;
+            bool               packed = round % 6 >= 3;
+            if (round == 6)
+                continue;
             flash_attn_grads   want_grads, grads;
             flash_attn_problem want = backward_at((char *)host, mask, packed, &want_grads), p = backward_at(device, mask, packed, &grads);
             memcpy((char *)host + LENGTHS_AT, (const int32_t[]){0, 133, LENGTH}, 12);
             want.device.type          = FLASH_ATTN_REFERENCE;
             p.device.type             = FLASH_ATTN_CUDA;
+            want.softcap = p.softcap  = round > 6 ? 3.0f : 0.0f;
             fill(host, 5 * COUNT, 7);
             if (poisoned[n].row >= 0)
                 host[poisoned[n].tensor * COUNT + poisoned[n].row * HEAD_DIM + 17] = 0x7FC0;
@@ -423,14 +456,18 @@ static void find_hopper(void)
     context = backward_context = NULL;
 }
 
-/* --part N/PARTS: each PARTS-th shape from the N-th (0 is the first) on. Another argument: only tests of such a name. */
+/* --part N/PARTS: each PARTS-th shape from the N-th (0 is the first) on. --shapes TEXT: those whose names hold it. Another argument: only tests of such
+ * a name. */
 int main(int argc, char **argv)
 {
-    if (argc == 3 && strcmp(argv[1], "--part") == 0) {
-        if (sscanf(argv[2], "%d/%d", &part, &parts) != 2 || part < 0 || part >= parts)
-            return 2;
-    } else if (argc > 1)
-        cmocka_set_test_filter(argv[1]);
+    for (int n = 1; n < argc; n++)
+        if (strcmp(argv[n], "--part") == 0 && n + 1 < argc) {
+            if (sscanf(argv[++n], "%d/%d", &part, &parts) != 2 || part < 0 || part >= parts)
+                return 2;
+        } else if (strcmp(argv[n], "--shapes") == 0 && n + 1 < argc)
+            only_shapes = argv[++n];
+        else
+            cmocka_set_test_filter(argv[n]);
     find_hopper();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_shape_is_right),

@@ -311,16 +311,18 @@ def test_the_gpu_bench_from_end_to_end(gpu, monkeypatch, tmp_path, capsys):
     assert all(f">{name}<" in (tmp_path / "gpu-both.svg").read_text() for name in ("FlexAttention", "flashattn", "cuDNN"))
 
 
-@pytest.mark.parametrize("words", [["--softcap", "3"], ["--alibi"], ["--softcap", "2", "--alibi", "--pages", "16"], ["--pages", "64"]])
+@pytest.mark.parametrize("words", [["--softcap", "3"], ["--alibi"], ["--passes", "backward", "--softcap", "2", "--alibi"],
+                                   ["--softcap", "2", "--alibi", "--pages", "16"], ["--pages", "64"]])
 def test_the_gpu_bench_times_options(gpu, monkeypatch, tmp_path, capsys, words):
     from torch.nn.attention import flex_attention
 
     monkeypatch.setattr(gpu.torch, "compile", lambda f, **options: f)
     monkeypatch.setattr(flex_attention, "flex_attention", plain_flex)
-    file, paged = tmp_path / "gpu.json", "--pages" in words
+    file, paged, alone = tmp_path / "gpu.json", "--pages" in words, "--passes" in words
     assert run(gpu, monkeypatch, "--head-dims", "16", "--seqlens", "64", "--groups", "1", "--flex", *words, "--json", file) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == (2 if paged else 4) and "0 wrong answers" in capsys.readouterr().out
+    assert len(rows) == (2 if paged or alone else 4) and "0 wrong answers" in capsys.readouterr().out
+    assert {row["pass"] for row in rows} == ({"forward"} if paged else {"backward"} if alone else {"forward", "backward"})
     for row in rows:
         assert row["pages"] == (int(words[-1]) if paged else 0) and row["alibi"] == ("--alibi" in words)
         assert all(row["tflops"][name] > 0 for name in ("ours", "flex")) and ("flash" in row["tflops"]) == (words == ["--pages", "64"])

@@ -514,6 +514,8 @@ static void fill_tables(void)
         t->scores_few     = NULL;
         t->accumulate_few = NULL;
         t->store_tiled    = fa_amx_store_tiled;
+        t->store_rows     = fa_amx_store_rows;
+        t->natural_lse    = fa_amx_natural_lse;
         t->enter          = enter;
         t->leave          = leave;
     }

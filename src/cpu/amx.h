@@ -244,6 +244,8 @@ void              fa_amx_backward_dq_1(const fa_backward_block *block);
 void              fa_amx_backward_dq_2(const fa_backward_block *block);
 void              fa_amx_backward_dq_3(const fa_backward_block *block);
 void              fa_amx_store_tiled(const fa_stored_rows *to, const float *tiled, bool turned);
+void              fa_amx_store_rows(const fa_stored_rows *to, const float *from, int ld, const float *factor);
+void              fa_amx_natural_lse(float *lse, const float *m, const float *l, int rows, double to_natural);
 size_t            fa_amx_backward_scratch(int rows, int pieces);
 
 #endif

@@ -348,6 +348,13 @@ FA_AMX_INLINE void cell_step(const walk *w, const exponential *e, const cell *li
         step_apart(w, &g, special, list, count, parity, last, pieces);
 }
 
+/* Two tiles side by side, and the two `next` floats on: sums to which nothing is added. */
+static void clear_tiles(float *c, int64_t next)
+{
+    memset(c, 0, 2 * FA_AMX_TILE_FLOATS * sizeof *c);
+    memset(c + next, 0, 2 * FA_AMX_TILE_FLOATS * sizeof *c);
+}
+
 /* dV and dK of a strip; B: the column block's tiles of dO or Q, used by all cells before the next. */
 FA_AMX_INLINE void strip_sums(const walk *w, int first, const fa_range groups[MOST_STRIP_CELLS], bool keys,
                               pending *last, int pieces)
@@ -368,10 +375,12 @@ FA_AMX_INLINE void strip_sums(const walk *w, int first, const fa_range groups[MO
                                  step,
                                  2 * step,
                                  {c, fa_tiled_at(columns * 16, 16, 0), FA_AMX_TILE_FLOATS},
-                                 true,
+                                 !w->in->fresh_keys,
                                  c + fa_tiled_at(columns * 16, CELL, 0)};
             if (range.begin < range.end)
                 run_block(&x, range.end - range.begin, last, (piece_sum){pieces, false, false, false});
+            else if (w->in->fresh_keys && first + n < w->strips)
+                clear_tiles(c, x.c.row);
         }
     }
 }
@@ -421,13 +430,10 @@ static void add_bad_dout(const walk *w, int first, const fa_range groups[MOST_ST
     }
 }
 
-FA_AMX_INLINE void run_strip(const walk *w, const exponential *e, int first, pending *last, int pieces)
+/* P and dS of the strip's cells. */
+FA_AMX_INLINE void run_cells(const walk *w, const exponential *e, const cell *list, int count, pending *last,
+                             int pieces)
 {
-    fa_range groups[MOST_STRIP_CELLS];
-    cell     list[MAX_CELLS];
-    int      count = list_cells(w, first, groups, list, pieces);
-    if (count == 0)
-        return;
     cell_products(w, list[0], 0, last, pieces, NULL, 0);
     store_pending(last);
     if (count > 1) {
@@ -437,12 +443,24 @@ FA_AMX_INLINE void run_strip(const walk *w, const exponential *e, int first, pen
     }
     for (int n = 0; n < count; n++)
         cell_step(w, e, list + n, count - n, n & 1, last, pieces);
-    if (w->in->num_bad_dout > 0)
-        add_bad_dout(w, first, groups, pieces);
-    strip_sums(w, first, groups, false, last, pieces);
-    strip_sums(w, first, groups, true, last, pieces);
 }
 
+FA_AMX_INLINE void run_strip(const walk *w, const exponential *e, int first, pending *last, int pieces)
+{
+    fa_range groups[MOST_STRIP_CELLS];
+    cell     list[MAX_CELLS];
+    int      count = list_cells(w, first, groups, list, pieces);
+    if (count > 0)
+        run_cells(w, e, list, count, last, pieces);
+    if (count == 0 && !w->in->fresh_keys)
+        return;
+    strip_sums(w, first, groups, false, last, pieces);
+    strip_sums(w, first, groups, true, last, pieces);
+    if (w->in->num_bad_dout > 0) {
+        store_pending(last);
+        add_bad_dout(w, first, groups, pieces);
+    }
+}
 static bool has_unusual_lse(const fa_backward_block *b)
 {
     bool usual = true;
@@ -487,10 +505,12 @@ FA_AMX_INLINE void dq_of_part(const walk *w, pending *last, int pieces)
                                0,
                                step,
                                {c, 2 * FA_AMX_TILE_FLOATS, FA_AMX_TILE_FLOATS},
-                               true,
+                               !b->fresh_dq,
                                c + next_queries};
             if (strips.begin < strips.end)
                 run_tall_block(&x, strips.end - strips.begin, last);
+            else if (b->fresh_dq)
+                clear_tiles(c, x.c.row);
         }
     }
     for (; col < w->columns; col += 2) {
@@ -503,10 +523,12 @@ FA_AMX_INLINE void dq_of_part(const walk *w, pending *last, int pieces)
                                pitch(strip_cells(pieces), pieces) * step,
                                step,
                                {b->dq + fa_tiled_at(b->head_dim, group * CELL, col * 16), FA_AMX_TILE_FLOATS, next_queries},
-                               true,
+                               !b->fresh_dq,
                                NULL};
             if (strips.begin < strips.end)
                 run_block(&x, strips.end - strips.begin, last, (piece_sum){pieces, false, false, true});
+            else if (b->fresh_dq)
+                clear_tiles(x.c.c, next_queries);
         }
     }
 }

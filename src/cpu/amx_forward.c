@@ -115,13 +115,18 @@ static __attribute__((noinline)) void redo_unit(const walk *w, place at, const u
 
 /* ---- the walk ---- */
 
-static void begin_group(walk *w, int group, float *sum)
+/* BESIDE: O stays in the first-level cache from here on, so it is cleared here where it is fresh. */
+static void begin_group(walk *w, place at, float *sum, bool BESIDE)
 {
     const fa_forward_block *b     = w->block;
     const __m512            empty = _mm512_set1_ps(-INFINITY), one = _mm512_set1_ps(fixed_shift(0.0f));
-    int                     rows = rows_of_group(w, group);
+    int                     group = at.group, rows = rows_of_group(w, group), ld;
+    float                  *o = rows_of_o(w, group, &ld);
     memset(sum, 0, sizeof(float) * UNIT * 16);
-    w->unset = false;
+    if (BESIDE && b->fresh)
+        memset(o, 0, sizeof(float) * UNIT * (size_t)ld);
+    w->first_unit = at.unit;
+    w->unset      = false;
     for (int r = 0; r < UNIT; r += 16) { /* as set_shift */
         __m512    m     = fa_amx_load16(b->m + group * UNIT, 1, FLASH_ATTN_F32, r, rows);
         __mmask16 unset = _mm512_cmp_ps_mask(m, empty, _CMP_EQ_OQ);
@@ -249,7 +254,7 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, turns TURNS, int CHUNK,
         copy_last_rows(w, false);
     }
     if (x.at.group < w->groups)
-        begin_group(w, x.at.group, w->own->sum[0]);
+        begin_group(w, x.at, w->own->sum[0], BESIDE);
     for (; x.at.group < w->groups; x.n++) {
         if (held.unit == x.n && held.columns)
             store_held(&held);
@@ -287,7 +292,7 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, turns TURNS, int CHUNK,
         if (next.group != x.at.group) {
             end_group(w, x.at.group, w->own->sum[(x.n + 1) % 2]);
             if (next.group < w->groups)
-                begin_group(w, next.group, w->own->sum[(x.n + 1) % 2]);
+                begin_group(w, next, w->own->sum[(x.n + 1) % 2], BESIDE);
         }
         x.at = next;
     }
@@ -375,8 +380,9 @@ static const shape *find_whole(walk *w, bool fixed)
 
     static const shape shapes_in_assembly[2][2] = {{{1, 2, 4, 4, run_whole_exact}, {1, 2, 4, 4, run_whole_fixed}},
                                                    {{1, 4, 8, 16, run_chunks_exact}, {1, 4, 8, 16, run_chunks_fixed}}};
-    static const chunk_functions chunks[2] = {{fa_amx_chunk_units, fa_amx_chunk_values},
-                                              {fa_amx_chunk_units_fixed, fa_amx_chunk_values}};
+    static const chunk_functions chunks[2] = {
+        {fa_amx_chunk_units, fa_amx_chunk_values, fa_amx_chunk_first_values},
+        {fa_amx_chunk_units_fixed, fa_amx_chunk_values, fa_amx_chunk_first_values}};
     const fa_forward_block      *b         = w->block;
     const shape                 *at        = &shapes_in_assembly[w->depth_steps == 4][fixed];
     if (w->pieces > 1 || b->options || w->depth_steps != at->depth_steps || w->columns != at->columns)
@@ -406,9 +412,27 @@ static walk walk_of(const fa_forward_block *block, int pieces)
                   .margin      = MARGIN};
 }
 
+/* What run_walk leaves out of a fresh block: sums of all rows, and O of groups that see no key. */
+static void begin_rows_of_block(const walk *w)
+{
+    const fa_forward_block *b = w->block;
+    for (int r = 0; r < b->rows; r++) {
+        b->m[r] = -INFINITY;
+        b->l[r] = 0.0f;
+    }
+    for (int group = 0; group < w->groups; group++) {
+        fa_range seen = fa_keys_seen(b->window, b->diagonal, queries_of_group(w, group), (fa_range){0, b->keys});
+        int      rows = rows_of_group(w, group);
+        if (seen.begin >= seen.end || rows < UNIT)
+            memset(b->o + (int64_t)group * UNIT * b->ldo, 0, sizeof(float) * (size_t)rows * (size_t)b->ldo);
+    }
+}
+
 static void run(const shape *fit, walk *w)
 {
     w->chunk       = fit->chunk;
+    if (w->block->fresh)
+        begin_rows_of_block(w);
     unsigned modes = _mm_getcsr(); /* P far below its row's largest is 0: denormals would take 100 times as long */
     _mm_setcsr(modes | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
     fit->run(w);

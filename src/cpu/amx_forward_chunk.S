@@ -199,10 +199,18 @@
 .macro SWITCH t, s
     .if (\s) == 0
     tilestored  %tmm\t, 0 + TILE_OF_O(\t)(O_STORE, O_STRIDE)
-    tileloadd   0 + TILE_OF_O(\t)(O, O_STRIDE), %tmm\t
+    BEGIN_TILE  \t, 0
     .elseif (\s) == CHUNK
     tilestored  %tmm\t, 0 + TILE_OF_O(\t)(O, O_STRIDE)
-    tileloadd   BLOCK_BYTES + TILE_OF_O(\t)(O, O_STRIDE), %tmm\t
+    BEGIN_TILE  \t, BLOCK_BYTES
+    .endif
+.endm
+
+.macro BEGIN_TILE t, at
+    .if FIRST
+    tilezero    %tmm\t
+    .else
+    tileloadd   \at + TILE_OF_O(\t)(O, O_STRIDE), %tmm\t
     .endif
 .endm
 
@@ -214,13 +222,16 @@
     .set line, line + 1
 .endm
 
-    BEGIN       fa_amx_chunk_values
+/* FIRST: O begins as zeros, whatever is there. */
+.macro VALUES name, first
+    .set FIRST, \first
+    BEGIN       \name
     mov         $64, %eax
     mov         $512, %r8d
     mov         $4, BLOCKS
     mov         O, O_STORE
     .irp t, 0, 1, 2, 3
-    tileloadd   0 + TILE_OF_O(\t)(O, O_STRIDE), %tmm\t
+    BEGIN_TILE  \t, 0
     .endr
     LEFT        4, 0
     RIGHT       6, 0
@@ -236,6 +247,10 @@
     .irp t, 1, 2, 3
     tilestored  %tmm\t, 0 + TILE_OF_O(\t)(O_STORE, O_STRIDE)
     .endr
-    END         fa_amx_chunk_values
+    END         \name
+.endm
+
+    VALUES      fa_amx_chunk_values, 0
+    VALUES      fa_amx_chunk_first_values, 1
 
     .section    .note.GNU-stack, "", @progbits

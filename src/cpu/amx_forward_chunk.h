@@ -51,8 +51,9 @@ CHUNK_HAS(ahead, CHUNK_AHEAD);
 int64_t fa_amx_chunk_units(fa_amx_chunk *chunk);
 int64_t fa_amx_chunk_units_fixed(fa_amx_chunk *chunk);
 
-/* O += P V of a chunk of 16 units. o: 32 rows of 128 columns; v: 8 tiles a unit. */
+/* O += P V of a chunk of 16 units, or, first, O = P V. o: 32 rows of 128 columns; v: 8 tiles a unit. */
 void fa_amx_chunk_values(const char *p, const char *v, float *o);
+void fa_amx_chunk_first_values(const char *p, const char *v, float *o);
 
 #endif
 #endif

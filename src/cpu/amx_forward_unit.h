@@ -33,6 +33,7 @@ typedef struct target {
     int64_t ld, right, down; /* bytes: from row to row, to the tile on the right, to the tile below */
     int     columns;         /* 0: nothing, 1, 2 */
     int     unit;            /* S of this unit; -1: O */
+    bool    fresh;           /* begins as zeros, whatever is there */
 } target;
 
 typedef struct operands {
@@ -123,7 +124,7 @@ FA_AMX_INLINE void load_right(int column, const step *s)
 #define SWITCH_TILE(t)                                                                                                 \
     if (held->columns > (t) % 2)                                                                                       \
         STORE_TO(held, t);                                                                                             \
-    if (s->scores)                                                                                                     \
+    if (s->home->fresh)                                                                                                \
         TILE_ZERO(t);                                                                                                  \
     else if (s->home->columns > (t) % 2)                                                                               \
     LOAD_FROM(s->home, t)
@@ -190,11 +191,12 @@ typedef struct values {
     float      *o;              /* 32 rows */
     int         ldo, columns;   /* tiles of 16 columns */
     int         units, col;     /* col: the next column tile */
+    bool        fresh;          /* of O is nothing there yet */
 } values;
 
 FA_AMX_INLINE target values_target(const values *v, int columns)
 {
-    return (target){(char *)(v->o + 16 * v->col), 4 * v->ldo, 64, 64 * v->ldo, columns, -1};
+    return (target){(char *)(v->o + 16 * v->col), 4 * v->ldo, 64, 64 * v->ldo, columns, -1, v->fresh};
 }
 
 FA_AMX_INLINE operands values_operands(const values *v, int unit, int64_t p_down, int PIECES)
@@ -275,7 +277,7 @@ typedef struct unit {
 
 FA_AMX_INLINE target scores_target(const scores *x)
 {
-    return (target){(char *)x->s, 64, FA_AMX_TILE, 2 * FA_AMX_TILE, 2, x->unit};
+    return (target){(char *)x->s, 64, FA_AMX_TILE, 2 * FA_AMX_TILE, 2, x->unit, true};
 }
 
 /* Step number n of a unit's scores. */

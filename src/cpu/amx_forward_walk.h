@@ -31,6 +31,7 @@ typedef int64_t whole_fn(fa_amx_units *units);
 typedef struct chunk_functions {
     int64_t (*units)(fa_amx_chunk *chunk);
     void (*values)(const char *p, const char *v, float *o);
+    void (*first_values)(const char *p, const char *v, float *o);
 } chunk_functions;
 
 typedef struct walk {
@@ -41,6 +42,7 @@ typedef struct walk {
     bool                    unset; /* some of the rows at hand have no shift yet */
     bool                    fixed; /* P in fixed point */
     bool                    risky; /* some rows may be odd: amx_fixed.h */
+    int                     first_unit; /* of the group at hand */
     float                   bonus; /* P is computed with this factor, as a logarithm, and its sums are not: */
     float                   inverse, margin;
     whole_fn               *whole; /* NULL: none for this shape */
@@ -121,6 +123,7 @@ static void set_shift(const walk *w, int r, float m)
 
 /* ---- what a unit works on ---- */
 
+/* alternate: values run beside, and where O is fresh begin_group has cleared it in the first-level cache. */
 static values values_of(const walk *w, place at, bool alternate)
 {
     int     ld;
@@ -135,7 +138,8 @@ static values values_of(const walk *w, place at, bool alternate)
                     .o       = o,
                     .ldo     = ld,
                     .columns = w->columns,
-                    .units   = at.unit - at.first + 1};
+                    .units   = at.unit - at.first + 1,
+                    .fresh   = w->block->fresh && !alternate && at.first == w->first_unit};
 }
 
 /* Scores of unit number n, at `at`. */

@@ -182,7 +182,7 @@ static __attribute__((noinline)) progress run_chunk(const walk *w, progress x, i
 static void chunk_values(const walk *w, values *v, target *held)
 {
     store_held(held);
-    w->chunks->values(v->p, v->v, v->o);
+    (v->fresh ? w->chunks->first_values : w->chunks->values)(v->p, v->v, v->o);
     v->col = v->columns;
 }
 

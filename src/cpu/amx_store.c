@@ -1,4 +1,5 @@
-/* The backward's sums, kept as tiles of 16 x 16 ("tiled", cpu.h), to the caller's rows: times a factor, rounded. */
+/* Results to the caller's rows, times a factor, rounded: the backward's sums, kept as tiles of 16 x 16 ("tiled",
+ * cpu.h), and the forward's O and LSE. */
 #include "cpu/amx.h"
 
 /* fa_bf16_of_float on 16 lanes. */
@@ -143,4 +144,91 @@ void fa_amx_store_tiled(const fa_stored_rows *to, const float *tiled, bool turne
     else
         store_f16(to, tiled, turned);
     _mm_sfence(); /* before another thread is told */
+}
+
+/* ---- the forward's rows ---- */
+
+/* A row of bfloat16 or float16. False: not exact, and some are 0, which may be denormals that were not seen. */
+FA_AMX_INLINE bool store_row_of(const fa_stored_rows *rows, int row, const float *from, __m512 factor,
+                                flash_attn_dtype dtype, bool exact)
+{
+    __m512i least = _mm512_set1_epi16(-1);
+    char   *to    = rows->at + row * rows->step;
+    for (int col = 0; col < rows->cols; col += 32) {
+        int       left  = rows->cols - col;
+        __mmask32 there = left >= 32 ? ~0u : (1u << left) - 1;
+        __m512    a     = _mm512_mul_ps(_mm512_load_ps(from + col), factor);
+        __m512    b     = left > 16 ? _mm512_mul_ps(_mm512_load_ps(from + col + 16), factor) : a;
+        __m512i   x     = dtype == FLASH_ATTN_BF16
+                              ? bf16_row(a, b, exact)
+                              : _mm512_inserti64x4(_mm512_castsi256_si512(fa_amx_half(a)), fa_amx_half(b), 1);
+        least           = _mm512_mask_min_epu16(least, there, least, _mm512_add_epi16(x, x));
+        if (rows->past_caches)
+            store_line(to + 2 * col, x, 2 * left);
+        else
+            _mm512_mask_storeu_epi16(to + 2 * col, there, x);
+    }
+    return exact || dtype != FLASH_ATTN_BF16 || _mm512_testn_epi16_mask(least, least) == 0;
+}
+
+FA_AMX_INLINE void store_halves(const fa_stored_rows *to, const float *from, int ld, const float *factor,
+                                flash_attn_dtype dtype)
+{
+    for (int r = 0; r < to->rows; r++) {
+        __m512 times = _mm512_set1_ps(factor[r]);
+        if (!store_row_of(to, r, from + (int64_t)r * ld, times, dtype, false))
+            store_row_of(to, r, from + (int64_t)r * ld, times, dtype, true);
+    }
+    if (to->past_caches)
+        _mm_sfence(); /* before another thread is told */
+}
+
+void fa_amx_store_rows(const fa_stored_rows *to, const float *from, int ld, const float *factor)
+{
+    if (to->stride == 1 && to->dtype == FLASH_ATTN_BF16) {
+        store_halves(to, from, ld, factor, FLASH_ATTN_BF16);
+        return;
+    }
+    if (to->stride == 1 && to->dtype == FLASH_ATTN_F16) {
+        store_halves(to, from, ld, factor, FLASH_ATTN_F16);
+        return;
+    }
+    for (int r = 0; r < to->rows; r++)
+        fa_kernels_avx512()->store(to->at + r * to->step, to->stride, to->dtype, from + (int64_t)r * ld, to->cols,
+                                   factor[r]);
+}
+
+/* ln x = e ln 2 + ln f, f from 3/4 to 3/2; ln f = 2 atanh((f - 1) / (f + 1)) by its series, to 1e-8. */
+FA_AMX_INLINE void logarithm(__m512 x, __m512 *e, __m512 *ln_f)
+{
+    const __m512 one    = _mm512_set1_ps(1.0f);
+    __m512       f      = _mm512_getmant_ps(x, _MM_MANT_NORM_p75_1p5, _MM_MANT_SIGN_zero);
+    __m512       s      = _mm512_div_ps(_mm512_sub_ps(f, one), _mm512_add_ps(f, one));
+    __m512       square = _mm512_mul_ps(s, s), series = _mm512_set1_ps(2.0f / 9.0f);
+    series = _mm512_fmadd_ps(series, square, _mm512_set1_ps(2.0f / 7.0f));
+    series = _mm512_fmadd_ps(series, square, _mm512_set1_ps(2.0f / 5.0f));
+    series = _mm512_fmadd_ps(series, square, _mm512_set1_ps(2.0f / 3.0f));
+    *ln_f  = _mm512_fmadd_ps(_mm512_mul_ps(series, square), s, _mm512_add_ps(s, s));
+    *e     = _mm512_getexp_ps(_mm512_mul_ps(x, _mm512_set1_ps(4.0f / 3.0f)));
+}
+
+/* Lanes 8 half to 8 half + 7. */
+FA_AMX_INLINE __m512d doubles_of(__m512 x, int half)
+{
+    return _mm512_cvtps_pd(half ? _mm512_extractf32x8_ps(x, 1) : _mm512_castps512_ps256(x));
+}
+
+void fa_amx_natural_lse(float *lse, const float *m, const float *l, int rows, double to_natural)
+{
+    __mmask16 there = rows >= 16 ? 0xFFFF : (__mmask16)((1u << rows) - 1);
+    __m512    sum = _mm512_maskz_loadu_ps(there, l), shift = _mm512_maskz_loadu_ps(there, m), e, ln_f;
+    __m256    both[2];
+    logarithm(sum, &e, &ln_f);
+    for (int half = 0; half < 2; half++) {
+        __m512d ln = _mm512_fmadd_pd(doubles_of(e, half), _mm512_set1_pd(0.693147180559945309), doubles_of(ln_f, half));
+        both[half] = _mm512_cvtpd_ps(_mm512_fmadd_pd(doubles_of(shift, half), _mm512_set1_pd(to_natural), ln));
+    }
+    __m512    out   = _mm512_insertf32x8(_mm512_castps256_ps512(both[0]), both[1], 1);
+    __mmask16 empty = _mm512_cmp_ps_mask(sum, _mm512_setzero_ps(), _CMP_EQ_OQ);
+    _mm512_mask_storeu_ps(lse, there, _mm512_mask_mov_ps(out, empty, _mm512_set1_ps(-INFINITY)));
 }

@@ -86,28 +86,6 @@ static void need_packed(const run *r, const fa_tile *tile, const query_tile *t, 
     }
 }
 
-/* Rows of a gradient: `sums` of composed steps, or `tiled` of fused ones. */
-static void store_sums(const plan *p, const flash_attn_tensor *grad, char *at, int rows, const float *sums,
-                       const float *tiled, bool turned, float factor)
-{
-    int            cols = (int)grad->shape[3];
-    int64_t        step = grad->stride[1] * (int64_t)fa_dtype_bytes(grad->dtype);
-    fa_stored_rows to   = {at, step, grad->stride[3], rows, cols, grad->dtype, factor};
-    if (p->fused)
-        p->kernels->store_tiled(&to, tiled, turned);
-    for (int n = 0; n < rows && !p->fused; n++)
-        p->kernels->store(at + n * step, grad->stride[3], grad->dtype, sums + n * fa_accumulator_ld(cols), cols,
-                          factor);
-}
-
-/* dQ = scale * the sum, once the last tile of keys has added to it. */
-static void store_dq(const plan *p, const fa_tile *tile, const query_tile *t, float scale)
-{
-    const flash_attn_tensor *dq = &p->call->dq;
-    char                    *at = fa_at(dq, tile->seq.q_entry, tile->seq.q_row + tile->queries.begin, tile->head, 0);
-    store_sums(p, dq, at, fa_tile_queries(tile), t->dq, t->dq_tiled, true, scale);
-}
-
 /* ---- one tile of queries against one of keys ---- */
 
 typedef struct step {
@@ -190,7 +168,10 @@ static void run_fused(const step *t, fa_range part)
     fa_backward_block block = fused_block(t, part);
     fa_block_options  options;
     fa_rows           dout;
-    block.options = fa_options_of(&options, p->call, &t->tile, t->visible, t->scale);
+    uint32_t          bit = 1u << part.begin / p->kernels->part_keys;
+    block.options         = fa_options_of(&options, p->call, &t->tile, t->visible, t->scale);
+    block.fresh_keys      = (t->s->fresh_parts & bit) != 0;
+    t->s->fresh_parts &= ~bit;
     if (t->query.num_bad[1] > 0) {
         dout               = fa_query_rows(p->call, &p->call->dout, &t->tile, t->s->row);
         block.dout_rows    = &dout;
@@ -226,25 +207,24 @@ static void run_composed(const step *t)
     add_dkv(t, p_of_dv);
 }
 
-/* The tile's turn at dQ: the first of those that may see these queries clears it, the last one stores it. */
-static void begin_turn(const step *t, query_state *state, fa_range turns, int turn)
+/* The tile's turn at dQ: the first of those that may see these queries finds nothing in it, the last one stores it. */
+static void clear_dq(const step *t)
 {
     const plan *p = &t->run->plan;
-    fa_wait_for(&state->turn, turn);
-    if (turn == turns.begin && p->fused)
+    if (p->fused)
         memset(t->query.dq_tiled, 0, sizeof(float) * (size_t)fa_tiled_floats(p->tile.q, p->ldq));
-    else if (turn == turns.begin)
+    else
         memset(t->query.dq, 0, sizeof(float) * (size_t)fa_tile_rows(&t->tile) * (size_t)p->ldq);
 }
 
 static void end_turn(const step *t, query_state *state, fa_range turns, int turn)
 {
     if (turn == turns.end - 1)
-        store_dq(&t->run->plan, &t->tile, &t->query, ldexpf(t->scale, -t->times.ds_log2));
+        fa_backward_store_dq(&t->run->plan, &t->tile, &t->query, ldexpf(t->scale, -t->times.ds_log2));
     atomic_store_explicit(&state->turn, turn + 1, memory_order_release);
 }
 
-/* Fused steps go part by part, so that P and dS of one part are all that there is. turn: as begin_turn. */
+/* Fused steps go part by part, so that P and dS of one part are all that there is. */
 static void run_parts(const step *t, query_state *state, fa_range turns, int turn)
 {
     const plan *p    = &t->run->plan;
@@ -257,12 +237,16 @@ static void run_parts(const step *t, query_state *state, fa_range turns, int tur
             run_composed(t);
         if (!p->call->dq.data)
             continue;
+        bool fresh = begin == 0 && turn == turns.begin;
         if (begin == 0)
-            begin_turn(t, state, turns, turn);
+            fa_wait_for(&state->turn, turn);
         if (p->fused) {
             fa_backward_block block = fused_block(t, part);
+            block.fresh_dq          = fresh;
             p->kernels->backward_dq(&block);
         } else {
+            if (fresh)
+                clear_dq(t);
             add_dq(t);
         }
     }
@@ -281,7 +265,9 @@ static void run_step(step *t, int64_t pair, int64_t head_in_group, int number, i
         need_packed(t->run, &t->tile, &t->query, state, t->s);
         run_parts(t, state, turns, key_tile);
     } else if (p->call->dq.data) {
-        begin_turn(t, state, turns, key_tile);
+        fa_wait_for(&state->turn, key_tile);
+        if (key_tile == turns.begin)
+            clear_dq(t);
     }
     if (p->call->dq.data)
         end_turn(t, state, turns, key_tile);
@@ -297,44 +283,11 @@ static void pack_keys(const plan *p, const fa_tile *tile, scratch *s)
     if (!p->fused)
         p->kernels->pack(FA_ROLE_K, s->k, &s->k_rows, NULL);
     s->num_bad_k = p->kernels->pack(FA_ROLE_K_RIGHT, s->k_right, &s->k_rows, s->bad_k);
-    if (p->fused) {
-        memset(s->dk_tiled, 0, sizeof(float) * (size_t)fa_tiled_floats(p->tile.k, p->ldq));
-        memset(s->dv_tiled, 0, sizeof(float) * (size_t)fa_tiled_floats(p->tile.k, p->ldv));
-    } else {
+    s->fresh_parts = ~0u;
+    if (!p->fused) {
         memset(s->dk, 0, sizeof(float) * (size_t)p->tile.k * (size_t)p->ldq);
         memset(s->dv, 0, sizeof(float) * (size_t)p->tile.k * (size_t)p->ldv);
     }
-}
-
-/* Keys [begin, end) of grad: zeros. */
-static void store_zeros(const plan *p, const flash_attn_tensor *grad, const fa_tile *tile, int begin, int end,
-                        float *zeros)
-{
-    if (!grad->data)
-        return;
-    memset(zeros, 0, sizeof(float) * (size_t)grad->shape[3]);
-    for (int j = begin; j < end; j++)
-        p->kernels->store(fa_kv_at(p->call, grad, &tile->seq, tile->b, j, tile->head_k), grad->stride[3], grad->dtype,
-                          zeros, (int)grad->shape[3], 1.0f);
-}
-
-/* The tile's keys of grad: its sums times factor. A backward has no pages, so they lie at equal distances. */
-static void store_keys(const plan *p, const flash_attn_tensor *grad, const fa_tile *tile, const float *sums,
-                       const float *tiled, float factor)
-{
-    if (grad->data)
-        store_sums(p, grad, fa_kv_at(p->call, grad, &tile->seq, tile->b, tile->keys.begin, tile->head_k),
-                   fa_tile_keys(tile), sums, tiled, false, factor);
-}
-
-static void store_unused_keys(const plan *p, const fa_tile *tile, float *zeros)
-{
-    const fa_sequence *seq   = &tile->seq;
-    int                begin = fa_min_int(seq->key_begin, seq->rows_k), end = fa_max_int(seq->seqlen_k, begin);
-    store_zeros(p, &p->call->dk, tile, 0, begin, zeros);
-    store_zeros(p, &p->call->dk, tile, end, seq->rows_k, zeros);
-    store_zeros(p, &p->call->dv, tile, 0, begin, zeros);
-    store_zeros(p, &p->call->dv, tile, end, seq->rows_k, zeros);
 }
 
 static int64_t key_tiles(const plan *p, const fa_sequence *seq)
@@ -377,7 +330,7 @@ static void run_task(run *r, scratch *s, int64_t b, int64_t task)
     fa_range seeing   = fa_queries_seeing(call->window, t.tile.seq.diagonal, all, t.tile.keys);
     t.tile.num_slices = fa_slices_touching(call, b, all, t.tile.keys, s->slices);
     if (key_tile == 0)
-        store_unused_keys(p, &t.tile, s->temp);
+        fa_backward_store_unused_keys(p, &t.tile, s->temp);
     if (t.tile.keys.begin < t.tile.keys.end) {
         pack_keys(p, &t.tile, s);
         for (int64_t g = 0; g < call->group; g++) {
@@ -387,8 +340,7 @@ static void run_task(run *r, scratch *s, int64_t b, int64_t task)
                 run_step(&t, pair, g, number, key_tile);
             }
         }
-        store_keys(p, &call->dk, &t.tile, s->dk, s->dk_tiled, ldexpf(t.scale, -t.times.ds_log2));
-        store_keys(p, &call->dv, &t.tile, s->dv, s->dv_tiled, ldexpf(1.0f, -t.times.p_log2));
+        fa_backward_store_keys(p, &t.tile, s, t.scale, t.times);
     }
     atomic_fetch_sub_explicit(&r->tasks_left[pair], 1, memory_order_acq_rel);
 }

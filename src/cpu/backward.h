@@ -36,6 +36,7 @@ typedef struct query_state {
 typedef struct scratch {
     void        *k, *k_right, *v_t;
     float       *dk, *dv, *dk_tiled, *dv_tiled; /* as dq and dq_tiled */
+    uint32_t     fresh_parts; /* a bit for each part of dk_tiled and dv_tiled that holds nothing yet */
     float       *p, *ds, *slope, *dropped;
     float       *temp; /* 2 rows */
     const void **row, **row_dout, **row_k;
@@ -70,6 +71,12 @@ typedef struct fa_scales {
 } fa_scales;
 void      fa_backward_find_norms(const run *r, scratch *s, const fa_tile *tile, int64_t pair);
 fa_scales fa_backward_scales(const run *r, int64_t pair);
+
+/* backward_store.c: dQ = scale * the sum, once the last tile of keys has added to it; dK and dV of a tile of keys, once
+ * all queries have; and zeros for keys that do not count. */
+void fa_backward_store_dq(const plan *p, const fa_tile *tile, const query_tile *t, float scale);
+void fa_backward_store_keys(const plan *p, const fa_tile *tile, scratch *s, float scale, fa_scales times);
+void fa_backward_store_unused_keys(const plan *p, const fa_tile *tile, float *zeros);
 
 /* Lay out the run's memory and return its size; base NULL: only measure. Where task_begin and delta lie depends on the
  * call alone, not on the plan's kernels. */

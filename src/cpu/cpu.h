@@ -83,6 +83,7 @@ typedef struct fa_forward_block {
     int         ldo;
     float      *m, *l; /* [rows] running maximum (of score * multiplier, so base 2) and sum. m may be any finite
                           shift as long as o and l agree with it; -inf: nothing seen yet, o and l are 0 */
+    bool        fresh; /* o, m and l hold nothing yet: as if o and l were 0 and m -inf */
     int       rows, keys, head_dim, head_dim_v;
     fa_window window; /* row r sees key j as fa_window_sees(window, diagonal, r % queries, j) */
     int       diagonal, queries;
@@ -108,6 +109,7 @@ typedef struct fa_backward_block {
     int            num_bad_dout;
     float         *dk, *dv; /* added to: tiled [keys][head_dim], [keys][head_dim_v]. dk without the factor `scale` */
     float         *dq;      /* backward_dq adds to it: tiled [rows][head_dim], each tile transposed; likewise */
+    bool           fresh_keys, fresh_dq; /* dk and dv of the part, or dq, hold nothing yet: as if they were 0 */
     int            rows, keys, head_dim, head_dim_v;
     fa_range       part; /* of the keys: what one call works on. Begins at a multiple of part_keys, is as long or
                             the last */
@@ -119,13 +121,14 @@ typedef struct fa_backward_block {
     const fa_block_options *options; /* NULL: none */
 } fa_backward_block;
 
-/* Rows of a gradient, `step` bytes apart, their columns `stride` elements. */
+/* Rows of a result, `step` bytes apart, their columns `stride` elements. */
 typedef struct fa_stored_rows {
     char            *at;
     int64_t          step, stride;
     int              rows, cols;
     flash_attn_dtype dtype;
     float            factor;
+    bool             past_caches; /* whole lines are written past them, for who reads them would not find them there */
 } fa_stored_rows;
 
 /* ---- the table ---- */
@@ -181,6 +184,10 @@ typedef struct fa_kernels {
     /* n elements from or to the caller's memory, `stride` elements apart. */
     void (*load)(float *out, const void *src, int64_t stride, flash_attn_dtype dtype, int n);
     void (*store)(void *dst, int64_t stride, flash_attn_dtype dtype, const float *src, int n, float factor);
+    /* The same for all rows, ld floats apart, each times its own factor (not to->factor). NULL: by `store`. */
+    void (*store_rows)(const fa_stored_rows *to, const float *from, int ld, const float *factor);
+    /* lse[r] = m[r] * to_natural + ln l[r], at most 16 rows; -inf where l is 0. NULL: by the C library's logf. */
+    void (*natural_lse)(float *lse, const float *m, const float *l, int rows, double to_natural);
 
     /* Few rows against long keys: read K and V where they lie, once, without packing. rows at most few_rows; role Q's
      * packed form; same meaning as scores and accumulate. Only where every row sees every key, stride is 1, cols is a

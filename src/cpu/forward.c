@@ -28,6 +28,7 @@ typedef struct step {
     const void       *q;
     float            *o, *m, *l;
     int               lds, ldo;
+    bool              fresh; /* o, m and l hold nothing yet */
 } step;
 
 static bool fused_step(const step *t, const scratch *s)
@@ -42,6 +43,7 @@ static bool fused_step(const step *t, const scratch *s)
                               .ldo        = t->ldo,
                               .m          = t->m,
                               .l          = t->l,
+                              .fresh      = t->fresh,
                               .rows       = fa_tile_rows(tile),
                               .keys       = fa_tile_keys(tile),
                               .head_dim   = (int)call->head_dim,
@@ -85,6 +87,10 @@ static void forward_step(const step *t, const scratch *s)
             add_bad_rows_after_fused(t, s);
         return;
     }
+    if (t->fresh) {
+        fa_partial empty = {t->o, t->m, t->l, rows, t->ldo};
+        fa_partial_clear(&empty);
+    }
     if (t->in_place)
         k->scores_few(s->s, t->lds, t->q, &s->k_rows, rows, &s->k_soon);
     else
@@ -105,9 +111,14 @@ static void forward_step(const step *t, const scratch *s)
 
 static float *tile_floats(float *base, const plan *p, int t) { return base + t * fa_row_array(p->tile_q); }
 
-/* Rows of tile number `first + t`, packed Q, and an empty O. Tiles run over the group's heads first, so that a block's
- * tiles see much the same keys. */
-static void begin_tile(const block *b, int first, int t)
+/* A tile's place among its block's packed Q and O. */
+static int slot_of(const block *b, int t) { return b->lone ? 0 : t; }
+
+static void *packed_q(const block *b, int t) { return b->s->q + (size_t)slot_of(b, t) * b->run->plan.q_bytes; }
+
+/* Rows of tile number `first + t`. Tiles run over the group's heads first, so that a block's tiles see much the same
+ * keys. */
+static void place_tile(const block *b, int first, int t)
 {
     const plan  *p      = &b->run->plan;
     const shape *shape  = b->shape;
@@ -120,23 +131,29 @@ static void begin_tile(const block *b, int first, int t)
     tile->queries      = (fa_range){query, fa_min_int(query + shape->tile.q, b->at.seq.seqlen_q)};
     if (tile->queries.end < query)
         tile->queries.end = query;
-    fa_rows rows = fa_query_rows(p->call, &p->call->q, tile, b->s->row_q);
-    shape->kernels->pack(FA_ROLE_Q, b->s->q + (size_t)t * p->q_bytes, &rows, NULL);
 }
 
 static fa_partial tile_result(const block *b, int t, bool sum)
 {
     const plan *p = &b->run->plan;
     float      *o = sum ? b->s->sum_o : b->s->o, *m = sum ? b->s->sum_m : b->s->m, *l = sum ? b->s->sum_l : b->s->l;
-    return (fa_partial){o + (int64_t)t * p->tile_q * p->ldo, tile_floats(m, p, t), tile_floats(l, p, t),
+    int         slot = slot_of(b, t);
+    return (fa_partial){o + (int64_t)slot * p->tile_q * p->ldo, tile_floats(m, p, slot), tile_floats(l, p, slot),
                         fa_tile_rows(&b->s->tiles[t]), p->ldo};
+}
+
+static void pack_q(const block *b, int t)
+{
+    const fa_call *call = b->run->plan.call;
+    fa_rows        rows = fa_query_rows(call, &call->q, &b->s->tiles[t], b->s->row_q);
+    b->shape->kernels->pack(FA_ROLE_Q, packed_q(b, t), &rows, NULL);
 }
 
 static void begin_block(block *b, int first)
 {
     fa_range queries = {INT32_MAX, 0};
     for (int t = 0; t < b->tiles; t++) {
-        begin_tile(b, first, t);
+        place_tile(b, first, t);
         queries.begin = fa_min_int(queries.begin, b->s->tiles[t].queries.begin);
         queries.end   = fa_max_int(queries.end, b->s->tiles[t].queries.end);
     }
@@ -144,9 +161,12 @@ static void begin_block(block *b, int first)
     b->at.slices  = b->s->slices;
     b->at.num_slices =
         fa_slices_touching(b->run->plan.call, b->at.b, queries, (fa_range){0, FA_UNLIMITED}, b->s->slices);
+    b->whole = b->shape->splits == 1 && !b->shape->turns;
     for (int t = 0; t < b->tiles; t++) {
         b->s->tiles[t].slices     = b->at.slices;
         b->s->tiles[t].num_slices = b->at.num_slices;
+        if (!b->whole)
+            pack_q(b, t);
     }
 }
 
@@ -186,121 +206,102 @@ static void need_rows(const block *b, const fa_tile *tile)
     s->v_soon           = (fa_soon){fa_key_rows(call, &call->k, &next, s->row_next), false};
 }
 
-/* One tile of keys for all tiles of the block. Packed when the first needs it. */
-static void walk_key_tile(const block *b, fa_range keys)
+typedef struct key_tile {
+    fa_range keys;
+    bool     first, last; /* of all that a whole block sees */
+    bool     have_rows, packed;
+} key_tile;
+
+/* One tile of keys for one tile of queries. Packed when the first needs it. */
+static void walk_tile(const block *b, int t, key_tile *at)
 {
-    const plan       *p         = &b->run->plan;
-    const fa_call    *call      = p->call;
-    const fa_kernels *kernels   = b->shape->kernels;
-    scratch          *s         = b->s;
-    bool              have_rows = false, packed = false;
-    for (int t = 0; t < b->tiles; t++) {
-        fa_tile *tile      = &s->tiles[t];
-        tile->keys         = keys;
-        fa_visible visible = fa_tile_visible(call, tile);
-        if (visible == FA_VISIBLE_NONE)
-            continue;
-        bool in_place = b->shape->few && visible == FA_VISIBLE_ALL;
-        if (in_place && !have_rows) {
-            need_rows(b, tile);
-            have_rows = true;
-        }
-        if (!in_place && !packed) {
-            need_packed(b, tile);
-            packed = true;
-        }
-        fa_partial result = tile_result(b, t, false);
-        step       one    = {kernels,
-                             call,
-                             tile,
-                             visible,
-                             in_place,
-                             b->scale,
-                             s->q + (size_t)t * p->q_bytes,
-                             result.o,
-                             result.m,
-                             result.l,
-                             fa_score_ld(p->tile_k),
-                             p->ldo};
-        forward_step(&one, s);
+    const plan    *p    = &b->run->plan;
+    const fa_call *call = p->call;
+    scratch       *s    = b->s;
+    fa_tile       *tile = &s->tiles[t];
+    tile->keys          = at->keys;
+    fa_visible visible  = fa_tile_visible(call, tile);
+    if (visible == FA_VISIBLE_NONE)
+        return;
+    bool in_place = b->shape->few && visible == FA_VISIBLE_ALL;
+    if (in_place && !at->have_rows) {
+        need_rows(b, tile);
+        at->have_rows = true;
     }
+    if (!in_place && !at->packed) {
+        need_packed(b, tile);
+        at->packed = true;
+    }
+    fa_partial result = tile_result(b, t, false);
+    step       one    = {b->shape->kernels,
+                         call,
+                         tile,
+                         visible,
+                         in_place,
+                         b->scale,
+                         packed_q(b, t),
+                         result.o,
+                         result.m,
+                         result.l,
+                         fa_score_ld(p->tile_k),
+                         p->ldo,
+                         tile->fresh};
+    forward_step(&one, s);
+    tile->fresh = false;
+}
+
+/* The same for all tiles of the block. */
+static void walk_key_tile(const block *b, key_tile at)
+{
+    for (int t = 0; t < b->tiles; t++) {
+        fa_partial result = tile_result(b, t, false);
+        if (at.first) {
+            pack_q(b, t);
+            b->s->tiles[t].fresh = true;
+        }
+        if (at.keys.begin < at.keys.end)
+            walk_tile(b, t, &at);
+        if (at.last && b->s->tiles[t].fresh)
+            fa_partial_clear(&result);
+        if (at.last)
+            fa_forward_store_tile(b, t, &result);
+    }
+}
+
+/* The keys of `part` that queries of the block see. */
+static fa_range keys_of_block(const block *b, fa_range part)
+{
+    const fa_sequence *seq  = &b->at.seq;
+    fa_range           keys = {fa_max_int(part.begin, seq->key_begin), fa_min_int(part.end, seq->seqlen_k)};
+    if (b->at.queries.begin >= b->at.queries.end)
+        return (fa_range){0, 0};
+    return fa_keys_seen(b->run->plan.call->window, seq->diagonal, b->at.queries, keys);
+}
+
+/* Tiles start at multiples of their size whatever is seen, so that their sums do not depend on the block. */
+static fa_range key_tile_at(const block *b, fa_range part, int key)
+{
+    const fa_sequence *seq = &b->at.seq;
+    return (fa_range){fa_max_int(key, fa_max_int(part.begin, seq->key_begin)),
+                      fa_min_int(key + b->shape->tile.k, fa_min_int(part.end, seq->seqlen_k))};
 }
 
 /* Algorithm 1, lines 5 to 11, over the keys of `part`, for blocks of the same queries of several key heads. */
 static void walk_keys(const block *b, int blocks, fa_range part)
 {
-    const fa_sequence *seq  = &b->at.seq;
-    int                step = b->shape->tile.k;
+    int      step = b->shape->tile.k;
+    fa_range seen = keys_of_block(b, part);
     for (int n = 0; n < blocks; n++)
         for (int t = 0; t < b->tiles; t++) {
             fa_partial result = tile_result(&b[n], t, false);
             fa_partial_clear(&result);
         }
-    fa_range keys = {fa_max_int(part.begin, seq->key_begin), fa_min_int(part.end, seq->seqlen_k)};
-    fa_range seen = fa_keys_seen(b->run->plan.call->window, seq->diagonal, b->at.queries, keys);
-    if (b->at.queries.begin >= b->at.queries.end)
-        return;
-    /* Tiles start at multiples of `step` whatever is seen, so that their sums do not depend on the block. */
     for (int key = seen.begin / step * step; key < seen.end; key += step) {
-        fa_range tile = {fa_max_int(key, keys.begin), fa_min_int(key + step, keys.end)};
-        if (b->shape->turns && fa_walk_turns(b, blocks, tile))
+        key_tile tile = {.keys = key_tile_at(b, part, key)};
+        if (b->shape->turns && fa_walk_turns(b, blocks, tile.keys))
             continue;
         for (int n = 0; n < blocks; n++)
             walk_key_tile(&b[n], tile);
-    }
-}
-
-/* m is scores times a float32 multiplier, so what takes it back is that multiplier's own inverse and not ln 2: large
- * scores would feel the difference. A NaN row has m = -inf, and l = NaN. */
-static float natural_lse(float m, float l, double to_natural)
-{
-    return l == 0.0f ? -INFINITY : (float)((double)m * to_natural + (double)logf(l));
-}
-
-/* Algorithm 1, lines 12 to 15: divide by l, add the sink, store. */
-static void store_tile(const block *b, int t, const fa_partial *result)
-{
-    const fa_call *call    = b->run->plan.call;
-    const fa_tile *tile    = &b->s->tiles[t];
-    int64_t        head = tile->head, first = tile->seq.q_row + tile->queries.begin, row = first;
-    float          descale = 1.0f;
-    if (call->descale_v.data)
-        descale = *(const float *)fa_at(&call->descale_v, tile->b, tile->head_k, 0, 0);
-    for (int r = 0; r < result->rows; r++, row++) {
-        float m = result->m[r], l = result->l[r], factor = 1.0f;
-        if (row == first + fa_tile_queries(tile)) {
-            row = first;
-            head++;
-        }
-        if (call->sinks.data) {
-            float sink = fa_load(fa_at(&call->sinks, 0, head, 0, 0), 0, call->sinks.dtype) / (float)b->to_natural;
-            float max = sink > m ? sink : m, shift = max == -INFINITY ? 0.0f : max;
-            factor = exp2f(m - shift);
-            l      = l * factor + exp2f(sink - shift);
-            m      = max;
-        }
-        factor = l == 0.0f ? 0.0f : factor * descale / l;
-        b->shape->kernels->store(fa_at(&call->o, tile->seq.q_entry, row, head, 0), call->o.stride[3], call->o.dtype,
-                                 result->o + (int64_t)r * result->ldo, (int)call->head_dim_v, factor);
-        if (call->lse.data)
-            *(float *)fa_at(&call->lse, tile->seq.q_entry, head, row, 0) = natural_lse(m, l, b->to_natural);
-    }
-}
-
-/* Rows that belong to the sequence but do not count: output 0, LSE -inf. */
-static void store_unused_rows(const block *b)
-{
-    const fa_call     *call = b->run->plan.call;
-    const fa_sequence *seq  = &b->at.seq;
-    for (int64_t h = 0; h < call->group; h++) {
-        int64_t head = b->at.head_k * call->group + h;
-        for (int i = seq->seqlen_q; i < seq->rows_q; i++) {
-            char *o = fa_at(&call->o, seq->q_entry, seq->q_row + i, head, 0);
-            for (int64_t c = 0; c < call->head_dim_v; c++)
-                fa_store(o, c * call->o.stride[3], call->o.dtype, 0.0f);
-            if (call->lse.data)
-                *(float *)fa_at(&call->lse, seq->q_entry, head, seq->q_row + i, 0) = -INFINITY;
-        }
     }
 }
 
@@ -346,11 +347,30 @@ static void fold_parts(run *r, block *b, int count)
         fa_partial one = part_at(r, b, n);
         fa_partial_fold(&sum, &one);
     }
-    store_tile(b, 0, &sum);
+    fa_forward_store_tile(b, 0, &sum);
+}
+
+/* All keys of a block in one walk. */
+static void run_whole_block(block *b)
+{
+    fa_range part = part_keys(b, 0), seen = keys_of_block(b, part);
+    int      step = b->shape->tile.k, key = seen.begin / step * step;
+    b->lone = seen.end - key <= step;
+    do {
+        key_tile tile = {.first = key <= seen.begin, .last = key + step >= seen.end};
+        if (seen.begin < seen.end)
+            tile.keys = key_tile_at(b, part, key);
+        walk_key_tile(b, tile);
+        key += step;
+    } while (key < seen.end);
 }
 
 static void run_block(block *b)
 {
+    if (b->whole) {
+        run_whole_block(b);
+        return;
+    }
     bool split = b->shape->splits > 1;
     for (int part = 0; part < b->shape->splits; part++) {
         walk_keys(b, 1, part_keys(b, part));
@@ -363,7 +383,7 @@ static void run_block(block *b)
     }
     for (int t = 0; t < b->tiles; t++) {
         fa_partial result = tile_result(b, t, split);
-        store_tile(b, t, &result);
+        fa_forward_store_tile(b, t, &result);
     }
 }
 
@@ -407,7 +427,7 @@ static void run_part_task(run *r, scratch *s, const shape *shape, int64_t b, int
         of[n]          = begin_head(r, &own[n], shape, b, first + n, (fa_range){0, 1});
         of[n].keys_end = fa_min_int(part_keys(&of[n], parts.end - 1).end, of[n].at.seq.seqlen_k);
         if (slot == 0)
-            store_unused_rows(&of[n]);
+            fa_forward_store_unused_rows(&of[n]);
     }
     run_parts(r, of, heads, parts);
     for (int n = 0; n < heads; n++)
@@ -429,7 +449,7 @@ static void run_task(run *r, scratch *s, int64_t b, int64_t task)
     block one    = begin_head(r, s, &shape, b, head_k, fa_forward_block_tiles(p, &shape, slot));
     one.keys_end = seq.seqlen_k;
     if (slot == 0)
-        store_unused_rows(&one);
+        fa_forward_store_unused_rows(&one);
     run_block(&one);
 }
 

@@ -2,6 +2,7 @@
 #ifndef FA_CPU_FORWARD_H
 #define FA_CPU_FORWARD_H
 
+#include "cpu/split.h"
 #include "cpu/tile.h"
 
 /* Where key heads lie side by side: most heads of a task, most rows of each. */
@@ -33,6 +34,7 @@ typedef struct plan {
     int            max_splits;
     size_t         q_bytes, k_bytes, v_bytes, fused_bytes;
     int            tile_q, tile_k, ldo;
+    bool           past_caches; /* Q, K, V and O of a thread are more than its second-level cache holds */
     int64_t shared_tiles; /* of keys of one head, at most, that are packed once for all blocks; 0: each block packs */
     size_t  shared_bytes; /* of one head */
 } plan;
@@ -81,6 +83,8 @@ typedef struct block {
     fa_tile      at; /* whose block: b, head_k, seq */
     int          tiles;
     int          keys_end; /* of the task */
+    bool         whole;    /* walks over all keys at once: tiles begin with their first keys, end with their last */
+    bool         lone;     /* and sees one tile of keys, so all its tiles take the place of the first */
     float        scale;
     double       to_natural; /* what takes m from base 2 */
 } block;
@@ -99,6 +103,11 @@ size_t  fa_forward_carve_run(run *r, char *base);
 scratch fa_forward_carve_scratch(fa_arena *arena, const plan *p);
 /* Tile `number` of a pair, one key head of one sequence, whose shape is s. */
 packed_keys fa_forward_shared_keys(const run *r, const shape *s, int64_t pair, int64_t number);
+
+/* Divides tile t of the block by its sums and stores it. */
+void fa_forward_store_tile(const block *b, int t, const fa_partial *result);
+/* Rows that belong to the sequence but do not count: output 0, LSE -inf. */
+void fa_forward_store_unused_rows(const block *b);
 
 /* One tile of keys for `heads` key heads that lie side by side (decode.c); each block is one tile of queries. They take
  * turns at few keys. False: not every row sees every key, and nothing was done. */

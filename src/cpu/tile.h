@@ -56,6 +56,7 @@ typedef struct fa_tile {
 
     const int32_t *slices; /* numbers of those that may touch these queries */
     int            num_slices;
+    bool           fresh; /* of the forward: its O holds nothing yet, not even zeros */
 } fa_tile;
 
 static inline int fa_tile_queries(const fa_tile *t) { return t->queries.end - t->queries.begin; }

@@ -175,6 +175,7 @@ static void fill_sizes(const fa_call *call, const fa_tune_row *row, fa_args *arg
     args->scale         = call->scale;
     args->scale_log2    = call->scale * LOG2_E;
     args->softcap       = call->softcap;
+    args->cap_slope     = call->softcap > 0 ? -2 * args->scale_log2 / call->softcap : 0;
     args->window        = call->window;
     args->dropout       = call->dropout;
     for (int i = 0; i < 4; i++) /* what broadcasts is summed, hence stored once */
@@ -286,7 +287,6 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
         tiles = (tiles + 1) / 2; /* in pairs */
     plan->has_maps         = true;
     plan->args.page_piece  = fa_page_piece(call, key->tile_k);
-    plan->args.cap_slope   = key->has_softcap ? -2 * plan->args.scale_log2 / call->softcap : 0;
     plan->args.cap_unit    = 2 * call->softcap * LOG2_E;
     plan->args.order_heads = alike ? 0 : (int)heads_in_l2(call, key);
     int64_t blocks = tiles * call->heads_q * call->batch, all = tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], key->tile_q, tiles);
@@ -407,6 +407,16 @@ static int64_t heads_of_pairs(const fa_args *args, int64_t heads)
     return last < heads ? (heads - last) / 2 * 2 : 0;
 }
 
+static flash_attn_status add_dsinks(const fa_call *call, fa_plan *plan, const fa_key *main)
+{
+    fa_key dsinks = fa_plan_small_key(FA_KERNEL_BACKWARD_DSINKS, main->arch);
+    if (main->kernel == FA_KERNEL_BACKWARD_SM90) {
+        dsinks.tile_q  = main->tile_q;
+        dsinks.variant = 1;
+    }
+    return call->dsinks.data ? fa_plan_add(plan, &dsinks, call->heads_q) : FLASH_ATTN_OK;
+}
+
 static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
 {
     fa_key   rowsum = helper_key(FA_KERNEL_BACKWARD_ROWSUM, key), convert = helper_key(FA_KERNEL_BACKWARD_CONVERT_SM90, key);
@@ -416,6 +426,7 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     int64_t  heads = call->heads_k * (call->cu_seqlens_k ? 1 : call->batch), own = heads, tiles_q = all_q * call->heads_q;
     args->all_tiles_q = (int)all_q;
     args->all_tiles_k = (int)all_k;
+    args->cap_unit    = call->softcap * LOG2_E;
     args->apart_q     = fa_map_entry_rows(&call->q);
     args->apart_k     = fa_map_entry_rows(&call->k);
     args->apart_v     = fa_map_entry_rows(&call->v);
@@ -438,7 +449,9 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     plan->launch[plan->main].stays = true;
     convert.tile_q = key->tile_q;
     convert.dtype_o = convert.dtype_dout = 0;
-    return call->dq.data || !call->dout.data ? fa_plan_add(plan, &convert, tiles_q) : FLASH_ATTN_OK;
+    if (call->dq.data || !call->dout.data)
+        FA_TRY(fa_plan_add(plan, &convert, tiles_q));
+    return add_dsinks(call, plan, key);
 }
 
 static flash_attn_status plan_backward(const fa_call *call, fa_plan *plan, fa_key *key)
@@ -463,11 +476,7 @@ static flash_attn_status plan_backward(const fa_call *call, fa_plan *plan, fa_ke
     plan->main = plan->num_launches;
     FA_TRY(fa_plan_add(plan, key, (int64_t)args->tiles_k * args->group_blocks * call->heads_k * call->batch));
     FA_TRY(fa_plan_add(plan, &convert, ceil_div(rows, convert.tile_q)));
-    if (call->dsinks.data) {
-        fa_key dsinks = fa_plan_small_key(FA_KERNEL_BACKWARD_DSINKS, key->arch);
-        FA_TRY(fa_plan_add(plan, &dsinks, call->heads_q));
-    }
-    return FLASH_ATTN_OK;
+    return add_dsinks(call, plan, key);
 }
 
 /* ---- workspace ---- */

@@ -144,7 +144,7 @@ static bool backward_takes_tma(const fa_call *call)
 {
     enum { ENOUGH_BLOCKS = 128, TILE_K = 128 }; /* else the heads of a group are dealt to several, which has no fixed order */
     int64_t tiles  = call->cu_seqlens_k ? call->k.shape[1] / TILE_K : (call->max_seqlen_k + TILE_K - 1) / TILE_K * call->batch;
-    return !call->cache_batch_idx && !call->dbias.data && !call->dsinks.data && call->dout.dtype == call->q.dtype &&
+    return !call->cache_batch_idx && !call->dbias.data && call->dout.dtype == call->q.dtype &&
            (call->group == 1 || call->deterministic || tiles * call->heads_k >= ENOUGH_BLOCKS);
 }
 
@@ -165,12 +165,13 @@ static bool is_few(const fa_tune_row *row, const fa_call *call, bool plain)
     return row->tile_q == 16 ? tiles <= 1 : !plain || tiles < call->group;
 }
 
-/* The options that forward_sm90 has in 16 bits. A softcap's error grows with it (decision 0061), and its slope is finite; a swizzle
- * takes eight rows. */
+/* The options that Hopper's own kernels have in 16 bits: softcap, ALiBi and, forward, pages. A softcap's error grows with it (decision 0061), and
+ * its slope is finite; a swizzle takes eight rows. */
 static bool has_own_options(const fa_tune_row *row, const fa_call *call)
 {
     enum { LARGEST_SOFTCAP = 128, SWIZZLE_ROWS = 8 };
-    return row->kernel == FA_KERNEL_FORWARD_SM90 && row->dtypes == FA_IN_16_BIT && call->softcap <= LARGEST_SOFTCAP &&
+    bool own = row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_BACKWARD_SM90;
+    return own && row->dtypes == FA_IN_16_BIT && call->softcap <= LARGEST_SOFTCAP &&
            (call->softcap == 0 || call->scale <= 1e30f * call->softcap) && (!call->pages.table || (call->k.shape[0] > 0 && fa_page_piece(call, row->tile_k) >= SWIZZLE_ROWS));
 }
 

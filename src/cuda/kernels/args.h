@@ -100,7 +100,8 @@ typedef struct fa_args {
     unsigned char *q_tiles, *k_tiles;      /* K7, by k7_quantise.cu: [batch][heads][tiles][tile's rows * FA_HEAD_DIM], as v_turned */
     float *largest;                        /* K7, by k7_largest: |x| of each head, batch * (heads_q + 2 heads_k); zeroed by launch.c */
     int run_parts;                         /* forward_sm80, few queries: neighbouring parts that a block takes, one after the other; else 1 */
-    float cap_slope, cap_unit;             /* forward_sm90 with softcap: -2 scale_log2 / softcap and 2 softcap in log2 units (scores_sm90.cuh) */
+    float cap_slope, cap_unit;             /* Hopper's own with softcap: -2 scale_log2 / softcap; forward 2 softcap in log2 units (scores_sm90.cuh),
+                                              backward softcap in log2 units (backward_products_sm90.cuh) */
     int page_piece;                        /* forward_sm90: rows of K and V that are fetched at once; divides page and tile */
 } fa_args;
 

@@ -21,8 +21,8 @@ constexpr int KV_BYTES = FA_TILE_K * FA_HEAD_DIM * 2, Q_BYTES = FA_TILE_Q * FA_H
 constexpr int DQ_BYTES = 64 * 64 * 4 /* of a consumer */, STAT_BYTES = FA_TILE_Q * 4;
 constexpr int V_AT = KV_BYTES, Q_AT = V_AT + KV_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES, DS_AT = DO_AT + STAGES * Q_BYTES;
 constexpr int DQ_AT = DS_AT + 2 * DS_BYTES, LSE_AT = DQ_AT + CONSUMERS * DQ_BYTES, DELTA_AT = LSE_AT + Q_STAGES * STAT_BYTES;
-constexpr int PASSED_AT = DELTA_AT + STAGES * STAT_BYTES /* P from one consumer to the other */;
-constexpr int BARRIERS_AT = PASSED_AT + (BY_COLUMNS ? DS_BYTES : 0), BARRIERS = 4 + WORKS + 2 * (Q_STAGES + STAGES);
+constexpr int PASSED_AT = DELTA_AT + STAGES * STAT_BYTES /* P from one consumer to the other, and what dS is made of instead */;
+constexpr int BARRIERS_AT = PASSED_AT + (BY_COLUMNS ? DS_BYTES * (1 + FA_HAS_SOFTCAP) : 0), BARRIERS = 4 + WORKS + 2 * (Q_STAGES + STAGES);
 constexpr int WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
 
 extern "C" __constant__ int fa_shared_bytes = WORKS_AT + WORKS * (int)sizeof(work);

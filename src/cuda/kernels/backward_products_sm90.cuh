@@ -9,6 +9,8 @@
 struct consumer {
     float    dk[D_COUNT], dv[D_COUNT];
     unsigned p[P_STEPS][4], ds[P_STEPS][4]; /* P^T and dS^T of the step before, as left operands */
+    unsigned sloped[P_STEPS][4];            /* under a softcap what dS is made of: P (1 - tanh^2) */
+    float    alibi_log2;                    /* the head's slope */
     int      group;
     unsigned n;                             /* query tiles since the kernel began */
 };
@@ -98,20 +100,62 @@ FA_DEVICE void load_stats(row_stats &rows, unsigned from)
         rows.of[j] = shared_load_float2(from + threadIdx.x % 4 * 8 + 32 * j);
 }
 
-/* P^T = exp(S^T - LSE), in place. */
-FA_DEVICE void exponentials(const fa_args &args, float (&s)[S_COUNT], const row_stats &lse)
+/* Four dot products become tanh(dot * scale / softcap), which is 2 / (1 + exp(-2 x)) - 1. The sums stay below 2^30 or so, a NaN's too, for it must not
+ * reach the others' query: its own has NaN from LSE. */
+FA_DEVICE void cap_four(float *x, float slope_log2)
 {
 #pragma unroll
-    for (int n = 0; n < S_COUNT; n++)
-        s[n] = exp2_fast(s[n] * args.scale_log2 - (n % 2 ? lse.of[n / 4].y : lse.of[n / 4].x));
+    for (int i = 0; i < 4; i++)
+        x[i] = 1.0f + exp2_fast(fminf(x[i] * slope_log2, 30.0f));
+    reciprocals(x[0], x[1], x[2], x[3]);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        x[i] = x[i] * 2.0f - 1.0f;
 }
 
-/* dS^T = P^T (dP^T - delta), in place of dP^T. */
-FA_DEVICE void score_gradients(const unsigned (&p)[P_STEPS][4], float (&dp)[S_COUNT], const row_stats &delta)
+/* P^T = exp(S^T - LSE), in place; c.sloped. ALiBi: of this thread's keys the second is eight behind the first, so it is as far from a column as the
+ * first is from the column eight before. */
+FA_DEVICE void exponentials(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], const row_stats &lse, int tile)
+{
+    float unit = FA_HAS_SOFTCAP ? args.cap_unit : args.scale_log2, distance = 0.0f, less[2][2] = {};
+    if constexpr (FA_HAS_ALIBI) {
+        distance = (float)(tile * FA_TILE_Q + (int)threadIdx.x % 4 * 2 + w.seq.diagonal - w.first_k - first_key_of(c.group) - fragment_row());
+        less[0][0] = c.alibi_log2 * fabsf(distance - 8.0f);
+        less[0][1] = c.alibi_log2 * fabsf(distance - 7.0f);
+    }
+#pragma unroll
+    for (int n = 0; n < S_COUNT; n += 4) {
+        float slope[4];
+        if constexpr (FA_HAS_SOFTCAP) {
+            cap_four(s + n, args.cap_slope);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                slope[i] = 1.0f - s[n + i] * s[n + i];
+        }
+        if constexpr (FA_HAS_ALIBI)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                less[1][e] = less[0][e];
+                less[0][e] = c.alibi_log2 * fabsf(distance + (float)(2 * n + e));
+            }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float score = s[n + i] * unit - (i % 2 ? lse.of[n / 4].y : lse.of[n / 4].x);
+            s[n + i]    = exp2_fast(FA_HAS_ALIBI ? score - less[i / 2][i % 2] : score);
+        }
+        if constexpr (FA_HAS_SOFTCAP)
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                c.sloped[n / 8][n / 4 % 2 * 2 + h] = pack<FA_DTYPE>(s[n + 2 * h] * slope[2 * h], s[n + 2 * h + 1] * slope[2 * h + 1]);
+    }
+}
+
+/* dS^T = P^T (dP^T - delta), in place of dP^T: 16 queries of it. */
+FA_DEVICE void score_gradients(const unsigned (&p)[4], float (&dp)[S_COUNT], const row_stats &delta, int step)
 {
 #pragma unroll
-    for (int n = 0; n < S_COUNT; n += 2) {
-        float2 pair = unpack<FA_DTYPE>(p[n / 8][n / 2 % 4]);
+    for (int n = 8 * step; n < 8 * step + 8; n += 2) {
+        float2 pair = unpack<FA_DTYPE>(p[n / 2 % 4]);
         dp[n]       = pair.x * (dp[n] - delta.of[n / 4].x);
         dp[n + 1]   = pair.y * (dp[n + 1] - delta.of[n / 4].y);
     }

@@ -159,7 +159,7 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
     wgmma_wait<FIRST ? 0 : 2>();
     hold(s);
     load_stats(rows, lse_at(c.n));
-    exponentials(args, s, rows);
+    exponentials(args, w, c, s, rows, tile);
     if (INSPECTED && masked)
         mask_elements(s, columns_of(args, w, tile, c.group));
     pack_operand(c.p, s);
@@ -183,7 +183,11 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
     wgmma_wait<1>();
     hold(dp);
     load_stats(rows, delta_at(c.n));
-    score_gradients(c.p, dp, rows);
+#pragma unroll
+    for (int n = 0; n < P_STEPS; n++)
+        score_gradients(FA_HAS_SOFTCAP ? c.sloped[n] : c.p[n], dp, rows, n);
+    if constexpr (FA_HAS_SOFTCAP)
+        hold(dp);
     if (INSPECTED && masked)
         mask_elements(dp, columns_of(args, w, tile, c.group));
     pack_operand(c.ds, dp);
@@ -249,8 +253,11 @@ FA_DEVICE void store_gradient(const work &w, const fa_view &view, const float (&
 
 /* One step of an item, and what the last one leaves. */
 template <int GROUP, bool FIRST>
-FA_DEVICE void any_step(const fa_args &args, const work &w, consumer &c, unsigned item, int tile, bool masked)
+FA_DEVICE void any_step(const fa_args &args, const work &w, consumer &c, unsigned item, const walk &at, bool masked)
 {
+    int tile = at.tile;
+    if constexpr (FA_HAS_ALIBI && GROUP <= 0)
+        c.alibi_log2 = score_terms_of(args, w.b, at.head).slope_log2;
     if constexpr (!BY_COLUMNS)
         step<FIRST>(args, w, c, item, tile, masked);
     else if constexpr (GROUP == 0)
@@ -281,14 +288,16 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, int group)
             at.way    = FA_MASK == FA_MASK_CAUSAL ? same_for_all(at.way) : -1;
             at.number = same_for_all(at.number);
             int clean_begin = same_for_all(w.clean.begin), clean_end = same_for_all(w.clean.end);
-            any_step<GROUP, true>(args, w, c, item, at.tile, at.tile < clean_begin || at.tile >= clean_end);
+            if constexpr (FA_HAS_ALIBI)
+                at.head = same_for_all(at.head);
+            any_step<GROUP, true>(args, w, c, item, at, at.tile < clean_begin || at.tile >= clean_end);
             for (int n = 1; n < steps; n++) {
                 advance(args, at);
                 bool masked = at.tile < clean_begin || at.tile >= clean_end;
                 if (INSPECTED && masked) /* code of its own: branches inside would part what the others have overlapped */
-                    any_step<GROUP, false>(args, w, c, item, at.tile, true);
+                    any_step<GROUP, false>(args, w, c, item, at, true);
                 else
-                    any_step<GROUP, false>(args, w, c, item, at.tile, !INSPECTED && masked);
+                    any_step<GROUP, false>(args, w, c, item, at, !INSPECTED && masked);
             }
             if constexpr (BY_COLUMNS)
                 last_by_columns<GROUP>(c);

@@ -47,22 +47,17 @@ FA_DEVICE void go_on_with_dq(consumer &c, float (&dq)[DQ_COUNT], int group)
 /* Thread to thread: both have the same elements. */
 FA_DEVICE unsigned passed_at() { return shared_address(shared) + PASSED_AT + threadIdx.x % 128 * 16; }
 
-FA_DEVICE void pass_p(const unsigned (&p)[P_STEPS][4])
+FA_DEVICE void pass(const unsigned (&p)[P_STEPS][4], int number)
 {
 #pragma unroll
     for (int n = 0; n < P_STEPS; n++)
-        shared_store(passed_at() + n * 2048, make_uint4(p[n][0], p[n][1], p[n][2], p[n][3]));
-    named_arrive(P_IS_THERE, 128 * CONSUMERS);
+        shared_store(passed_at() + (number * P_STEPS + n) * 2048, make_uint4(p[n][0], p[n][1], p[n][2], p[n][3]));
 }
 
-FA_DEVICE void take_p(unsigned (&p)[P_STEPS][4])
+FA_DEVICE void take(unsigned (&p)[4], int n)
 {
-    named_sync(P_IS_THERE, 128 * CONSUMERS);
-#pragma unroll
-    for (int n = 0; n < P_STEPS; n++) {
-        uint4 four = shared_load_16(passed_at() + n * 2048);
-        p[n][0] = four.x, p[n][1] = four.y, p[n][2] = four.z, p[n][3] = four.w;
-    }
+    uint4 four = shared_load_16(passed_at() + n * 2048);
+    p[0] = four.x, p[1] = four.y, p[2] = four.z, p[3] = four.w;
 }
 
 template <bool FIRST>
@@ -82,7 +77,9 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
     wgmma_wait<FIRST ? 0 : 2>();
     hold(s);
     load_stats(rows, lse_at(c.n));
-    exponentials(args, s, rows);
+    exponentials(args, w, c, s, rows, tile);
+    if constexpr (FA_HAS_SOFTCAP)
+        pass(c.sloped, 1);
     if (INSPECTED && masked)
         mask_elements(s, columns_of(args, w, tile, GROUP));
     pack_operand(c.p, s);
@@ -90,7 +87,8 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
         wait_for_dout(c.n);
         give_back_nonfinite(c.p, columns_of(args, w, tile, GROUP), delta_at(c.n));
     }
-    pass_p(c.p);
+    pass(c.p, 0);
+    named_arrive(P_IS_THERE, 128 * CONSUMERS);
     if constexpr (!FIRST) {
         wgmma_wait<0>();
         go_on_with_dq(c, dq, GROUP);
@@ -136,10 +134,20 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
     wgmma_wait<FIRST ? 0 : 1>();
     hold(dp);
     load_stats(rows, delta_at(c.n));
-    take_p(c.p);
+    named_sync(P_IS_THERE, 128 * CONSUMERS);
+#pragma unroll
+    for (int n = 0; n < P_STEPS; n++)
+        take(c.p[n], n);
     wait_for_q(c.n); /* for dK; consumer 0 has */
     start_gradient(c.dv, c.p, dout_tile(c.n), GROUP);
-    score_gradients(c.p, dp, rows);
+#pragma unroll
+    for (int n = 0; n < P_STEPS; n++) {
+        if constexpr (FA_HAS_SOFTCAP)
+            take(c.sloped[n], P_STEPS + n);
+        score_gradients(FA_HAS_SOFTCAP ? c.sloped[n] : c.p[n], dp, rows, n);
+        if constexpr (FA_HAS_SOFTCAP) /* at once: registers are short */
+            hold(dp);
+    }
     if (INSPECTED && masked)
         mask_elements(dp, columns_of(args, w, tile, GROUP));
     pack_operand(ds, dp);

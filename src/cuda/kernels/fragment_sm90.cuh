@@ -34,6 +34,16 @@ FA_DEVICE void transpose_quad(unsigned (&a)[4])
     }
 }
 
+/* 1 / x of four by one reciprocal, which takes as long as an exponential. Their product must be finite; a NaN reaches all. */
+FA_DEVICE void reciprocals(float &a, float &b, float &c, float &d)
+{
+    float ab = a * b, cd = c * d, all = reciprocal(ab * cd), of_ab = all * cd, of_cd = all * ab, old_a = a, old_c = c;
+    a = of_ab * b;
+    b = of_ab * old_a;
+    c = of_cd * d;
+    d = of_cd * old_c;
+}
+
 /* s = X Y^T, started here, finished by wgmma_wait. x, y: rows of tiles that have X_ROWS and Y_ROWS in all. */
 template <int X_ROWS, int Y_ROWS, int COUNT> FA_DEVICE void start_rows_by_rows(float (&s)[COUNT], unsigned x, unsigned y)
 {

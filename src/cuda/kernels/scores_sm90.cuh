@@ -14,18 +14,18 @@ FA_DEVICE float one_and_power(float x)
 }
 
 /* Softcap. tanh(x) = 2 / (1 + exp(-2 x)) - 1, so cap * tanh is 2 cap / (1 + exp(...)) but for a constant, which only LSE has to know
- * (store_result). A reciprocal takes as long as an exponential: four neighbours of a row share one. */
+ * (store_result). Four neighbours of a row share a reciprocal. */
 FA_DEVICE void cap_scores(float (&s)[S_COUNT], float slope_log2)
 {
 #pragma unroll
     for (int n = 0; n < S_COUNT; n += n % 4 == 0 ? 2 : 6) { /* row h of columns 16 j ...: n, n + 1, n + 4, n + 5 */
         float a = one_and_power(s[n] * slope_log2), b = one_and_power(s[n + 1] * slope_log2);
         float c = one_and_power(s[n + 4] * slope_log2), d = one_and_power(s[n + 5] * slope_log2);
-        float ab = a * b, cd = c * d, all = reciprocal(ab * cd), of_ab = all * cd, of_cd = all * ab;
-        s[n]     = of_ab * b;
-        s[n + 1] = of_ab * a;
-        s[n + 4] = of_cd * d;
-        s[n + 5] = of_cd * c;
+        reciprocals(a, b, c, d);
+        s[n]     = a;
+        s[n + 1] = b;
+        s[n + 4] = c;
+        s[n + 5] = d;
     }
 }
 

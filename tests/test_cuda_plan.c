@@ -1,0 +1,135 @@
+/* Which kernel a call on Hopper gets: its own where these have the options of the call, else the portable one. No GPU is needed. */
+#include "harness.h"
+
+#include "check.h"
+#include "cuda/cuda.h"
+
+#include <string.h>
+
+typedef struct asked {
+    const char       *name;
+    flash_attn_pass   pass;
+    enum fa_kernel_id kernel; /* that answers */
+    flash_attn_mask   mask;
+    int               heads_k; /* of 8; 0: 8 */
+    float             softcap;
+    bool              alibi, bias, dbias, sinks, dropout, slices, varlen, used, deterministic, pages, f32_dout, f32;
+    int               queries; /* 0: 512 */
+} asked;
+
+#define FORWARD FLASH_ATTN_FORWARD
+#define BACKWARD FLASH_ATTN_BACKWARD
+#define OWN_F FA_KERNEL_FORWARD_SM90
+#define OWN_B FA_KERNEL_BACKWARD_SM90
+#define ANY_F FA_KERNEL_FORWARD_SM80
+#define ANY_B FA_KERNEL_BACKWARD_SM80
+
+static const asked calls[] = {
+    {"plain", FORWARD, OWN_F, .mask = FLASH_ATTN_NONE},
+    {"plain", BACKWARD, OWN_B, .mask = FLASH_ATTN_CAUSAL},
+    {"few queries", FORWARD, ANY_F, .queries = 128},
+    {"few queries", BACKWARD, ANY_B, .queries = 128},
+    {"softcap", FORWARD, OWN_F, .softcap = 50},
+    {"softcap", BACKWARD, OWN_B, .softcap = 50},
+    {"softcap, window, groups", BACKWARD, OWN_B, .mask = FLASH_ATTN_WINDOW, .heads_k = 4, .softcap = 50},
+    {"softcap, causal, varlen", BACKWARD, OWN_B, .mask = FLASH_ATTN_CAUSAL, .softcap = 30, .varlen = true},
+    {"softcap, used lengths, deterministic", BACKWARD, OWN_B, .softcap = 30, .used = true, .deterministic = true},
+    {"the largest softcap", FORWARD, OWN_F, .softcap = 128},
+    {"the largest softcap", BACKWARD, OWN_B, .softcap = 128},
+    {"a larger softcap", FORWARD, ANY_F, .softcap = 129},
+    {"a larger softcap", BACKWARD, ANY_B, .softcap = 129},
+    {"a softcap whose slope overflows", BACKWARD, ANY_B, .softcap = 1e-35f},
+    {"ALiBi", FORWARD, OWN_F, .alibi = true},
+    {"ALiBi", BACKWARD, OWN_B, .alibi = true},
+    {"ALiBi, softcap, causal", BACKWARD, OWN_B, .mask = FLASH_ATTN_CAUSAL, .alibi = true, .softcap = 20},
+    {"sinks", FORWARD, OWN_F, .sinks = true},
+    {"sinks", BACKWARD, OWN_B, .mask = FLASH_ATTN_WINDOW, .heads_k = 2, .sinks = true},
+    {"groups with few key heads", BACKWARD, ANY_B, .heads_k = 1},
+    {"pages", FORWARD, OWN_F, .pages = true},
+    {"bias", FORWARD, ANY_F, .bias = true},
+    {"bias", BACKWARD, ANY_B, .bias = true},
+    {"bias's gradient", BACKWARD, ANY_B, .bias = true, .dbias = true},
+    {"dropout", FORWARD, ANY_F, .dropout = true},
+    {"dropout", BACKWARD, ANY_B, .dropout = true},
+    {"block mask", BACKWARD, ANY_B, .slices = true},
+    {"dO in float32", BACKWARD, ANY_B, .f32_dout = true},
+    {"float32", BACKWARD, ANY_B, .f32 = true},
+};
+
+static int32_t                numbers[64]; /* an address; never read */
+static const flash_attn_slice slices[2] = {{0, 2, 0, 64, FLASH_ATTN_SLICE_FULL}, {2, 4, 64, 128, FLASH_ATTN_SLICE_CAUSAL}};
+enum { BATCH = 16, HEADS = 8, KEYS = 512 };
+
+static flash_attn_tensor of(flash_attn_dtype dtype, int64_t a, int64_t b, int64_t c, int64_t d)
+{
+    return (flash_attn_tensor){.dtype = dtype, .shape = {a, b, c, d}};
+}
+
+static flash_attn_status normalise(const asked *x, int head_dim, fa_call *call)
+{
+    flash_attn_dtype   dtype   = x->f32 ? FLASH_ATTN_F32 : FLASH_ATTN_BF16;
+    int64_t            heads_k = x->heads_k ? x->heads_k : HEADS, queries = x->queries ? x->queries : KEYS, batch = BATCH, rows = KEYS;
+    flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA}, .mask = x->mask, .softcap = x->softcap, .deterministic = x->deterministic, .o = {.dtype = dtype}};
+    if (x->varlen) {
+        p.batch        = BATCH;
+        p.cu_seqlens_q = p.cu_seqlens_k = numbers;
+        p.max_seqlen_q = (int32_t)queries;
+        p.max_seqlen_k = KEYS;
+        batch = 1, queries *= BATCH, rows *= BATCH;
+    }
+    if (x->used)
+        p.seqused_q = p.seqused_k = numbers;
+    if (x->pages) {
+        p.pages     = (flash_attn_pages){.table = numbers, .pages_per_seq = 8};
+        p.seqused_k = numbers;
+        rows        = 64;
+    }
+    p.q = of(dtype, batch, queries, HEADS, head_dim);
+    p.k = p.v = of(dtype, batch, rows, heads_k, head_dim);
+    if (x->mask == FLASH_ATTN_WINDOW)
+        p.window_left = 100;
+    if (x->alibi)
+        p.alibi_slopes = of(FLASH_ATTN_F32, 1, HEADS, 1, 1);
+    if (x->bias)
+        p.bias = of(dtype, 1, HEADS, queries, KEYS);
+    if (x->sinks)
+        p.sinks = of(FLASH_ATTN_F32, 1, HEADS, 1, 1);
+    if (x->dropout)
+        p.dropout = (flash_attn_dropout){.p = 0.1f, .seed = 1};
+    if (x->slices)
+        p.slices = (flash_attn_slices){.list = slices, .count = 2};
+    flash_attn_tensor like  = {.dtype = dtype};
+    flash_attn_grads  grads = {.dout = like, .dq = like, .dk = like, .dv = like, .dsinks = p.sinks};
+    if (x->dbias)
+        grads.dbias = p.bias;
+    if (x->f32_dout)
+        grads.dout.dtype = p.o.dtype = FLASH_ATTN_F32;
+    return fa_normalise(&p, x->pass == BACKWARD ? &grads : NULL, x->pass, FA_PLAN, call);
+}
+
+static void hoppers_own_kernels_take_the_calls_that_they_have_options_for(void **state)
+{
+    (void)state;
+    for (size_t n = 0; n < sizeof calls / sizeof *calls; n++)
+        for (int head_dim = 64; head_dim <= 256; head_dim *= 2) {
+            const asked *x    = &calls[n];
+            const char  *pass = x->pass == BACKWARD ? "backward" : "forward";
+            fa_call      call;
+            fa_plan      plan;
+            if (normalise(x, head_dim, &call) != FLASH_ATTN_OK || fa_plan_make(&call, 90, NULL, &plan) != FLASH_ATTN_OK)
+                fail_msg("%s, %s, head_dim %d: %s", x->name, pass, head_dim, flash_attn_last_error());
+            const fa_key *key = &plan.launch[plan.main].key;
+            if ((enum fa_kernel_id)key->kernel != x->kernel)
+                fail_msg("%s, %s, head_dim %d runs %s, not %s", x->name, pass, head_dim, fa_kernels[key->kernel].name, fa_kernels[x->kernel].name);
+            if (key->has_softcap != (x->softcap > 0) || key->has_alibi != x->alibi)
+                fail_msg("%s, %s, head_dim %d: the kernel is built without the option", x->name, pass, head_dim);
+            assert_int_equal(fa_plan_make(&call, 80, NULL, &plan), FLASH_ATTN_OK); /* nobody else has these kernels */
+            assert_true(plan.launch[plan.main].key.kernel == ANY_F || plan.launch[plan.main].key.kernel == ANY_B);
+        }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(hoppers_own_kernels_take_the_calls_that_they_have_options_for)};
+    return cmocka_run_group_tests_name("cuda_plan", tests, NULL, NULL);
+}

@@ -1,0 +1,109 @@
+/* How the AMX tier ends the forward: rows of O divided and rounded, and LSE. */
+#include "harness.h"
+
+#include "cpu/cpu.h"
+#include "numeric.h"
+
+enum { ROWS = 37, MOST_COLS = 130, STEP = 400, GUARD = 0x5A };
+
+static uint64_t seed = 1;
+
+static uint32_t next_bits(void)
+{
+    seed = seed * 6364136223846793005u + 1442695040888963407u;
+    return (uint32_t)(seed >> 32);
+}
+
+/* Of every kind: NaN, infinite, numbers that a factor makes denormal or too large, zeros. */
+static float next_sum(void)
+{
+    uint32_t bits = next_bits(), kind = next_bits() % 64;
+    if (kind == 0)
+        return bits % 2 ? NAN : INFINITY;
+    if (kind == 1)
+        return fa_float_of_bits(bits & 0x807FFFFF);
+    if (kind == 2)
+        return bits % 2 ? 0.0f : -0.0f;
+    return ((float)bits / 4294967296.0f - 0.5f) * 4.0f;
+}
+
+static const fa_kernels *amx_kernels(void)
+{
+#ifdef FA_HAVE_AMX
+    for (int n = 0; n < num_tiers(); n++) {
+        if (strncmp(tier_at(n)->name, "amx", 3) == 0)
+            return fa_kernels_amx(fa_kernels_avx512(), FLASH_ATTN_BF16);
+    }
+#endif
+    print_message("skipped: this machine has no AMX\n");
+    skip();
+    return NULL;
+}
+
+static void compare_rows(const fa_kernels *k, flash_attn_dtype dtype, int cols, int shift, bool past_caches)
+{
+    _Alignas(64) static float   from[ROWS * 144];
+    _Alignas(64) static uint8_t at[2][ROWS * STEP + 128];
+    static const float          factors[] = {1.0f, 0.37f, 0.0f, 1e-38f, 3e38f, -2.5f};
+    float                       factor[ROWS];
+    int                         ld = (cols + 15) / 16 * 16;
+    memset(at, GUARD, sizeof at);
+    for (int n = 0; n < ROWS * 144; n++)
+        from[n] = next_sum();
+    for (int r = 0; r < ROWS; r++)
+        factor[r] = factors[next_bits() % 6];
+    fa_stored_rows to = {(char *)at[0] + shift, STEP, 1, ROWS, cols, dtype, 1.0f, past_caches};
+    k->store_rows(&to, from, ld, factor);
+    for (int r = 0; r < ROWS; r++)
+        k->store(at[1] + shift + r * STEP, 1, dtype, from + r * ld, cols, factor[r]);
+    for (size_t n = 0; n < sizeof at[0]; n++) {
+        if (at[0][n] != at[1][n])
+            fail_msg("byte %zu is %02x, wanted %02x: rows of %d columns, %d bytes off a line, %s", n, at[0][n],
+                     at[1][n], cols, shift, dtype_name(dtype));
+    }
+}
+
+static void rows_have_the_bits_of_rows_alone(void **state)
+{
+    (void)state;
+    static const flash_attn_dtype dtypes[] = {FLASH_ATTN_BF16, FLASH_ATTN_F16, FLASH_ATTN_F32};
+    static const int              cols[]   = {1, 15, 16, 17, 31, 32, 33, 40, 64, 96};
+    const fa_kernels             *k        = amx_kernels();
+    for (size_t d = 0; d < 3; d++)
+        for (size_t c = 0; c < sizeof cols / sizeof cols[0]; c++)
+            for (int n = 0; n < 8; n++)
+                compare_rows(k, dtypes[d], cols[c], n / 2 * 16, n % 2);
+}
+
+/* Sums from the smallest to the largest, and all that lies beside 3/4, 1 and 3/2 times a power of two. */
+static void lse_is_right(void **state)
+{
+    (void)state;
+    const fa_kernels  *k          = amx_kernels();
+    const double       to_natural = 0.6931471805599453;
+    static const float shifts[]   = {0.0f, 1.0f, -3.25f, 1e4f, -1e9f};
+    for (uint32_t bits = 0x00800010; bits < 0x7E800000; bits += bits < 0x3F000000 || bits > 0x40800000 ? 99991 : 113) {
+        float l[16], m[16], lse[16];
+        for (uint32_t n = 0; n < 16; n++) {
+            l[n] = fa_float_of_bits(n < 8 ? bits + n : (bits & 0xFF800000) + 0x400000 * (n / 2 % 2) + n - 11);
+            m[n] = shifts[(bits + n) % 5];
+        }
+        int rows = 1 + (int)(bits % 16);
+        k->natural_lse(lse, m, l, rows, to_natural);
+        for (int n = 0; n < rows; n++) {
+            double wanted = (double)m[n] * to_natural + log((double)l[n]);
+            if (!(fabs((double)lse[n] - wanted) <= 1.2e-7 * fmax(1.0, fabs(wanted))))
+                fail_msg("m %a, l %a: %.9g, wanted %.9g", (double)m[n], (double)l[n], (double)lse[n], wanted);
+        }
+    }
+    float l[3] = {0.0f, NAN, INFINITY}, m[3] = {-INFINITY, -INFINITY, 1.0f}, lse[3];
+    k->natural_lse(lse, m, l, 3, to_natural);
+    assert_true(lse[0] == -INFINITY && isnan(lse[1]) && lse[2] == INFINITY);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(rows_have_the_bits_of_rows_alone),
+                                       cmocka_unit_test(lse_is_right)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
