@@ -344,6 +344,27 @@ static void gradients_of_what_nothing_uses_are_zero(void **state)
     }
 }
 
+/* exp(sink - LSE) of a row whose LSE is -inf too would be NaN. */
+static void a_sink_of_minus_infinity_has_no_gradient(void **state)
+{
+    (void)state;
+    static memory m;
+    for (int n = 0; n < 2; n++) {
+        flash_attn_problem p = make_problem(&m);
+        flash_attn_grads   g = make_grads(&m);
+        p.device             = hosts[n];
+        p.k.shape[1] = p.v.shape[1] = 20; /* the first queries see no key */
+        p.sinks                     = (flash_attn_tensor){.data = m.sinks, .shape = {1, HQ, 1, 1}};
+        g.dsinks.data               = m.dsinks;
+        for (int h = 0; h < HQ; h++)
+            m.sinks[h] = -INFINITY;
+        ASSERT_OK(flash_attn_forward(NULL, &p, NULL));
+        ASSERT_OK(flash_attn_backward(NULL, &p, &g, NULL));
+        for (int h = 0; h < HQ; h++)
+            assert_true(m.dsinks[h] == 0.0f);
+    }
+}
+
 static void varlen_without_sequences_is_valid(void **state)
 {
     (void)state;
@@ -544,6 +565,7 @@ int main(void)
         cmocka_unit_test(long_sequences_are_counted_without_walking),
         cmocka_unit_test(empty_problems_are_valid),
         cmocka_unit_test(gradients_of_what_nothing_uses_are_zero),
+        cmocka_unit_test(a_sink_of_minus_infinity_has_no_gradient),
         cmocka_unit_test(varlen_without_sequences_is_valid),
         cmocka_unit_test(gradients_may_share_one_packed_buffer),
         cmocka_unit_test(a_page_table_ends_with_its_last_row),
