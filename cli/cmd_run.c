@@ -294,8 +294,10 @@ static int write_outputs(const run_state *run)
     int  written = 0, exit_status = CLI_GO_ON;
     for (; written < run->num_outputs && exit_status == CLI_GO_ON; written++) {
         const run_output *output = &run->outputs[written];
-        if (strlen(output->path) > PATH_BYTES - 32)
-            return cli_fail("--%s: the file's name is too long", output->flag);
+        if (strlen(output->path) > PATH_BYTES - 32) {
+            exit_status = cli_fail("--%s: the file's name is too long", output->flag);
+            break; /* those before it are taken away below */
+        }
         staging_path(output->path, staging[written], PATH_BYTES);
         if (!npy_write(staging[written], output->tensor->data, file_type(output->tensor->dtype), output->ndim,
                        output->tensor->shape + output->first_dim, error))

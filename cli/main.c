@@ -54,7 +54,7 @@ static int unknown(const char *word)
     return cli_fail("unknown command '%s'; 'flashattn --help' lists them", word);
 }
 
-int main(int argc, char **argv)
+static int run_command(int argc, char **argv)
 {
     if (argc < 2) {
         print_help();
@@ -73,8 +73,13 @@ int main(int argc, char **argv)
         if (strcmp(name, commands[i].name) == 0) {
             static char help_word[] = "--help";
             char       *only_help[] = {help_word, NULL};
-            int         status      = help ? commands[i].run(1, only_help) : commands[i].run(argc - 2, argv + 2);
-            return fflush(stdout) != 0 && status == CLI_OK ? cli_fail("the output could not be written") : status;
+            return help ? commands[i].run(1, only_help) : commands[i].run(argc - 2, argv + 2);
         }
     return unknown(name);
+}
+
+int main(int argc, char **argv)
+{
+    int status = run_command(argc, argv);
+    return fflush(stdout) != 0 && status == CLI_OK ? cli_fail("the output could not be written") : status;
 }

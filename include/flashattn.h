@@ -289,7 +289,7 @@ typedef struct flash_attn_problem {
                                        cu_seqlens_k or pages */
     int32_t batch;                  /* number of sequences; needed with cu_seqlens_q, else 0 or q.shape[0] */
     int32_t max_seqlen_q;           /* longest sequence; CUDA needs it with cu_seqlens_q. CPU: 0 or an upper bound */
-    int32_t max_seqlen_k;           /* likewise with cu_seqlens_k */
+    int32_t max_seqlen_k;           /* likewise with cu_seqlens_k; in a forward also an upper bound of seqused_k, or 0 */
     int32_t num_splits;             /* split the keys so often, for few queries on long keys; to 256; 0: by shape */
 
     flash_attn_pages   pages;
@@ -398,8 +398,8 @@ typedef void (*flash_attn_tune_report)(void *user, const flash_attn_tune_choice 
  *
  * file: where to store it; what a file of this processor and version already says of other tiers is kept. NULL: where
  * such contexts look by themselves (flash_attn_options.tune_file). "": nowhere. seconds: about how long to measure, 1
- * to 3600. report may be NULL. Takes some hundred MB. Errors: INVALID (seconds, a file that cannot be written),
- * NO_MEMORY. */
+ * to 3600. report may be NULL. Takes some hundred MB. Errors: INVALID (seconds, a place that cannot be written: said
+ * before anything is measured), NO_MEMORY. */
 FLASH_ATTN_API flash_attn_status flash_attn_tune(flash_attn_context *context, const char *file, double seconds,
                                                  flash_attn_tune_report report, void *user);
 

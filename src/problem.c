@@ -246,6 +246,7 @@ static flash_attn_status check_array_alignment(const flash_attn_problem *p)
 
 flash_attn_status fa_check_memory(const fa_call *call, const void *workspace, size_t workspace_bytes)
 {
+    enum { SLICE_INTS = sizeof(flash_attn_slice) / sizeof(int32_t) };
     bool      forward   = call->pass == FLASH_ATTN_FORWARD;
     int64_t   batch     = call->batch;
     fa_region regions[] = {
@@ -273,6 +274,8 @@ flash_attn_status fa_check_memory(const fa_call *call, const void *workspace, si
         {"leftpad_k", fa_array_view(call->leftpad_k, batch, FLASH_ATTN_F32), false},
         {"cache_batch_idx", fa_array_view(call->cache_batch_idx, batch, FLASH_ATTN_F32), false},
         {"pages.table", fa_table_view(&call->pages, batch), false},
+        {"slices.list", fa_array_view(call->slices.list, call->slices.count * SLICE_INTS, FLASH_ATTN_F32), false},
+        {"slices.offsets", fa_array_view(call->slices.offsets, batch + 1, FLASH_ATTN_F32), false},
         {"exec.workspace", fa_array_view(workspace, (int64_t)workspace_bytes, FLASH_ATTN_F8E4M3), true},
     };
     _Static_assert(sizeof regions / sizeof *regions <= FA_MAX_REGIONS, "fa_check_overlap takes no more");

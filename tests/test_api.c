@@ -242,6 +242,23 @@ static void flops_count_exactly_the_visible_pairs(void **state)
     assert_true(with_pairs > 1000);
 }
 
+/* What broadcasts is read once. */
+static void bytes_count_each_element_once(void **state)
+{
+    (void)state;
+    static memory          m;
+    static float           bias[HQ * SQ * SK];
+    flash_attn_problem     p = make_problem(&m);
+    flash_attn_explanation plain, with;
+    ASSERT_OK(flash_attn_explain(NULL, &p, FLASH_ATTN_FORWARD, &plain));
+    assert_true(plain.bytes == 4.0 * (sizeof m.q + sizeof m.k + sizeof m.v + sizeof m.o + sizeof m.lse) / sizeof(float));
+    for (int rows = 1; rows <= SQ; rows += SQ - 1) {
+        p.bias = (flash_attn_tensor){.data = bias, .shape = {1, HQ, rows, SK}};
+        ASSERT_OK(flash_attn_explain(NULL, &p, FLASH_ATTN_FORWARD, &with));
+        assert_true(with.bytes - plain.bytes == 4.0 * HQ * rows * SK);
+    }
+}
+
 static void long_sequences_are_counted_without_walking(void **state)
 {
     (void)state;
@@ -302,6 +319,50 @@ static void empty_problems_are_valid(void **state)
             check_empty(hosts[n], B, 0, 0, sinks);
             check_empty(hosts[n], 0, 0, 0, sinks);
         }
+}
+
+/* What broadcasts has an element even where the batch or the queries have none. */
+static void gradients_of_what_nothing_uses_are_zero(void **state)
+{
+    (void)state;
+    static memory m;
+    static float  bias[HQ * SQ * SK], dbias[HQ * SQ * SK];
+    for (int n = 0; n < 4; n++) {
+        flash_attn_problem p = make_problem(&m);
+        flash_attn_grads   g = make_grads(&m);
+        int                rows = n < 2 ? SQ : 1;
+        p.device             = hosts[n % 2];
+        fill(dbias, sizeof dbias / sizeof *dbias);
+        p.q.shape[n < 2 ? 0 : 1] = 0;
+        if (n < 2)
+            p.k.shape[0] = p.v.shape[0] = 0;
+        p.bias       = (flash_attn_tensor){.data = bias, .shape = {1, HQ, rows, SK}};
+        g.dbias.data = dbias;
+        ASSERT_OK(flash_attn_backward(NULL, &p, &g, NULL));
+        for (int i = 0; i < HQ * rows * SK; i++)
+            assert_true(dbias[i] == 0.0f);
+    }
+}
+
+/* exp(sink - LSE) of a row whose LSE is -inf too would be NaN. */
+static void a_sink_of_minus_infinity_has_no_gradient(void **state)
+{
+    (void)state;
+    static memory m;
+    for (int n = 0; n < 2; n++) {
+        flash_attn_problem p = make_problem(&m);
+        flash_attn_grads   g = make_grads(&m);
+        p.device             = hosts[n];
+        p.k.shape[1] = p.v.shape[1] = 20; /* the first queries see no key */
+        p.sinks                     = (flash_attn_tensor){.data = m.sinks, .shape = {1, HQ, 1, 1}};
+        g.dsinks.data               = m.dsinks;
+        for (int h = 0; h < HQ; h++)
+            m.sinks[h] = -INFINITY;
+        ASSERT_OK(flash_attn_forward(NULL, &p, NULL));
+        ASSERT_OK(flash_attn_backward(NULL, &p, &g, NULL));
+        for (int h = 0; h < HQ; h++)
+            assert_true(m.dsinks[h] == 0.0f);
+    }
 }
 
 static void varlen_without_sequences_is_valid(void **state)
@@ -500,8 +561,11 @@ int main(void)
         cmocka_unit_test(a_workspace_must_be_large_enough_and_suffices),
         cmocka_unit_test(workspace_does_not_depend_on_lengths),
         cmocka_unit_test(flops_count_exactly_the_visible_pairs),
+        cmocka_unit_test(bytes_count_each_element_once),
         cmocka_unit_test(long_sequences_are_counted_without_walking),
         cmocka_unit_test(empty_problems_are_valid),
+        cmocka_unit_test(gradients_of_what_nothing_uses_are_zero),
+        cmocka_unit_test(a_sink_of_minus_infinity_has_no_gradient),
         cmocka_unit_test(varlen_without_sequences_is_valid),
         cmocka_unit_test(gradients_may_share_one_packed_buffer),
         cmocka_unit_test(a_page_table_ends_with_its_last_row),

@@ -30,6 +30,12 @@ COMMANDS = ["info", "run", "check", "bench", "explain", "compile", "tune"]
 
 
 class Help(unittest.TestCase):
+    def test_output_that_goes_nowhere_is_an_error(self):
+        for words in (["--help"], ["--version"], ["help", "run"], ["explain"], ["info", "--json"]):
+            with open("/dev/full", "w") as full:
+                done = subprocess.run([COMMAND[0], *words], stdout=full, stderr=subprocess.PIPE, timeout=TIMEOUT_S)
+            self.assertEqual((done.returncode, done.stderr), (2, b"flashattn: the output could not be written\n"), words)
+
     def test_every_command_has_help_with_examples(self):
         listing = run("--help")
         for command in COMMANDS:
@@ -284,6 +290,8 @@ class Npy(Case):
             self.path("no/lse.npy"),
             says=["--lse", "No such file"],
         )
+        long = os.path.join(self.path(""), "./" * 2040 + "lse.npy")
+        self.refused("run", *words, "--o", self.path("o.npy"), "--lse", long, says=["--lse", "too long"])
 
 
 class Run(Case):

@@ -14,18 +14,13 @@
  *
  * Kernels that have not changed since the last run come from a cache in the folder that it is run in.
  */
-#include "harness.h"
+#include "harness_compile.h"
 
 #include "check.h"
-#include "cuda/cuda.h"
 #include "cuda/ladder.h"
 
 #include <limits.h>
-#include <stdatomic.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 static const int archs[] = {80, 86, 89, 90, 100, 120};
 enum { NUM_ARCHS = sizeof archs / sizeof *archs };
@@ -218,32 +213,19 @@ static flash_attn_status call_for(const fa_tune_row *row, flash_attn_dtype dtype
     return fa_normalise(&p, NULL, FLASH_ATTN_FORWARD, FA_PLAN, call);
 }
 
-/* ---- compiling a list of keys on all cores ---- */
+/* ---- the keys of a plan ---- */
 
-typedef struct key_list {
-    fa_key *key;
-    int     count, room;
-} key_list;
-
-static void add_key(key_list *list, const fa_key *key)
+static void add_key(key_list *list, const fa_key *key, int spills)
 {
-    if ((only_kernel && strcmp(fa_kernels[key->kernel].name, only_kernel) != 0) || (only_dtype >= 0 && key->dtype != only_dtype))
-        return;
-    for (int i = 0; i < list->count; i++)
-        if (memcmp(&list->key[i], key, sizeof *key) == 0)
-            return;
-    if (list->count == list->room) {
-        list->room = list->room ? 2 * list->room : 64;
-        list->key  = realloc(list->key, (size_t)list->room * sizeof *list->key);
-        assert_non_null(list->key);
-    }
-    list->key[list->count++] = *key;
+    if ((!only_kernel || strcmp(fa_kernels[key->kernel].name, only_kernel) == 0) && (only_dtype < 0 || key->dtype == only_dtype))
+        list_key(list, key, spills);
 }
 
+/* What the row accepts is for its own kernel, not for those beside it. */
 static void add_plan(key_list *list, const fa_plan *plan)
 {
     for (int i = 0; i < plan->num_launches; i++)
-        add_key(list, &plan->launch[i].key);
+        add_key(list, &plan->launch[i].key, i == plan->main ? plan->row->max_spill_bytes : 0);
 }
 
 /* Portable rows stand behind Hopper's own on 9.0, which calls with other strides pass by; asked for by name they are found. Rows
@@ -264,101 +246,7 @@ static void add_combine(key_list *list, const fa_tune_row *row, flash_attn_dtype
         return;
     for (int i = 0; i < plan.num_launches; i++)
         if (plan.launch[i].key.kernel == FA_KERNEL_COMBINE)
-            add_key(list, &plan.launch[i].key);
-}
-
-/* The most shared memory that a block may have, from the CUDA Programming Guide's table of compute capabilities. */
-static int max_shared_bytes(int arch)
-{
-    return arch == 80 ? 163 << 10 : arch == 90 || arch == 100 ? 227 << 10 : 99 << 10;
-}
-
-/* What a row with a reason for it accepts. */
-static int spills_accepted(const fa_key *key)
-{
-    for (int r = 0; r < fa_num_tune_rows; r++) {
-        const fa_tune_row *row = &fa_tune_rows[r];
-        if ((int)row->kernel == key->kernel && (row->dtypes >> key->dtype & 1) && row->tile_q == key->tile_q &&
-            row->tile_k == key->tile_k && row->warps == key->warps && row->stages == key->stages &&
-            row->variant == key->variant && key->head_dim <= row->head_dim)
-            return row->max_spill_bytes;
-    }
-    return 0;
-}
-
-/* What the processes of count_failures share. */
-typedef struct progress {
-    atomic_int next, spilling, most_spilled; /* key to take; kernels with accepted spills, and the most bytes of one */
-} progress;
-
-/* One line if the key does not build cleanly. */
-static bool builds_cleanly(fa_jit *jit, const fa_key *key, progress *shared)
-{
-    char      line[FA_KEY_LINE_BYTES];
-    fa_binary binary;
-    fa_key_line(key, line, sizeof line);
-    if (fa_jit_build(jit, key, &binary) != FLASH_ATTN_OK) {
-        if (other_nvrtc && strstr(flash_attn_last_error(), "builds nothing for compute capability"))
-            return true;
-        print_message("  %s: %s\n", line, flash_attn_last_error());
-        return false;
-    }
-    free(binary.cubin);
-    const fa_resources *r = &binary.resources;
-    int  spills = spills_accepted(key);
-    bool clean  = (r->stack_bytes == 0 || spills > 0) && r->spill_bytes <= spills && !r->warning[0] && r->shared_bytes <= max_shared_bytes(key->arch);
-    if (!clean)
-        print_message("  %s: %d registers, %d bytes of stack, %d of spills, %d of shared memory %s\n", line, r->registers,
-                      r->stack_bytes, r->spill_bytes, r->shared_bytes, r->warning);
-    if (r->spill_bytes > 0) {
-        int most = atomic_load(&shared->most_spilled);
-        while (r->spill_bytes > most && !atomic_compare_exchange_weak(&shared->most_spilled, &most, r->spill_bytes))
-            continue;
-        atomic_fetch_add(&shared->spilling, 1);
-    }
-    return clean || other_nvrtc;
-}
-
-/* One process a core: each takes the next key that nobody has, so that all end together. */
-static int count_failures(const key_list *list)
-{
-    long      cores   = sysconf(_SC_NPROCESSORS_ONLN);
-    int       workers = cores > 16 ? 16 : cores < 1 ? 1 : (int)cores, failures = 0;
-    pid_t     child[16];
-    progress *shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    assert_true(shared != MAP_FAILED);
-    *shared = (progress){0};
-    fflush(NULL);
-    for (int w = 0; w < workers; w++) {
-        child[w] = fork();
-        assert_true(child[w] >= 0);
-        if (child[w] == 0) {
-            fa_jit jit;
-            int    failed = fa_jit_init(&jit, &(flash_attn_options){.nvrtc_path = other_nvrtc}, 0) != FLASH_ATTN_OK, i;
-            while (failed < 3 && (i = list->count - atomic_fetch_add(&shared->next, 1)) > 0) /* a few failures are enough; the last take longest */
-                failed += !builds_cleanly(&jit, &list->key[i - 1], shared);
-            fflush(NULL);
-            _exit(failed != 0);
-        }
-    }
-    for (int w = 0; w < workers; w++) {
-        int status;
-        assert_int_equal(waitpid(child[w], &status, 0), child[w]);
-        failures += !WIFEXITED(status) || WEXITSTATUS(status) != 0;
-    }
-    print_message("%d kernels; %d spill what their rows accept, at most %d bytes\n", list->count,
-                  atomic_load(&shared->spilling), atomic_load(&shared->most_spilled));
-    munmap(shared, sizeof *shared);
-    return failures;
-}
-
-static void need_nvrtc(void)
-{
-    fa_nvrtc nvrtc;
-    if (fa_nvrtc_load(&nvrtc, other_nvrtc, 0) == FLASH_ATTN_OK)
-        return;
-    print_message("skipped: %s\n", flash_attn_last_error());
-    skip();
+            add_key(list, &plan.launch[i].key, 0);
 }
 
 /* ---- tests ---- */
@@ -385,6 +273,11 @@ static void every_row_is_taken_on_every_architecture_that_it_names(void **state)
                 if (plan.row != row)
                     fail_msg("row %d (%s) is hidden on sm_%d by row %d", r, row->why, archs[a],
                              (int)(plan.row - fa_tune_rows));
+                key_list list = {0}; /* what spills is measured against this row, not one for other architectures */
+                add_plan(&list, &plan);
+                for (int i = 0; i < list.count; i++)
+                    assert_int_equal(list.one[i].spills, list.one[i].key.kernel == (int)row->kernel ? row->max_spill_bytes : 0);
+                free(list.one);
             }
 }
 
@@ -402,7 +295,7 @@ static bool stands_with_a_lower(int arch, const fa_tune_row *row, int dtype)
 static void every_row_builds_cleanly_for_every_architecture(void **state)
 {
     (void)state;
-    need_nvrtc();
+    need_nvrtc(other_nvrtc);
     if (only_option)
         skip();
     key_list list = {0};
@@ -429,11 +322,11 @@ static void every_row_builds_cleanly_for_every_architecture(void **state)
         static const enum fa_kernel_id alone[] = {FA_KERNEL_UPLOAD, FA_KERNEL_MERGE, FA_KERNEL_APPEND};
         for (size_t i = 0; i < sizeof alone / sizeof *alone; i++) {
             fa_key key = fa_plan_small_key(alone[i], archs[a]);
-            add_key(&list, &key);
+            add_key(&list, &key, 0);
         }
     }
-    assert_int_equal(count_failures(&list), 0);
-    free(list.key);
+    assert_int_equal(count_failures(&list, other_nvrtc), 0);
+    free(list.one);
 }
 
 /* An option costs registers alike on all architectures: of rows that differ in them alone the last stands for all. */
@@ -472,7 +365,7 @@ static bool is_of_fp8(const fa_tune_row *row, int arch, const option *with)
 static void every_option_builds_cleanly(void **state)
 {
     (void)state;
-    need_nvrtc();
+    need_nvrtc(other_nvrtc);
     key_list list = {0};
     for (int r = 0; r < fa_num_tune_rows; r++)
         for (int o = 0; o < NUM_OPTIONS * NUM_ARCHS; o++) {
@@ -499,15 +392,15 @@ static void every_option_builds_cleanly(void **state)
                     add_plan(&list, &plan);
             }
         }
-    assert_int_equal(count_failures(&list), 0);
-    free(list.key);
+    assert_int_equal(count_failures(&list, other_nvrtc), 0);
+    free(list.one);
 }
 
 /* The forced kernel by its name, as flash_attn_options.kernel does it. */
 static void every_rung_of_the_ladder_builds_cleanly(void **state)
 {
     (void)state;
-    need_nvrtc();
+    need_nvrtc(other_nvrtc);
     if (only_option)
         skip();
     key_list list = {0};
@@ -532,8 +425,8 @@ static void every_rung_of_the_ladder_builds_cleanly(void **state)
                         assert_ptr_equal(plan.row, row);
                         add_plan(&list, &plan);
                     }
-    assert_int_equal(count_failures(&list), 0);
-    free(list.key);
+    assert_int_equal(count_failures(&list, other_nvrtc), 0);
+    free(list.one);
 }
 
 /* What a rung does not do is refused, never run as something else. */

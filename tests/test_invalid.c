@@ -187,8 +187,12 @@ static flash_attn_status call(const world *w, base kind)
     X(PADDED, stream_on_host, INVALID, "exec.stream", w->e.stream = w->m)                                              \
     X(PADDED, workspace_size_alone, INVALID, "exec.workspace is NULL", w->e.workspace_bytes = 10)                      \
     X(PADDED, workspace_in_o, INVALID, "share memory", w->e.workspace = w->m->o; w->e.workspace_bytes = 1 << 26)       \
+    X(PADDED, workspace_in_q, INVALID, "exec.workspace and q",                                                         \
+      P.device.type = FLASH_ATTN_REFERENCE; w->e.workspace = w->m->q; w->e.workspace_bytes = 64)                       \
     X(PADDED, workspace_endless, INVALID, "leaves the address space", w->e.workspace = w->m->workspace;                \
       w->e.workspace_bytes = SIZE_MAX)                                                                                 \
+    X(PADDED, workspace_huge, INVALID, "leaves the address space", w->e.workspace = w->m->workspace;                   \
+      w->e.workspace_bytes = SIZE_MAX / 4)                                                                             \
     X(PADDED, q_missing, INVALID, "q.data is NULL", P.q.data = NULL)                                                   \
     X(PADDED, v_missing, INVALID, "v.data is NULL", P.v.data = NULL)                                                   \
     X(PADDED, o_missing, INVALID, "o.data is NULL", P.o.data = NULL)                                                   \
@@ -231,6 +235,13 @@ static flash_attn_status call(const world *w, base kind)
     X(PADDED, stride_product_over, INVALID, "q.stride[1]", STRIDE(P.q, 1, INT64_MAX, 1, 1))                            \
     X(PADDED, stride_bytes_over, INVALID, "q.stride[0]", STRIDE(P.q, INT64_MAX / 4 + 1, 1, 1, 1))                      \
     X(PADDED, stride_min, INVALID, "k.stride[1]", STRIDE(P.k, 1, INT64_MIN, 1, 1))                                     \
+    X(PADDED, stride_of_one_row_min, INVALID, "either way", P.bias.shape[2] = 1; STRIDE(P.bias, 1, 1, INT64_MIN, 1))   \
+    X(PADDED, stride_of_one_row_over, INVALID, "either way", P.bias.shape[2] = 1; STRIDE(P.bias, 1, 1, 1LL << 59, 1))  \
+    X(PADDED, stride_reach_over, INVALID, "it reaches over 2^58 bytes", STRIDE(P.q, 1LL << 57, HQ *D, D, 1))           \
+    X(PADDED, stride_reach_wraps, INVALID, "it reaches over 2^58 bytes",                                               \
+      P.q.shape[1] = 33; STRIDE(P.q, 1, 1LL << 57, D, 1))                                                              \
+    X(PADDED, data_at_the_end, INVALID, "leave the address space",                                                     \
+      P.q.data = (void *)(UINTPTR_MAX - (sizeof(float) * B * SQ * HQ * D - 1)))                                        \
     X(PADDED, stride_below_zero_address, INVALID, "leave the address space", P.q.data = (void *)64;                    \
       STRIDE(P.q, 1, 1, 1, -1000))                                                                                     \
     X(PADDED, o_broadcast, INVALID, "o.stride[0] is 0", STRIDE(P.o, 0, HQ *DV, DV, 1))                                 \
@@ -242,6 +253,22 @@ static flash_attn_status call(const world *w, base kind)
     X(PADDED, o_in_bias, INVALID, "share memory", P.o.data = AT(P.bias.data, 40))                                      \
     X(PADDED, lse_in_o, INVALID, "share memory", P.lse.data = AT(P.o.data, 8))                                         \
     X(PADDED, lse_in_sinks, INVALID, "share memory", P.lse.data = P.sinks.data)                                        \
+    X(PADDED, lse_in_slopes, INVALID, "lse and alibi_slopes", P.lse.data = P.alibi_slopes.data)                        \
+    X(VARLEN, lse_at_end_of_cu_q, INVALID, "lse and cu_seqlens_q", P.lse.data = &w->m->cu_q[B])                        \
+    X(VARLEN, lse_at_end_of_cu_k, INVALID, "lse and cu_seqlens_k", P.lse.data = &w->m->cu_k[B])                        \
+    X(CACHED, lse_at_end_of_used_q, INVALID, "lse and seqused_q", P.lse.data = &w->m->used_q[B - 1])                   \
+    X(CACHED, lse_at_end_of_used, INVALID, "lse and seqused_k", P.lse.data = &w->m->used[B - 1]; P.seqused_q = NULL)   \
+    X(CACHED, lse_at_end_of_pad, INVALID, "lse and leftpad_k", P.lse.data = &w->m->pad[B - 1])                         \
+    X(CACHED, lse_at_end_of_index, INVALID, "lse and cache_batch_idx", P.lse.data = &w->m->index[B - 1])               \
+    X(PAGED, lse_at_end_of_table, INVALID, "lse and pages.table", P.lse.data = &w->m->table[B * 2 - 1])                \
+    X(SLICED, lse_at_end_of_offsets, INVALID, "lse and slices.offsets", P.lse.data = &w->m->offsets[B])                \
+    X(SLICED, lse_at_end_of_slices, INVALID, "lse and slices.list",                                                    \
+      P.slices.list = memcpy(w->m->k_cache, w->slice, sizeof w->slice); P.lse.data = &w->m->k_cache[9])                \
+    X(FP8, lse_in_descale_q, INVALID, "lse and descale.q",                                                             \
+      P.descale.q = TENSOR(w->m->dsinks, 1, 1, 1, 1); P.lse.data = w->m->dsinks)                                       \
+    X(FP8, lse_in_descale_k, INVALID, "lse and descale.k", P.descale.k.data = w->m->dsinks; P.lse.data = w->m->dsinks) \
+    X(FP8, lse_in_descale_v, INVALID, "lse and descale.v",                                                             \
+      P.descale.v = TENSOR(w->m->dsinks, 1, 1, 1, 1); P.lse.data = w->m->dsinks)                                       \
     X(CACHED, lse_in_lengths, INVALID, "seqused_k", P.seqused_k = P.lse.data; P.leftpad_k = NULL;                      \
       memset(P.lse.data, 0, 8))                                                                                        \
     X(PADDED, scale_nan, INVALID, "scale is nan", P.scale = NAN)                                                       \
@@ -264,7 +291,7 @@ static flash_attn_status call(const world *w, base kind)
     X(PADDED, sinks_heads, INVALID, "sinks.shape", P.sinks.shape[1] = 1)                                               \
     X(PADDED, descale_without_fp8, INVALID, "descale.k", P.descale.k = TENSOR(w->m->slopes, 1, 1, 1, 1))               \
     X(PADDED, pages_without_table, INVALID, "pages.table is NULL", P.pages.pages_per_seq = 2)                          \
-    X(PADDED, array_misaligned, INVALID, "seqused_k", P.seqused_k = (void *)((char *)w->m->used + 2))                  \
+    X(PADDED, array_misaligned, INVALID, "is misaligned", P.seqused_k = (void *)AT(w->m->used, 2))                         \
     X(FP8, fp8_out, INVALID, "o.dtype is F8E4M3", P.o.dtype = FLASH_ATTN_F8E4M3)                                       \
     X(FP8, fp8_k_differs, INVALID, "k.dtype", P.k.dtype = FLASH_ATTN_F16)                                              \
     X(FP8, fp8_descale_heads, INVALID, "descale.k.shape", P.descale.k.shape[1] = HQ)                                   \
@@ -300,6 +327,7 @@ static flash_attn_status call(const world *w, base kind)
     X(PAGED, page_size_zero, INVALID, "k.shape[1] (page_size) is 0", P.k.shape[1] = P.v.shape[1] = 0)                  \
     X(PAGED, pages_negative, INVALID, "pages_per_seq is -1", P.pages.pages_per_seq = -1)                               \
     X(PAGED, pages_over, INVALID, "pages_per_seq is 536870911", P.pages.pages_per_seq = FA_MAX_SEQLEN)                 \
+    X(PAGED, pages_just_over, INVALID, "pages_per_seq is 134217728", P.pages.pages_per_seq = 1 << 27)                  \
     X(PAGED, page_stride_small, INVALID, "row_stride is 1", P.pages.row_stride = 1)                                    \
     X(PAGED, page_stride_negative, INVALID, "row_stride is -2", P.pages.row_stride = -2)                               \
     X(PAGED, page_stride_huge, INVALID, "row_stride", P.pages.row_stride = INT64_MAX)                                  \
@@ -313,6 +341,7 @@ static flash_attn_status call(const world *w, base kind)
     X(SLICED, slice_over, INVALID, "q_end 6", w->slice[1].q_end = 6)                                                   \
     X(SLICED, slice_over_k, INVALID, "k_end 8", w->slice[1].k_end = 8)                                                 \
     X(SLICED, slice_kind, INVALID, "slices.list[1].kind is 4", w->slice[1].kind = 4)                                   \
+    X(SLICED, slice_kind_negative, INVALID, "slices.list[0].kind is -1", w->slice[0].kind = -1)                        \
     X(SLICED, slice_offsets_start, INVALID, "slices.offsets", w->m->offsets[0] = 1)                                    \
     X(SLICED, slice_offsets_end, INVALID, "slices.offsets", w->m->offsets[2] = 3)                                      \
     X(SLICED, slice_offsets_fall, INVALID, "slices.offsets", w->m->offsets[1] = 3)                                     \
@@ -328,6 +357,12 @@ static flash_attn_status call(const world *w, base kind)
     X(BACKWARD, dq_is_q, INVALID, "share memory", G.dq.data = P.q.data)                                                \
     X(BACKWARD, dq_is_dk, INVALID, "grads.dq and grads.dk share memory", G.dk.data = G.dq.data)                        \
     X(BACKWARD, dq_in_o, INVALID, "share memory", G.dq.data = P.o.data)                                                \
+    X(BACKWARD, dq_in_lse, INVALID, "grads.dq and lse", G.dq.data = AT(P.lse.data, 4))                                 \
+    X(BACKWARD, dk_is_k, INVALID, "grads.dk and k", G.dk.data = P.k.data)                                              \
+    X(BACKWARD, dv_is_v, INVALID, "grads.dv and v", G.dv.data = P.v.data)                                              \
+    X(BACKWARD, dv_in_dout, INVALID, "grads.dv and grads.dout", G.dv.data = G.dout.data)                               \
+    X(BACKWARD, dbias_is_bias, INVALID, "grads.dbias and bias", G.dbias.data = P.bias.data)                            \
+    X(BACKWARD, dsinks_is_sinks, INVALID, "grads.dsinks and sinks", G.dsinks.data = P.sinks.data)                      \
     X(BACKWARD, dbias_without_bias, INVALID, "grads.dbias", P.bias = (flash_attn_tensor){0})                           \
     X(BACKWARD, dbias_shape, INVALID, "grads.dbias.shape", G.dbias = TENSOR(G.dbias.data, 1, HQ, SQ, SK))              \
     X(BACKWARD, dsinks_without_sinks, INVALID, "grads.dsinks", P.sinks = (flash_attn_tensor){0})                       \
@@ -338,6 +373,7 @@ static flash_attn_status call(const world *w, base kind)
     X(APPEND, append_null, INVALID, "append is NULL", w->null_problem = true)                                          \
     X(APPEND, append_nothing, INVALID, "nothing to do", A.k_new.data = A.v_new.data = A.q.data = A.q_out.data = NULL)  \
     X(APPEND, append_reserved, INVALID, "append.reserved", A.reserved[0] = 1)                                          \
+    X(APPEND, append_threads_negative, INVALID, "num_threads is -1", w->e.num_threads = -1)                            \
     X(APPEND, rotary_reserved, INVALID, "rotary.reserved", A.rotary.reserved[1] = 1)                                   \
     X(APPEND, append_overflow, INVALID, "do not fit", w->m->held[1] = 7)                                               \
     X(APPEND, append_held_negative, INVALID, "cache_seqlens[0] is -1", w->m->held[0] = -1)                             \
@@ -353,6 +389,12 @@ static flash_attn_status call(const world *w, base kind)
     X(APPEND, append_cache_capacity_differs, INVALID, "v_cache.shape", A.v_cache.shape[1] = 7)                         \
     X(APPEND, append_cache_broadcast, INVALID, "k_cache.stride", STRIDE(A.k_cache, 0, HK *D, D, 1))                    \
     X(APPEND, append_k_in_cache, INVALID, "share memory", A.k_new.data = A.k_cache.data)                               \
+    X(APPEND, append_v_in_cache, INVALID, "v_cache and v_new", A.v_new.data = A.v_cache.data)                          \
+    X(APPEND, append_cos_in_q_out, INVALID, "q_out and rotary.cos", A.rotary.cos.data = AT(A.q_out.data, 8))           \
+    X(APPEND, append_sin_in_q_out, INVALID, "q_out and rotary.sin", A.rotary.sin.data = AT(A.q_out.data, 8))           \
+    X(APPEND, append_lengths_in_cache, INVALID, "k_cache and cache_seqlens", A.cache_seqlens = A.k_cache.data)         \
+    X(APPEND, append_index_in_cache, INVALID, "k_cache and cache_batch_idx", A.cache_batch_idx = A.k_cache.data)       \
+    X(APPEND, append_pad_in_cache, INVALID, "v_cache and leftpad_k", A.leftpad_k = A.v_cache.data)                     \
     X(APPEND, append_q_out_shifted, INVALID, "share memory", A.q_out.data = AT(A.q.data, 4))                           \
     X(APPEND, append_q_out_alone, INVALID, "q.data is NULL", A.q.data = NULL)                                          \
     X(APPEND, append_q_out_missing, INVALID, "q_out.data is NULL", A.q_out.data = NULL)                                \
@@ -364,6 +406,7 @@ static flash_attn_status call(const world *w, base kind)
       A.rotary.cos.shape[0] = A.rotary.sin.shape[0] = 10)                                                              \
     X(APPEND, rotary_dtype, INVALID, "rotary.cos.dtype", A.rotary.cos.dtype = FLASH_ATTN_F16)                          \
     X(APPEND_PAGED, append_page_over, INVALID, "pages.table[1][1] is 6", w->m->table[3] = 6)                           \
+    X(APPEND_PAGED, append_table_in_cache, INVALID, "v_cache and pages.table", A.pages.table = A.v_cache.data)         \
     X(APPEND_PAGED, append_page_twice, INVALID, "same rows", w->m->table[1] = 0; w->m->held[0] = 5)                    \
     X(APPEND_PAGED, append_page_twice_in_one, INVALID, "same rows", w->m->held[0] = 0; A.k_new.shape[1] = 2;           \
       A.k_cache.shape[1] = A.v_cache.shape[1] = 1; w->m->held[1] = 0; w->m->table[0] = w->m->table[1])                 \

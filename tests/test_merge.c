@@ -146,6 +146,9 @@ static void nan_stays_in_its_row(void **state)
     }
     for (int i = 0; i < LSE; i++)
         assert_true(isnan(merged_lse[i]) == (i == 3));
+    lse[0][3] = -INFINITY; /* beside an empty part too */
+    assert_int_equal(flash_attn_merge(NULL, devices[0], parts, 2, &result, NULL), FLASH_ATTN_OK);
+    assert_true(isnan(merged_lse[3]) && isnan(merged_o[3 * HQ * DV]));
 }
 
 /* Parts of any dtype and stride: 16-bit inputs, result [b, h, s, d] in bfloat16. */

@@ -25,7 +25,7 @@ static void expect_together(ring_world *t, int rank, flash_attn_status expected,
 static void nonsense_at_one_rank_fails_on_all_and_writes_nothing(void **state)
 {
     (void)state;
-    for (int kind = 0; kind < 7; kind++) {
+    for (int kind = 0; kind < 8; kind++) {
         ring_world        *test = ring_start(usual_ring(4), FLASH_ATTN_F32, 3);
         ring_rank         *r = ring_world_rank(test, 2), kept = *r;
         static const float bias[1];
@@ -57,6 +57,10 @@ static void nonsense_at_one_rank_fails_on_all_and_writes_nothing(void **state)
         case 6:
             r->p.softcap = 2.0f;
             expect_together(test, -1, FLASH_ATTN_INVALID, "softcap");
+            break;
+        case 7:
+            r->p.lse.data = r->p.o.data;
+            expect_together(test, 2, FLASH_ATTN_INVALID, "share memory");
             break;
         }
         *r = kept;

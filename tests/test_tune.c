@@ -388,6 +388,8 @@ static void the_environment_and_the_cache_say_which_file(void **state)
     unlink(kept);
 }
 
+static void count_choice(void *user, const flash_attn_tune_choice *choice);
+
 static void what_cannot_be_done_is_refused(void **state)
 {
     (void)state;
@@ -399,6 +401,17 @@ static void what_cannot_be_done_is_refused(void **state)
     fa_isa_detect(&isa);
     expect_status(fa_tuning_store(&isa, "/nowhere/at/all.txt", &tuning), FLASH_ATTN_INVALID, "no folder");
     assert_non_null(strstr(flash_attn_last_error(), "/nowhere/at/all.txt"));
+    char folder[80];
+    snprintf(folder, sizeof folder, "%s/folder", home);
+    assert_int_equal(mkdir(folder, 0700), 0);
+    expect_status(fa_tuning_store(&isa, folder, &tuning), FLASH_ATTN_INVALID, "a folder");
+
+    int measured = 0; /* a place that cannot be written is said before anything is measured */
+    expect_status(flash_attn_tune(NULL, "/nowhere/at/all.txt", 1, count_choice, &measured), FLASH_ATTN_INVALID, "tune to no folder");
+    expect_status(flash_attn_tune(NULL, folder, 1, count_choice, &measured), FLASH_ATTN_INVALID, "tune to a folder");
+    assert_non_null(strstr(flash_attn_last_error(), "no plain file"));
+    assert_int_equal(measured, 0);
+    rmdir(folder);
 }
 
 /* ---- measuring ---- */

@@ -53,21 +53,51 @@ def _device_name(found):
 _HOST = View(None, -2, (), ())  # stands for q where an array must be in host memory
 
 
-def _lengths(array, name, beside, keep):
-    """The address of a contiguous int32 array on the device of the View beside, copied if it is not one already."""
-    if array is None:
-        return None
+def int32_array(array, name, beside, keep, shape, rows_apart=False):
+    """The View of an int32 array of this shape (None: any extent) on the device of the View beside; of a contiguous copy if it is
+    not one already. C is told addresses only, and would read past the end of what is too short. rows_apart: of two dimensions
+    the first may have any stride that leaves a row whole."""
     found = view(array)
-    if found.dtype != -2 or (found.shape and found.stride[-1] != 1 and found.shape[-1] > 1):
+    if len(found.shape) != len(shape) or any([want not in (None, extent) for want, extent in zip(shape, found.shape)]):
+        expected = ", ".join(["any" if want is None else str(want) for want in shape])
+        raise _native.InvalidError(f"{name} has shape {list(found.shape)}: expected [{expected}]")
+    if found.dtype >= 0:
+        raise _native.InvalidError(f"{name} is {_native.DTYPE_NAMES[found.dtype]}: expected int32")
+    if found.dtype != -2 or not (_is_contiguous(found.shape, found.stride) or rows_apart and found.stride[0] >= found.shape[1]
+                                 and _is_contiguous(found.shape[1:], found.stride[1:])):
+        given = array
         if is_torch(array):
             array = array.to(dtype=sys.modules["torch"].int32).contiguous()
         else:
             array = np.ascontiguousarray(array, dtype=np.int32)
+        if found.dtype != -2 and found.device == _native.CPU and (array != given).any():
+            raise _native.InvalidError(f"{name} has numbers that int32 does not hold")
         found = view(array)
     if found.device != beside.device or found.index != beside.index:
         raise _native.InvalidError(f"{name} is on {_device_name(found)} but expected on {_device_name(beside)}")
     keep.append(array)
-    return found.data
+    return found
+
+
+def _is_contiguous(shape, stride):
+    step = 1
+    for extent, own in zip(reversed(shape), reversed(stride)):
+        if extent > 1 and own != step:
+            return False
+        step *= extent
+    return True
+
+
+def _pages(block_table, batch, beside, keep):
+    """The C struct of block_table [batch, pages]. It may be a part of a wider one: nothing is copied then."""
+    found = int32_array(block_table, "block_table", beside, keep, (batch, None), rows_apart=True)
+    return Pages(found.data, found.stride[0] if batch > 1 else 0, found.shape[1], 0)
+
+
+def _wrong_number(window, **others):
+    named = "".join([f", {name} {value!r}" for name, value in others.items()])
+    return _native.InvalidError(f"window is {tuple(window)}{named}: expected numbers; window, num_splits and max_seqlen are whole "
+                                "and below 2**31")
 
 
 def _stream(found):
@@ -108,6 +138,10 @@ class Call:
         if softcap:
             problem.softcap = softcap
         left, right = window
+        try:
+            struct.pack("5i", left, right, num_splits, max_seqlen_q or 0, max_seqlen_k or 0)  # ctypes would cut off what is too large
+        except struct.error:
+            raise _wrong_number(window, num_splits=num_splits, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k) from None
         if causal:
             right = 0
         if left >= 0 or (right >= 0 and not (causal and left < 0)):
@@ -125,25 +159,32 @@ class Call:
         if sinks is not None:
             keep.append(sinks)
             _put(buffer, _AT["sinks"], view(sinks), "sinks", (1,), found_q)
-        for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k), ("seqused_q", seqused_q),
-                            ("seqused_k", seqused_k), ("leftpad_k", leftpad_k), ("cache_batch_idx", cache_batch_idx)):
-            if array is not None:
-                setattr(problem, name, _lengths(array, name, found_q, keep))
+        batch = found_q.shape[0]
         if cu_seqlens_q is not None:
-            problem.batch = len(cu_seqlens_q) - 1
+            batch = int32_array(cu_seqlens_q, "cu_seqlens_q", found_q, keep, (None,)).shape[0] - 1
+            if batch < 0:
+                raise _native.InvalidError("cu_seqlens_q is empty: expected 0 and the end of each sequence")
+        for name, array, count in (("cu_seqlens_q", cu_seqlens_q, batch + 1), ("cu_seqlens_k", cu_seqlens_k, batch + 1),
+                                   ("seqused_q", seqused_q, batch), ("seqused_k", seqused_k, batch),
+                                   ("leftpad_k", leftpad_k, batch), ("cache_batch_idx", cache_batch_idx, batch)):
+            if array is not None:
+                setattr(problem, name, int32_array(array, name, found_q, keep, (count,)).data)
+        if cu_seqlens_q is not None:
+            problem.batch = batch
             problem.max_seqlen_q = max_seqlen_q or 0
         if cu_seqlens_k is not None:
             problem.max_seqlen_k = max_seqlen_k or 0
         problem.num_splits = num_splits
         if block_table is not None:
-            address = _lengths(block_table, "block_table", found_q, keep)
-            problem.pages = Pages(address, 0, block_table.shape[1], 0)
+            problem.pages = _pages(block_table, batch, found_q, keep)
         if slices is not None:
             # Slices are host memory for every device.
             table = slices.cpu() if is_torch(slices) else slices
             offsets = slice_offsets.cpu() if is_torch(slice_offsets) else slice_offsets
-            problem.slices = Slices(_lengths(table, "slices", _HOST, keep), len(table), 0,
-                                    _lengths(offsets, "slice_offsets", _HOST, keep))
+            found = int32_array(table, "slices", _HOST, keep, (None, 5))
+            problem.slices = Slices(found.data, found.shape[0], 0, None)
+            if offsets is not None:
+                problem.slices.offsets = int32_array(offsets, "slice_offsets", _HOST, keep, (batch + 1,)).data
         if dropout_p:
             problem.dropout.p, problem.dropout.seed, problem.dropout.offset = dropout_p, seed, offset
         for name, array in (("q", q_descale), ("k", k_descale), ("v", v_descale)):
@@ -237,12 +278,15 @@ def _short_fill(device, index, dtype, q, q_shape, q_stride, k, k_shape, k_stride
     else:
         mask, left, right = _native.MASK_WINDOW, max(left, -1), 0 if causal else max(right, -1)
     short = _short
-    _pack_head(short.plain if lengths is None else short.varlen, 0, device, index, q, dtype, *q_shape, *q_stride, k, dtype,
-               *k_shape, *k_stride, v, dtype, *v_shape, *v_stride, out, dtype, lse, 0,
-               -0.0 if scale == 0 else scale or 0.0, softcap, mask, left, right)
-    if lengths is None:
-        return short.plain_at
-    _pack_lengths(short.varlen, _AT["cu_seqlens_q"], *lengths)
+    try:
+        _pack_head(short.plain if lengths is None else short.varlen, 0, device, index, q, dtype, *q_shape, *q_stride, k, dtype,
+                   *k_shape, *k_stride, v, dtype, *v_shape, *v_stride, out, dtype, lse, 0,
+                   -0.0 if scale == 0 else scale or 0.0, softcap, mask, left, right)
+        if lengths is None:
+            return short.plain_at
+        _pack_lengths(short.varlen, _AT["cu_seqlens_q"], *lengths)
+    except struct.error:
+        raise _wrong_number(window, scale=scale, softcap=softcap, max_seqlens=lengths and lengths[3:]) from None
     return short.varlen_at
 
 
@@ -352,11 +396,15 @@ def append_kv(k_cache, v_cache, k_new=None, v_new=None, *, q=None, q_out=None, c
             _put(buffer, getattr(Append, name).offset, view(array), name, _ALL, found)
     append = Append.from_buffer(buffer)
     append.device.type, append.device.index = found.device, found.index
+    batch = (q if k_new is None else k_new).shape[0]
     for name, array in (("cache_seqlens", cache_seqlens), ("cache_batch_idx", cache_batch_idx),
                         ("leftpad_k", leftpad_k)):
-        setattr(append, name, _lengths(array, name, found, keep))
+        if array is not None:
+            setattr(append, name, int32_array(array, name, found, keep, (batch,)).data)
     if block_table is not None:
-        append.pages = Pages(_lengths(block_table, "block_table", found, keep), 0, block_table.shape[1], 0)
+        append.pages = _pages(block_table, batch, found, keep)
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise _native.InvalidError("rotary_cos and rotary_sin must be given together")
     if rotary_cos is not None:
         start = Append.rotary.offset
         _put(buffer, start + Rotary.cos.offset, view(rotary_cos), "rotary_cos", (0, 1), found)
@@ -369,6 +417,8 @@ def append_kv(k_cache, v_cache, k_new=None, v_new=None, *, q=None, q_out=None, c
 
 def merge(parts, out=None, lse=None):
     """flash_attn_merge: [(o, lse), ...] over disjoint keys into one (o, lse). o [b, s, h, d], lse [b, h, s]."""
+    if len(parts) == 0:
+        raise _native.InvalidError("parts is empty: expected one pair of o and lse or more")
     size = ctypes.sizeof(Partial)
     first, first_lse = parts[0]
     if out is None:

@@ -3,8 +3,8 @@
 import numpy as np
 
 from . import _native
-from ._arrays import is_torch
-from ._call import Call, append_kv
+from ._arrays import is_torch, view
+from ._call import Call, append_kv, int32_array
 from ._variants import chunk_slices, host_list, join_qv
 
 
@@ -40,6 +40,9 @@ def _kvcache(q, k_cache, v_cache, k, v, *, rotary_cos=None, rotary_sin=None, rot
         if cache_seqlens is None:
             raise _native.InvalidError("If key is supplied, it must have seqlen <= the seqlen of the KV cache: "
                                        "cache_seqlens must say where k and v go")
+        for name, array in (("cache_leftpad", cache_leftpad), ("seqused_q", seqused_q)):
+            if array is not None:  # before anything is written; the rest append_kv looks at first
+                int32_array(array, name, view(q), [], (batch,))
         rotated = None
         if rotary_cos is not None:
             rotated, q = q, q.clone() if is_torch(q) else q.copy()

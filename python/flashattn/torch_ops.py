@@ -165,11 +165,12 @@ def _short_dtype(q, k, v, cu_seqlens_q, cu_seqlens_k):
     dims = 4
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         if cu_seqlens_q is None or cu_seqlens_k is None or not _contiguous_lengths(cu_seqlens_q, q) or \
-                not _contiguous_lengths(cu_seqlens_k, q):
+                not _contiguous_lengths(cu_seqlens_k, q) or not 0 < len(cu_seqlens_q) == len(cu_seqlens_k):
             return None
         dims = 3
     dtype = q.dtype
-    if q.dim() == k.dim() == v.dim() == dims and dtype == k.dtype == v.dtype and q.device == k.device == v.device:
+    if q.dim() == k.dim() == v.dim() == dims and dtype == k.dtype == v.dtype and q.device == k.device == v.device and \
+            (q.is_cpu or q.is_cuda):
         return _short_dtypes.get(dtype)
     return None
 

@@ -317,6 +317,8 @@ bool fa_tuning_is_sound(const fa_tuning *tuning);
  * of another processor or version, leaves zeros. */
 flash_attn_tuning fa_tuning_load(const fa_isa *isa, const char *file, fa_tuning *tuning);
 flash_attn_status fa_tuning_store(const fa_isa *isa, const char *file, const fa_tuning *tuning);
+/* What fa_tuning_store would say of the place, before there is anything to store. */
+flash_attn_status fa_tuning_can_store(const char *file);
 
 /* ---- the backend ---- */
 

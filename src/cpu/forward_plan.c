@@ -321,9 +321,9 @@ void fa_forward_explain(const fa_cpu *cpu, const fa_call *call, int threads, fla
     explanation->scratch_bytes = (int64_t)r.scratch_bytes;
     snprintf(explanation->kernel, sizeof explanation->kernel, "%s_%s", shape.few ? "decode" : "forward",
              shape.kernels->name);
-    snprintf(explanation->reason, sizeof explanation->reason, "%s; %d tiles of queries share a packed tile of keys%s",
+    snprintf(explanation->reason, sizeof explanation->reason, "%s; a packed tile of keys serves %d tile%s of queries%s",
              shape.few      ? "few rows: K and V are read in place"
              : shape.shared ? "K and V are packed once by tiles, for all blocks"
                             : "K and V are packed by tiles",
-             r.plan.tiles_per_block, fa_tiles_origin(cpu, shape.kernels, call));
+             r.plan.tiles_per_block, r.plan.tiles_per_block == 1 ? "" : "s", fa_tiles_origin(cpu, shape.kernels, call));
 }

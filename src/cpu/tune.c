@@ -316,6 +316,9 @@ static flash_attn_status measure_all(tuner *t)
 flash_attn_status fa_cpu_tune(const flash_attn_context *context, const char *file, double seconds,
                               flash_attn_tune_report report, void *user)
 {
+    bool stores = !file || *file;
+    if (stores)
+        FA_TRY(fa_tuning_can_store(file)); /* not after half a minute */
     tuner *t = calloc(1, sizeof *t);
     if (!t)
         return fa_fail(FLASH_ATTN_NO_MEMORY, "no memory for %zu bytes of candidates", sizeof *t);
@@ -323,7 +326,7 @@ flash_attn_status fa_cpu_tune(const flash_attn_context *context, const char *fil
     t->choice_s = seconds / 20; /* 8 choices without AMX, 23 with it, 1 more for AMX-FP16 */
     fa_tuning_load(&context->cpu->isa, file, &t->found);
     flash_attn_status status = measure_all(t);
-    if (status == FLASH_ATTN_OK && (!file || *file))
+    if (status == FLASH_ATTN_OK && stores)
         status = fa_tuning_store(&context->cpu->isa, file, &t->found);
     free(t);
     return status;

@@ -18,9 +18,11 @@
 #include "cpu/cpu.h"
 #include "file.h"
 
+#include <fcntl.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 enum { FORM = 1, FILE_BYTES = 8192, HASH_LINE_BYTES = 5 + 16 + 1 };
@@ -213,16 +215,38 @@ flash_attn_tuning fa_tuning_load(const fa_isa *isa, const char *file, fa_tuning 
     return found;
 }
 
+static const char *shown(const char *file) { return file ? file : "flashattn/cpu-tune.txt in the user's cache folder"; }
+
+static flash_attn_status open_to_store(const char *file, const char **name, int *folder)
+{
+    struct stat there;
+    *folder = open_place(file, true, name);
+    if (*folder < 0)
+        return fa_fail(FLASH_ATTN_INVALID, "%.200s: its folder must be there, and nobody but its user may write to it",
+                       shown(file));
+    if (fstatat(*folder, *name, &there, AT_SYMLINK_NOFOLLOW) != 0 || S_ISREG(there.st_mode))
+        return FLASH_ATTN_OK;
+    close(*folder);
+    return fa_fail(FLASH_ATTN_INVALID, "%.200s is no plain file, expected one, or none yet", shown(file));
+}
+
+flash_attn_status fa_tuning_can_store(const char *file)
+{
+    const char *name;
+    int         folder;
+    FA_TRY(open_to_store(file, &name, &folder));
+    close(folder);
+    return FLASH_ATTN_OK;
+}
+
 flash_attn_status fa_tuning_store(const fa_isa *isa, const char *file, const fa_tuning *tuning)
 {
-    const char *name, *shown = file ? file : "flashattn/cpu-tune.txt in the user's cache folder";
-    text        whole  = {.used = 0};
-    int         folder = open_place(file, true, &name);
-    if (folder < 0)
-        return fa_fail(FLASH_ATTN_INVALID, "%.200s: its folder must be there, and nobody but its user may write to it",
-                       shown);
+    const char *name;
+    int         folder;
+    text        whole = {.used = 0};
+    FA_TRY(open_to_store(file, &name, &folder));
     put_tuning(&whole, isa, tuning);
     bool done = fa_file_write(folder, name, NULL, 0, whole.at, whole.used, 0600);
     close(folder);
-    return done ? FLASH_ATTN_OK : fa_fail(FLASH_ATTN_INVALID, "%.200s could not be written", shown);
+    return done ? FLASH_ATTN_OK : fa_fail(FLASH_ATTN_INVALID, "%.200s could not be written", shown(file));
 }

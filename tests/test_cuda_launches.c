@@ -1,0 +1,538 @@
+/* What a CUDA plan launches, without a device: that blocks and parts cover the work, that the workspace's pieces lie apart and are
+ * large enough, and what tensor maps can describe. No emulated GPU runs the host's side of Hopper's kernels. */
+#include "harness.h"
+
+#include "check.h"
+#include "cuda/cuda.h"
+
+#include <limits.h>
+
+static int32_t numbers[65]; /* an address; never read */
+
+typedef struct shape {
+    int64_t batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim;
+} shape;
+
+static flash_attn_problem problem_of(shape s, flash_attn_dtype dtype, flash_attn_mask mask)
+{
+    return (flash_attn_problem){.device = {.type = FLASH_ATTN_CUDA},
+                                .q      = {.dtype = dtype, .shape = {s.batch, s.seqlen_q, s.heads_q, s.head_dim}},
+                                .k      = {.dtype = dtype, .shape = {s.batch, s.seqlen_k, s.heads_k, s.head_dim}},
+                                .v      = {.dtype = dtype, .shape = {s.batch, s.seqlen_k, s.heads_k, s.head_dim}},
+                                .o      = {.dtype = dtype},
+                                .mask   = mask};
+}
+
+static void make_varlen(flash_attn_problem *p, int32_t longest)
+{
+    p->batch      = (int32_t)p->q.shape[0];
+    p->q.shape[1] = p->q.shape[0] * p->q.shape[1];
+    p->k.shape[1] = p->v.shape[1] = p->k.shape[0] * p->k.shape[1];
+    p->q.shape[0] = p->k.shape[0] = p->v.shape[0] = 1;
+    p->cu_seqlens_q = p->cu_seqlens_k = numbers;
+    p->max_seqlen_q = p->max_seqlen_k = longest;
+}
+
+static void plan_it(const flash_attn_problem *p, flash_attn_pass pass, int arch, fa_call *call, fa_plan *plan)
+{
+    flash_attn_dtype  dtype = p->q.dtype;
+    flash_attn_grads  g     = {{.dtype = dtype}, {.dtype = dtype}, {.dtype = dtype}, {.dtype = dtype}, {.dtype = p->bias.dtype}, {0}, {0}};
+    if (fa_normalise(p, pass == FLASH_ATTN_BACKWARD ? &g : NULL, pass, FA_PLAN, call) != FLASH_ATTN_OK ||
+        fa_plan_make(call, arch, NULL, plan) != FLASH_ATTN_OK)
+        fail_msg("sm_%d: %s", arch, flash_attn_last_error());
+}
+
+static int64_t tiles_of(int64_t rows, int64_t tile) { return (rows + tile - 1) / tile; }
+
+static const fa_launch *main_of(const fa_plan *plan) { return &plan->launch[plan->main]; }
+
+/* ---- blocks ---- */
+
+static void the_forward_for_hopper_has_blocks_for_all_tiles(void **state)
+{
+    (void)state;
+    static const int64_t lengths[] = {129, 384, 385, 1100, 4096, 5000};
+    for (int n = 0; n < 6; n++)
+        for (int mask = FLASH_ATTN_NONE; mask <= FLASH_ATTN_CAUSAL; mask++)
+            for (int varlen = 0; varlen < 2; varlen++) {
+                fa_call            call;
+                fa_plan            plan;
+                int64_t            batch = varlen ? 61 : 3;
+                flash_attn_problem p = problem_of((shape){batch, lengths[n], lengths[n], 5, 5, 128}, FLASH_ATTN_BF16, (flash_attn_mask)mask);
+                if (varlen)
+                    make_varlen(&p, (int32_t)lengths[n]);
+                plan_it(&p, FLASH_ATTN_FORWARD, 90, &call, &plan);
+                const fa_launch *main  = main_of(&plan);
+                int64_t          tiles = tiles_of(call.max_seqlen_q, main->key.tile_q);
+                assert_int_equal(main->key.kernel, FA_KERNEL_FORWARD_SM90);
+                assert_int_equal(main->stays, !varlen);
+                assert_int_equal(plan.args.order_heads > 0, varlen);
+                if (!varlen)
+                    assert_int_equal(main->blocks, (mask ? (tiles + 1) / 2 : tiles) * batch * 5);
+                else if (plan.args.block_tiles == 0)
+                    assert_int_equal(main->blocks, tiles * batch * 5);
+                else { /* as packed_sm90.cuh numbers tiles: each sequence may end inside one */
+                    assert_true(plan.args.all_tiles_q >= batch * tiles_of(lengths[n], main->key.tile_q));
+                    assert_true(main->blocks * plan.args.block_tiles >= (int64_t)plan.args.all_tiles_q * 5);
+                    assert_true((main->blocks - 1) * plan.args.block_tiles < (int64_t)plan.args.all_tiles_q * 5);
+                }
+            }
+}
+
+static void a_value_of_fp8_is_turned_for_every_tile_of_keys(void **state)
+{
+    (void)state;
+    fa_call            call;
+    fa_plan            plan;
+    flash_attn_problem p = problem_of((shape){2, 512, 1000, 4, 2, 128}, FLASH_ATTN_F8E4M3, FLASH_ATTN_NONE);
+    p.o.dtype            = FLASH_ATTN_BF16;
+    plan_it(&p, FLASH_ATTN_FORWARD, 90, &call, &plan);
+    assert_int_equal(plan.launch[0].key.kernel, FA_KERNEL_VALUES_SM90);
+    assert_int_equal(plan.launch[0].blocks, tiles_of(1000, main_of(&plan)->key.tile_k) * 2 * 2);
+    assert_int_equal(plan.launch[0].key.tile_k, main_of(&plan)->key.tile_k);
+}
+
+/* Every key head's tiles are dealt, or owned by a block, and each once. */
+static void the_backward_for_hopper_deals_every_head_once(void **state)
+{
+    (void)state;
+    static const int64_t lengths[] = {192, 640, 2048, 8192};
+    static const int64_t dims[]    = {64, 128, 256};
+    for (int n = 0; n < 4 * 3 * 2 * 4; n++) {
+        int64_t            length = lengths[n % 4];
+        int                mask = n / 12 % 2, kind = n / 24; /* plain, deterministic, varlen, left padding */
+        fa_call            call;
+        fa_plan            plan;
+        flash_attn_problem p = problem_of((shape){5, length, length, 24, 24, dims[n / 4 % 3]}, FLASH_ATTN_F16, (flash_attn_mask)mask);
+        p.deterministic      = kind == 1;
+        p.leftpad_k          = kind == 3 ? numbers : NULL;
+        if (kind == 2)
+            make_varlen(&p, (int32_t)length);
+        plan_it(&p, FLASH_ATTN_BACKWARD, 90, &call, &plan);
+        const fa_args *args = &plan.args;
+        int64_t        heads = kind == 2 ? 24 : 24 * 5, tiles_k = tiles_of(length, main_of(&plan)->key.tile_k);
+        assert_int_equal(main_of(&plan)->key.kernel, FA_KERNEL_BACKWARD_SM90);
+        assert_int_equal(args->own_heads + args->dealt_heads, heads);
+        if (mask == FLASH_ATTN_CAUSAL) /* tiles are owned in pairs, of two heads where they are odd */
+            assert_int_equal(args->own_heads % 2, 0);
+        if (kind == 0 && !args->first_stores)
+            assert_true(mask == FLASH_ATTN_CAUSAL ? args->dealt_heads > 0 : args->dealt_heads == 0);
+        if (kind != 0 && kind != 3)
+            assert_int_equal(args->own_heads, 0);
+        if (kind != 0)
+            assert_int_equal(args->first_stores, 0);
+        assert_true(args->order_heads >= (args->dealt_heads > 0) && args->order_heads <= heads);
+        assert_int_equal(args->dealt_tiles, kind == 2 ? args->all_tiles_k : tiles_k);
+        assert_true(args->all_tiles_k >= tiles_k * 5 && args->all_tiles_q >= tiles_of(length, main_of(&plan)->key.tile_q) * 5);
+        assert_int_equal(main_of(&plan)->blocks, (int64_t)args->all_tiles_k * 24);
+        assert_int_equal(plan.launch[0].key.kernel, FA_KERNEL_BACKWARD_ROWSUM);
+        assert_int_equal(plan.launch[0].blocks, (int64_t)args->all_tiles_q * 24);
+        assert_int_equal(plan.launch[2].blocks, (int64_t)args->all_tiles_q * 24);
+    }
+}
+
+/* dQ is not cleared where the first tile of keys writes it, so that tile must see every query. */
+static void the_first_keys_store_dq_only_if_all_queries_see_them(void **state)
+{
+    (void)state;
+    static const struct {
+        int64_t         seqlen_q, seqlen_k;
+        flash_attn_mask mask;
+        int             left, right, stores;
+    } calls[] = {{512, 512, FLASH_ATTN_NONE, 0, 0, 1},   {512, 512, FLASH_ATTN_CAUSAL, 0, 0, 1},     {513, 512, FLASH_ATTN_CAUSAL, 0, 0, 0},
+                 {512, 513, FLASH_ATTN_CAUSAL, 0, 0, 1}, {512, 512, FLASH_ATTN_WINDOW, 500, 0, 0},   {520, 512, FLASH_ATTN_WINDOW, -1, 8, 1},
+                 {521, 512, FLASH_ATTN_WINDOW, -1, 8, 0}, {512, 1 << 15, FLASH_ATTN_NONE, 0, 0, 0}};
+    for (size_t n = 0; n < sizeof calls / sizeof *calls; n++) {
+        fa_call            call;
+        fa_plan            plan;
+        flash_attn_problem p = problem_of((shape){2, calls[n].seqlen_q, calls[n].seqlen_k, 64, 64, 128}, FLASH_ATTN_BF16, calls[n].mask);
+        p.window_left        = calls[n].left;
+        p.window_right       = calls[n].right;
+        plan_it(&p, FLASH_ATTN_BACKWARD, 90, &call, &plan);
+        if (plan.args.first_stores != calls[n].stores)
+            fail_msg("call %zu", n);
+    }
+}
+
+static void a_small_backward_is_one_cluster_a_head(void **state)
+{
+    (void)state;
+    fa_call call;
+    fa_plan plan;
+    for (int n = 0; n < 4; n++)
+        for (int64_t seqlen_k = 32; seqlen_k <= 160; seqlen_k += 32) {
+            int                arch = n & 1 ? 90 : 80;
+            flash_attn_problem p = problem_of((shape){2, 100, seqlen_k, 4, 4, n & 2 ? 256 : 64}, FLASH_ATTN_F16, FLASH_ATTN_NONE);
+            plan_it(&p, FLASH_ATTN_BACKWARD, arch, &call, &plan);
+            int64_t tiles = tiles_of(seqlen_k, main_of(&plan)->key.tile_k);
+            bool    one   = seqlen_k <= 128 && tiles <= (arch == 90 ? 8 : 1);
+            assert_int_equal(plan.num_launches, one ? 1 : 3);
+            assert_int_equal(main_of(&plan)->key.one_launch, one);
+            assert_int_equal(main_of(&plan)->cluster, one ? tiles : 1);
+            assert_int_equal(main_of(&plan)->blocks, tiles * 8 * plan.args.group_blocks);
+        }
+}
+
+/* Blocks that share a key head have as many of its heads each. */
+static void heads_of_a_group_are_dealt_evenly(void **state)
+{
+    (void)state;
+    for (int64_t group = 1; group <= 12; group++)
+        for (int deterministic = 0; deterministic < 2; deterministic++) {
+            fa_call            call;
+            fa_plan            plan;
+            flash_attn_problem p = problem_of((shape){3, 2048, 2048, 2 * group, 2, 64}, FLASH_ATTN_F16, FLASH_ATTN_NONE);
+            p.deterministic      = deterministic;
+            plan_it(&p, FLASH_ATTN_BACKWARD, 80, &call, &plan);
+            int blocks = plan.args.group_blocks;
+            assert_int_equal(group % blocks, 0);
+            assert_true(!deterministic || blocks == 1);
+            assert_int_equal(main_of(&plan)->key.has_kv_accum, blocks > 1);
+            assert_int_equal(main_of(&plan)->blocks, tiles_of(2048, main_of(&plan)->key.tile_k) * blocks * 2 * 3);
+        }
+}
+
+/* ---- parts of the keys ---- */
+
+static void parts_cover_all_keys(void **state)
+{
+    (void)state;
+    for (int n = 0; n < 3 * 5 * 3 * 4; n++) {
+        static const int64_t keys[] = {1, 4095, 4097, 33333, 100000}, groups[] = {1, 4, 16};
+        static const int     given[] = {0, 1, 7, 256}, archs[] = {80, 90, 120};
+        fa_call              call;
+        fa_plan              plan;
+        flash_attn_problem   p = problem_of((shape){2, 1, keys[n % 5], 16, 16 / groups[n / 5 % 3], 128}, FLASH_ATTN_BF16, FLASH_ATTN_NONE);
+        p.num_splits           = given[n / 15 % 4];
+        plan_it(&p, FLASH_ATTN_FORWARD, archs[n / 60], &call, &plan);
+        const fa_args *args = &plan.args;
+        int64_t        most = 0;
+        for (int64_t length = 1; length <= keys[n % 5]; length++) {
+            int64_t part = args->split_keys; /* as forward_work.cuh */
+            for (int d = 0; d < args->part_doublings && part * part < (int64_t)args->part_growth * length; d++)
+                part *= 2;
+            most = tiles_of(length, part) > most ? tiles_of(length, part) : most;
+        }
+        assert_int_equal(args->num_splits, most);
+        assert_int_equal(args->split_keys % main_of(&plan)->key.tile_k, 0);
+        assert_int_equal(main_of(&plan)->key.has_split, args->num_splits > 1);
+        if (p.num_splits > 0)
+            assert_true(args->num_splits <= p.num_splits && args->num_splits == tiles_of(keys[n % 5], args->split_keys));
+        assert_int_equal(main_of(&plan)->blocks % main_of(&plan)->cluster, 0);
+        assert_true(main_of(&plan)->cluster <= 8);
+        if (main_of(&plan)->key.one_launch)
+            assert_true(main_of(&plan)->cluster * args->run_parts >= args->num_splits);
+        fa_call twice;
+        fa_plan other;
+        p.q.shape[0] = p.k.shape[0] = p.v.shape[0] = 40; /* the order of sums is a sequence's own */
+        plan_it(&p, FLASH_ATTN_FORWARD, archs[n / 60], &twice, &other);
+        assert_int_equal(other.args.split_keys, args->split_keys);
+        assert_int_equal(other.args.num_splits, args->num_splits);
+    }
+}
+
+/* ---- the workspace ---- */
+
+typedef struct piece {
+    const void *at;
+    int64_t     bytes;
+} piece;
+
+static void expect_apart(const piece *pieces, int count, const char *base, size_t total)
+{
+    for (int i = 0; i < count; i++) {
+        const char *begin = pieces[i].at, *end = begin + pieces[i].bytes;
+        if (!begin)
+            continue;
+        assert_true(begin >= base && end <= base + total);
+        assert_int_equal((begin - base) % 256, 0);
+        for (int j = 0; j < i; j++)
+            assert_true(!pieces[j].at || end <= (const char *)pieces[j].at || (const char *)pieces[j].at + pieces[j].bytes <= begin);
+    }
+}
+
+static void the_workspace_has_room_for_every_piece(void **state)
+{
+    (void)state;
+    static const int archs[] = {80, 90};
+    for (int n = 0; n < 2 * 2 * 2 * 2 * 2; n++) {
+        shape              s = {3, n & 4 ? 1 : 300, 700, 8, n & 16 ? 8 : 4, 64};
+        fa_call            call;
+        fa_plan            plan;
+        flash_attn_pass    pass = n & 1 ? FLASH_ATTN_BACKWARD : FLASH_ATTN_FORWARD;
+        flash_attn_problem p    = problem_of(s, FLASH_ATTN_BF16, FLASH_ATTN_CAUSAL);
+        flash_attn_slice   list[2] = {{0, 1, 0, 700, 0}, {0, (int32_t)s.seqlen_q, 0, 10, 0}};
+        const int32_t      offsets[] = {0, 1, 2, 2};
+        p.num_splits    = n & 4 ? 5 : 0;
+        p.deterministic = (n & 8) != 0;
+        if (n & 8)
+            p.bias = (flash_attn_tensor){.dtype = FLASH_ATTN_F32, .shape = {1, 8, s.seqlen_q, 700}};
+        if (n & 8)
+            p.slices = (flash_attn_slices){.list = list, .count = 2, .offsets = offsets};
+        plan_it(&p, pass, archs[n / 2 % 2], &call, &plan);
+        char *base = (char *)(uintptr_t)4096;
+        fa_plan_place(&call, &plan, base);
+        const fa_args *a   = &plan.args;
+        const fa_key  *key = &main_of(&plan)->key;
+        int64_t        tokens = s.batch * s.seqlen_q, rows = tokens * s.heads_q, tiles = s.heads_q * a->all_tiles_q, float_bytes = sizeof(float);
+        bool           tma    = key->kernel == FA_KERNEL_BACKWARD_SM90;
+        int64_t        turns  = tma ? tiles : s.batch * s.heads_q * a->tiles_q;
+        if (!tma)
+            tiles = 0;
+        const piece pieces[] = {{a->slices, 2 * (int64_t)sizeof(fa_slice)},
+                                {a->slice_offsets, (s.batch + 1) * float_bytes},
+                                {a->o_partial, a->num_splits * rows * key->head_dim_v * float_bytes},
+                                {a->lse_partial, a->num_splits * rows * float_bytes},
+                                {a->delta, rows * float_bytes},
+                                {a->row_stats, 2 * tiles * key->tile_q * float_bytes},
+                                {a->dq_accum, (tma ? tiles * key->tile_q : rows) * key->head_dim * float_bytes},
+                                {a->dk_accum, s.batch * s.seqlen_k * s.heads_k * key->head_dim * float_bytes},
+                                {a->dv_accum, s.batch * s.seqlen_k * s.heads_k * key->head_dim_v * float_bytes},
+                                {a->dbias.data, s.heads_q * s.seqlen_q * s.seqlen_k * float_bytes},
+                                {a->dq_turn, turns * float_bytes},
+                                {a->next_item, float_bytes}};
+        expect_apart(pieces, sizeof pieces / sizeof *pieces, base, plan.workspace_bytes);
+        assert_int_equal(a->o_partial != NULL, key->has_split);
+        if (pass == FLASH_ATTN_BACKWARD) {
+            assert_non_null(a->dq_accum);
+            assert_int_equal(a->dk_accum != NULL, key->has_kv_accum);
+            assert_int_equal(a->dbias.data != NULL, (n & 8) != 0);
+            assert_int_equal(a->dq_turn != NULL, p.deterministic || a->first_stores);
+        }
+        if (a->dk_accum) /* what is added to is cleared */
+            assert_true(plan.zero == (void *)a->dk_accum && (char *)plan.zero + plan.zero_bytes == base + plan.workspace_bytes);
+    }
+}
+
+/* ---- what is refused and what goes to Hopper's kernels ---- */
+
+static void more_blocks_than_cuda_has_are_refused(void **state)
+{
+    (void)state;
+    fa_call            call;
+    fa_plan            plan;
+    flash_attn_problem p = problem_of((shape){1 << 20, 1 << 20, 64, 64, 64, 64}, FLASH_ATTN_BF16, FLASH_ATTN_NONE);
+    assert_int_equal(fa_normalise(&p, NULL, FLASH_ATTN_FORWARD, FA_PLAN, &call), FLASH_ATTN_OK);
+    assert_int_equal(fa_plan_make(&call, 80, NULL, &plan), FLASH_ATTN_UNSUPPORTED);
+    assert_non_null(strstr(flash_attn_last_error(), "blocks; CUDA allows 2147483647"));
+}
+
+static void what_a_tensor_map_cannot_describe_is_not_for_it(void **state)
+{
+    (void)state;
+    static const struct {
+        int64_t stride[4];
+        bool    forward, backward;
+    } cases[] = {{{0, 0, 0, 0}, true, true},
+                 {{512 * 256, 256, 64, 1}, true, true},
+                 {{512 * 256, 256, 68, 1}, false, false},  /* no multiple of 16 bytes */
+                 {{512 * 256, 256, -64, 1}, false, false}, /* not rising */
+                 {{0, 256, 64, 1}, false, false},
+                 {{512 * 512, 512, 128, 2}, false, false},
+                 {{512 * 256 + 8, 256, 64, 1}, true, false}, /* entries not whole rows apart */
+                 {{INT64_C(1) << 39, 256, 64, 1}, false, false},
+                 {{INT64_C(1) << 38, 256, 64, 1}, true, false}}; /* more rows than a backward's map counts */
+    for (size_t n = 0; n < sizeof cases / sizeof *cases; n++)
+        for (int which = 0; which < 3; which++) {
+            fa_call            call;
+            flash_attn_problem p = problem_of((shape){2, 512, 512, 4, 4, 64}, FLASH_ATTN_F16, FLASH_ATTN_NONE);
+            flash_attn_tensor *t = which == 0 ? &p.q : which == 1 ? &p.k : &p.v;
+            memcpy(t->stride, cases[n].stride, sizeof t->stride);
+            assert_int_equal(fa_normalise(&p, NULL, FLASH_ATTN_FORWARD, FA_PLAN, &call), FLASH_ATTN_OK);
+            assert_int_equal(fa_maps_fit(&call), cases[n].forward);
+            assert_int_equal(fa_normalise(&p, NULL, FLASH_ATTN_BACKWARD, FA_PLAN, &call), FLASH_ATTN_OK);
+            assert_int_equal(fa_maps_fit(&call), cases[n].backward);
+        }
+}
+
+/* Copies of 16 bytes need every row to begin at a multiple of them and to be whole. */
+static void what_is_not_aligned_is_copied_by_elements(void **state)
+{
+    (void)state;
+    static const struct {
+        int64_t head_dim, stride[4];
+        bool    aligned;
+    } cases[] = {{64, {0}, true},          {60, {0}, false},         {8, {0}, true},           {64, {4 * 64 * 300, 4 * 64 + 4, 64, 1}, false},
+                 {64, {4 * 64 * 300 + 8, 4 * 64, 64, 1}, true}, {64, {4 * 64 * 300 + 4, 4 * 64, 64, 1}, false},
+                 {64, {4 * 128 * 300, 4 * 128, 128, 2}, false}, {64, {-4 * 64 * 300, -4 * 64, -64, 1}, true}};
+    for (size_t n = 0; n < sizeof cases / sizeof *cases; n++)
+        for (int which = 0; which < 3; which++) {
+            fa_call            call;
+            fa_plan            plan;
+            flash_attn_problem p = problem_of((shape){2, 300, 300, 4, 4, cases[n].head_dim}, FLASH_ATTN_F16, FLASH_ATTN_NONE);
+            flash_attn_tensor *t = which == 0 ? &p.q : which == 1 ? &p.k : &p.v;
+            memcpy(t->stride, cases[n].stride, sizeof t->stride);
+            plan_it(&p, FLASH_ATTN_FORWARD, 80, &call, &plan);
+            assert_int_equal(main_of(&plan)->key.aligned, cases[n].aligned);
+            t->data = (void *)(uintptr_t)(1 << 20 | 8);
+            plan_it(&p, FLASH_ATTN_FORWARD, 80, &call, &plan);
+            assert_false(main_of(&plan)->key.aligned);
+        }
+}
+
+/* A kernel without an option knows nothing of it: one that is not in the key would be left out silently. */
+static void every_option_is_in_the_key(void **state)
+{
+    (void)state;
+    fa_key seen[16];
+    for (int n = 0; n < 12; n++) {
+        fa_call            call;
+        fa_plan            plan;
+        flash_attn_pass    pass = n < 10 ? FLASH_ATTN_FORWARD : FLASH_ATTN_BACKWARD;
+        flash_attn_slice   list = {0, 1, 0, 1, 0};
+        flash_attn_problem p    = problem_of((shape){2, 300, 320, 4, 4, 64}, FLASH_ATTN_BF16, FLASH_ATTN_CAUSAL);
+        switch (n) {
+        case 1: p.mask = FLASH_ATTN_NONE; break;
+        case 2: p.mask = FLASH_ATTN_WINDOW, p.window_left = 3; break;
+        case 3: p.softcap = 2.0f; break;
+        case 4: p.bias = (flash_attn_tensor){.dtype = FLASH_ATTN_F32, .shape = {1, 1, 1, 320}}; break;
+        case 5: p.alibi_slopes = (flash_attn_tensor){.shape = {1, 4, 1, 1}}; break;
+        case 6: p.dropout.p = 0.5f; break;
+        case 7: p.slices = (flash_attn_slices){.list = &list, .count = 1}; break;
+        case 8: p.pages = (flash_attn_pages){.table = numbers, .pages_per_seq = 2}; break;
+        case 9: p.o.dtype = FLASH_ATTN_F32; break;
+        case 11: p.deterministic = true; break;
+        default: break;
+        }
+        plan_it(&p, pass, 80, &call, &plan);
+        seen[n] = main_of(&plan)->key;
+        for (int i = 0; i < n; i++)
+            if (memcmp(&seen[i], &seen[n], sizeof *seen) == 0)
+                fail_msg("calls %d and %d have one key", i, n);
+    }
+}
+
+/* What else than options (test_cuda_plan) keeps a call from Hopper's forward. */
+static void calls_go_to_the_forward_that_can_do_them(void **state)
+{
+    (void)state;
+    for (int n = 0; n <= 13; n++) {
+        fa_call            call;
+        fa_plan            plan;
+        bool               hopper = false;
+        flash_attn_problem p = problem_of((shape){2, 512, 512, 64, 64, 128}, FLASH_ATTN_BF16, FLASH_ATTN_CAUSAL);
+        switch (n) {
+        case 0: p.num_splits = 1, hopper = true; break;
+        case 1: p.num_splits = 2; break;
+        case 2: p.cache_batch_idx = numbers, hopper = true; break;
+        case 3: p.q.shape[3] = p.k.shape[3] = 32; break;
+        case 4: p.v.shape[3] = 32; break;
+        case 5: p.q.shape[3] = p.k.shape[3] = p.v.shape[3] = 33 + 7, hopper = true; break;
+        case 6: p.scale = -0.5f; break;
+        case 7: p.scale = -0.0f; break;
+        case 8: p.softcap = 1e-35f; break; /* its slope is not finite */
+        case 9: case 10:
+            p.pages      = (flash_attn_pages){.table = numbers, .pages_per_seq = 32};
+            p.k.shape[1] = p.v.shape[1] = n == 9 ? 8 : 4;
+            hopper       = n == 9;
+            break;
+        case 11: case 12: case 13:
+            p.q.dtype = p.k.dtype = p.v.dtype = FLASH_ATTN_F8E4M3;
+            p.cache_batch_idx = n == 12 ? numbers : NULL;
+            hopper            = n == 11;
+            if (n == 13)
+                make_varlen(&p, 512);
+            break;
+        }
+        plan_it(&p, FLASH_ATTN_FORWARD, 90, &call, &plan);
+        if (main_of(&plan)->key.kernel != (hopper ? FA_KERNEL_FORWARD_SM90 : FA_KERNEL_FORWARD_SM80))
+            fail_msg("call %d goes to %s", n, fa_kernels[main_of(&plan)->key.kernel].name);
+    }
+}
+
+/* 16 rows hold the queries of all heads of a key head, or another tile does. */
+static void few_queries_fit_their_tile(void **state)
+{
+    (void)state;
+    for (int64_t group = 1; group <= 20; group++) {
+        fa_call            call;
+        fa_plan            plan;
+        flash_attn_problem p = problem_of((shape){2, 2, 4096, 2 * group, 2, 128}, FLASH_ATTN_F16, FLASH_ATTN_NONE);
+        plan_it(&p, FLASH_ATTN_FORWARD, 90, &call, &plan);
+        assert_int_equal(main_of(&plan)->key.tile_q == 16, 2 * group <= 16);
+        assert_int_equal(plan.args.tiles_q, tiles_of(2 * group, main_of(&plan)->key.tile_q));
+    }
+}
+
+/* What the kernels of 9.0 are told of the scores, which no emulated GPU reads: exp2(x log2(e)) is exp(x), and tanh(x) = 1 - 2 / (1 + exp(2 x)). */
+static void scores_are_scaled_as_the_formula_says(void **state)
+{
+    (void)state;
+    const double       log2_e = 1.4426950408889634;
+    fa_call            call;
+    fa_plan            plan;
+    flash_attn_problem p = problem_of((shape){2, 512, 512, 4, 4, 128}, FLASH_ATTN_F16, FLASH_ATTN_NONE);
+    p.scale              = 0.3f;
+    plan_it(&p, FLASH_ATTN_FORWARD, 90, &call, &plan);
+    assert_true(fabs(plan.args.scale_log2 - 0.3 * log2_e) < 1e-6);
+    assert_true(plan.args.cap_slope == 0);
+    p.softcap = 5.0f;
+    plan_it(&p, FLASH_ATTN_FORWARD, 90, &call, &plan);
+    assert_true(fabs(plan.args.cap_slope + 2 * 0.3 * log2_e / 5) < 1e-6);
+    assert_true(fabs(plan.args.cap_unit - 2 * 5 * log2_e) < 1e-5);
+    p.softcap = 0;
+    p.bias    = (flash_attn_tensor){.dtype = FLASH_ATTN_F32, .shape = {1, 4, 1, 512}};
+    plan_it(&p, FLASH_ATTN_BACKWARD, 90, &call, &plan);
+    assert_memory_equal(plan.args.dbias_extent, ((int[]){1, 4, 1, 512}), sizeof plan.args.dbias_extent);
+}
+
+static void a_piece_of_a_page_divides_page_and_tile(void **state)
+{
+    (void)state;
+    static const int sizes[][3] = {{128, 16, 16}, {128, 256, 128}, {192, 128, 64}, {128, 7, 1}, {64, 48, 16}};
+    fa_call          call       = {.pages = {.table = numbers}};
+    for (int n = 0; n < 5; n++) {
+        call.page_size = sizes[n][1];
+        assert_int_equal(fa_page_piece(&call, sizes[n][0]), sizes[n][2]);
+    }
+    call.pages.table = NULL;
+    assert_int_equal(fa_page_piece(&call, 128), 128);
+}
+
+static void devices_get_the_latest_kernels_of_their_own_kind(void **state)
+{
+    (void)state;
+    static const int archs[][2] = {{75, 0},  {80, 80},   {86, 86},   {87, 86},   {89, 89},   {90, 90},
+                                   {99, 90}, {100, 100}, {103, 100}, {110, 0}, {120, 120}, {121, 120}, {130, 0}};
+    for (size_t n = 0; n < sizeof archs / sizeof *archs; n++)
+        assert_int_equal(fa_tune_arch(archs[n][0]), archs[n][1]);
+}
+
+/* A backward writes zeros to the gradients of keys that are not used, so it must know of all of them. */
+static void used_lengths_bound_the_forward_alone(void **state)
+{
+    (void)state;
+    fa_call            call;
+    flash_attn_problem p = problem_of((shape){2, 256, 1024, 4, 4, 64}, FLASH_ATTN_F16, FLASH_ATTN_NONE);
+    p.seqused_k          = numbers;
+    p.max_seqlen_k       = 300;
+    assert_int_equal(fa_normalise(&p, NULL, FLASH_ATTN_FORWARD, FA_PLAN, &call), FLASH_ATTN_OK);
+    assert_int_equal(call.max_seqlen_k, 300);
+    assert_int_equal(fa_normalise(&p, NULL, FLASH_ATTN_BACKWARD, FA_PLAN, &call), FLASH_ATTN_OK);
+    assert_int_equal(call.max_seqlen_k, 1024);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(the_forward_for_hopper_has_blocks_for_all_tiles),
+        cmocka_unit_test(a_value_of_fp8_is_turned_for_every_tile_of_keys),
+        cmocka_unit_test(the_backward_for_hopper_deals_every_head_once),
+        cmocka_unit_test(the_first_keys_store_dq_only_if_all_queries_see_them),
+        cmocka_unit_test(a_small_backward_is_one_cluster_a_head),
+        cmocka_unit_test(heads_of_a_group_are_dealt_evenly),
+        cmocka_unit_test(parts_cover_all_keys),
+        cmocka_unit_test(the_workspace_has_room_for_every_piece),
+        cmocka_unit_test(more_blocks_than_cuda_has_are_refused),
+        cmocka_unit_test(what_a_tensor_map_cannot_describe_is_not_for_it),
+        cmocka_unit_test(what_is_not_aligned_is_copied_by_elements),
+        cmocka_unit_test(every_option_is_in_the_key),
+        cmocka_unit_test(calls_go_to_the_forward_that_can_do_them),
+        cmocka_unit_test(few_queries_fit_their_tile),
+        cmocka_unit_test(scores_are_scaled_as_the_formula_says),
+        cmocka_unit_test(a_piece_of_a_page_divides_page_and_tile),
+        cmocka_unit_test(devices_get_the_latest_kernels_of_their_own_kind),
+        cmocka_unit_test(used_lengths_bound_the_forward_alone),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
