@@ -10,7 +10,6 @@
     X(FORWARD_SM90, "forward_sm90", "forward_sm90.cu")              \
     X(BACKWARD_SM80, "backward_sm80", "backward_sm80.cu")           \
     X(BACKWARD_SM90, "backward_sm90", "backward_sm90.cu")           \
-    X(VALUES_SM90, "values_sm90", "values_sm90.cu")                 \
     X(COMBINE, "combine", "combine.cu")                             \
     X(BACKWARD_ROWSUM, "backward_rowsum", "backward_rowsum.cu")     \
     X(BACKWARD_CONVERT, "backward_convert", "backward_convert.cu")  \
