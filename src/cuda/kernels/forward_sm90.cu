@@ -18,11 +18,12 @@
  * With FA_MIN_BLOCKS 2 two such blocks share a multiprocessor, which has no registers for S' beside P then: a step is S, softmax, P V, one after the
  * other and without turns, and what fills the waits is the other three consumers'. Starts and ends of tiles hide likewise.
  *
- * FP8: the inspectors turn every tile of V round (values_sm90.cuh). P is rounded to E4M3, 2^8 times as large, so that it stays above FP8's smallest numbers down to 2^-14.
+ * FP8: the inspectors turn every tile of V round (values_sm90.cuh), or with FA_VARIANT bit 1 values_sm90.cu has done it. P is rounded to E4M3, 2^8 times as large, so that it stays above FP8's smallest numbers down to 2^-14.
  * Hopper's sums of FP8 products keep few bits, so every KEPT_STEPS steps O is taken out of the accumulators and added up in float, in shared memory.
  *
  * Shared memory: FA_Q stages of Q, FA_STAGES tiles of K, as many of V (panels as in ptx_sm90.cuh), barriers, works.
  */
+#include "kept_sm90.cuh"
 #include "pages_sm90.cuh"
 #include "rare_sm90.cuh"
 #include "scores_sm90.cuh"
@@ -31,6 +32,7 @@
 
 constexpr int CONSUMERS = FA_WARPS / 4 - 1; /* warpgroups */
 constexpr int Q_STAGES = FA_VARIANT & 1 ? 2 : 1, WORKS = 8, INSPECTORS = 2; /* warps */
+constexpr bool TURNS_V = FP8 && !(FA_VARIANT & 2);
 constexpr bool BESIDE_ANOTHER = FA_MIN_BLOCKS > 1; /* two blocks a multiprocessor */
 /* Of the registers that a lane of each of a block's warpgroups has in all: 512 with 3 consumers, 504 with 2, 240 if there are two blocks. */
 constexpr int PRODUCER_REGISTERS = BESIDE_ANOTHER ? (FP8 ? 48 : 32) : CONSUMERS == 3 ? (FP8 ? 56 : 32) : FP8 ? 56 : 40;
@@ -42,7 +44,6 @@ constexpr int  KEPT_STEPS = FP8 ? 512 / FA_TILE_K : 1 << 30;
 
 constexpr int Q_BYTES = FA_TILE_Q * FA_HEAD_DIM * ELEMENT_BYTES, K_BYTES = FA_TILE_K * FA_HEAD_DIM * ELEMENT_BYTES,
               V_BYTES = FA_TILE_K * FA_HEAD_DIM_V * ELEMENT_BYTES, Q_GROUP = 64 * panel_bytes(FA_HEAD_DIM); /* a consumer's rows */
-constexpr int KEPT_BYTES = FP8 ? FA_TILE_Q * FA_HEAD_DIM_V * 4 : 0;
 constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + FA_STAGES * K_BYTES;
 /* Turning V round takes time: one stage more where there is memory. */
 constexpr int V_STAGES = FA_STAGES + (FP8 && !BESIDE_ANOTHER && V_AT + (FA_STAGES + 1) * V_BYTES + KEPT_BYTES + 2048 <= 227 * 1024 ? 1 : 0);
@@ -151,6 +152,9 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
                 expect(v_full(v), V_BYTES);
                 if constexpr (FA_HAS_PAGED)
                     fetch_pages<FA_HEAD_DIM_V>(args, v_tile(v), maps.v, v_full(v), before, head);
+                else if constexpr (FP8 && !TURNS_V)
+                    bulk_load(v_tile(v), args.v_turned + (((fa_i64)entry * args.heads_k + head) * args.tiles_k + w.right - (n - 1)) * V_BYTES,
+                              V_BYTES, v_full(v));
                 else if constexpr (FP8)
                     fetch_values(v_tile(v), maps.v, v_full(v), entry, head, row - (n - 1) * FA_TILE_K);
                 else
@@ -182,7 +186,7 @@ FA_DEVICE void clear_other_rows(unsigned tile, fa_range rows)
  * away add_nonfinite gives to the rows that see it. True if there was any. */
 FA_DEVICE bool inspect_tile(unsigned tile, fa_range rows)
 {
-    if (rows.begin > 0 || rows.end < FA_TILE_K)
+    if ((!FP8 || TURNS_V) && (rows.begin > 0 || rows.end < FA_TILE_K)) /* else values_sm90.cu has done it */
         clear_other_rows(tile, rows);
     if (FA_MASK == FA_MASK_NONE || !holds_nonfinite<V_BYTES, INSPECTED>(tile + inspected_first()))
         return false;
@@ -202,12 +206,12 @@ FA_DEVICE void inspect(const fa_args &args)
             bool masked = is_masked(w, n);
             if (masked && inspect_tile(v_tile(tile), {w.keys.begin - first_key, w.keys.end - first_key}))
                 w.cleared = 1;
-            if constexpr (FP8) {
+            if constexpr (TURNS_V) {
                 if (masked)
                     named_sync(INSPECTED_BARRIER, 32 * INSPECTORS);
                 turn_values(v_tile(tile), same_for_all(threadIdx.x / 32 % 2));
             }
-            if (FP8 || masked) {
+            if (TURNS_V || masked) {
                 fence_async();
                 __syncwarp();
             }
@@ -303,33 +307,22 @@ FA_DEVICE void first_tile(const fa_args &args, const work &w, consumer &c, unsig
         wait_for_k(c.tile + 1);
 }
 
-/* O takes in what has been taken out of it. Each thread has its own place, where its neighbour's 16 bytes are next to its own. */
+/* O takes in what has been taken out of it. */
 FA_DEVICE void add_kept(consumer &c, float unit)
 {
-    const float4 *from = (const float4 *)(shared + KEPT_AT) + (threadIdx.x - 128);
-    float         factor[2];
+    float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; h++)
         factor[h] = c.kept_max[h] == -infinity() ? 0.0f : exp2_fast((c.kept_max[h] - c.rows.max[h]) * unit);
-#pragma unroll
-    for (int i = 0; i < O_COUNT; i += 4) {
-        float4 kept = from[i / 4 * (128 * CONSUMERS)];
-        c.o[i] += kept.x * factor[0];
-        c.o[i + 1] += kept.y * factor[0];
-        c.o[i + 2] += kept.z * factor[1];
-        c.o[i + 3] += kept.w * factor[1];
-    }
+    add_kept(c.o, shared + KEPT_AT, factor);
 }
 
 /* Takes it out: the tensor cores go on from nothing. */
 FA_DEVICE void keep_output(consumer &c, float unit)
 {
-    float4 *to = (float4 *)(shared + KEPT_AT) + (threadIdx.x - 128);
     if (c.has_kept)
         add_kept(c, unit);
-#pragma unroll
-    for (int i = 0; i < O_COUNT; i += 4)
-        to[i / 4 * (128 * CONSUMERS)] = make_float4(c.o[i], c.o[i + 1], c.o[i + 2], c.o[i + 3]);
+    store_kept(shared + KEPT_AT, c.o);
 #pragma unroll
     for (int h = 0; h < 2; h++)
         c.kept_max[h] = c.rows.max[h];
