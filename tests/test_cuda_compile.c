@@ -194,7 +194,8 @@ static flash_attn_status call_for(const fa_tune_row *row, flash_attn_dtype dtype
 {
     flash_attn_dtype   wide   = dtype == FLASH_ATTN_F8E4M3 ? FLASH_ATTN_BF16 : dtype;
     bool               few = row->only == FA_FOR_FEW; /* then a tile has the queries of four heads */
-    int64_t            seqlen = few ? row->tile_q / 4 : row->max_queries ? row->max_queries : 4096, d = row->head_dim, heads_q = few ? 16 : 4;
+    int64_t            most   = row->max_queries + (row->only == FA_FOR_LONG_TMA); /* of FA_FOR_LONG_TMA the fewest */
+    int64_t            seqlen = few ? row->tile_q / 4 : row->max_queries ? most : 4096, d = row->head_dim, heads_q = few ? 16 : 4;
     flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA},
                             .q      = {.dtype = dtype, .shape = {2, seqlen, heads_q, d}},
                             .k      = {.dtype = dtype, .shape = {2, 256, 4, d}},

@@ -211,7 +211,9 @@ static void hoppers_kernel_keeps_its_bounds(void **state)
                   {300, 129, 256, FLASH_ATTN_NONE, 1, 0, 0.035f, 0},     {131, 130, 128, FLASH_ATTN_CAUSAL, 1, 0, 0.035f, 1},
                   {200, 300, 64, FLASH_ATTN_CAUSAL, -1, 0, 0.035f, 0},   {200, 300, 128, FLASH_ATTN_NONE, 0, 0, 0.035f, 0},
                   {200, 2000, 128, FLASH_ATTN_WINDOW, 1, 0, 0.035f, 10}, {150, 9000, 64, FLASH_ATTN_NONE, 1, 1, 0.006f, 0},
-                  {150, 9000, 128, FLASH_ATTN_NONE, 1, 1, 0.006f, 0},    {150, 9000, 256, FLASH_ATTN_CAUSAL, 1, 1, 0.006f, 0}};
+                  {150, 9000, 128, FLASH_ATTN_NONE, 1, 1, 0.006f, 0},    {150, 9000, 256, FLASH_ATTN_CAUSAL, 1, 1, 0.006f, 0},
+                  {300, 900, 128, FLASH_ATTN_NONE, 300, 0, 0.035f, 10},  {700, 900, 64, FLASH_ATTN_CAUSAL, 20, 0, 0.035f, 10},
+                  {4100, 100, 256, FLASH_ATTN_CAUSAL, 1, 0, 0.035f, 0},  {4097, 70, 256, FLASH_ATTN_NONE, 1, 0, 0.035f, 0}};
     for (size_t n = 0; n < sizeof shapes / sizeof shapes[0]; n++) {
         fp8_problem p = make_problem(1, shapes[n].queries, shapes[n].keys, 1, shapes[n].d, 0);
         p.host.mask = p.device.mask = shapes[n].mask;
@@ -239,23 +241,66 @@ static void nan_of_v_reaches_only_who_sees_it(void **state)
 {
     (void)state;
     need_gpu();
-    for (flash_attn_mask mask = FLASH_ATTN_NONE; mask <= FLASH_ATTN_WINDOW; mask++) {
-        fp8_problem p = make_problem(1, 300, 300, 1, 64, 0);
+    for (int n = 0; n < 4; n++) { /* V turned round in the kernel, and ahead of it */
+        const flash_attn_mask mask = n < 3 ? (flash_attn_mask)n : FLASH_ATTN_CAUSAL;
+        const int             d    = n < 3 ? 64 : 256;
+        fp8_problem           p    = make_problem(1, n < 3 ? 300 : 4100, 300, 1, d, 0);
         p.host.mask = p.device.mask = mask;
         p.host.window_left = p.device.window_left = mask == FLASH_ATTN_WINDOW ? 70 : 0;
         need_hopper(&p);
         fill_problem(&p, 0, 3);
         uint8_t *v = p.host.v.data;
-        v[10 * 64 + 3] = v[131 * 64 + 5] = 0x7F, v[200 * 64 + 60] = v[299 * 64] = 0xFF;
+        v[10 * d + 3] = v[131 * d + 5] = 0x7F, v[200 * d + 60] = v[299 * d] = 0xFF;
         expect_ok(flash_attn_forward(NULL, &p.host, NULL));
         answer got = run_on_gpu(&p, NULL);
         for (int64_t i = 0; i < count_of(&p.host.o); i++) {
             float expected = ((const float *)p.host.o.data)[i];
             if (isnan(expected) ? !isnan(got.o[i]) : !(fabsf(got.o[i] - expected) <= 0.1f))
-                fail_msg("mask %d, row %d, column %d: %g, expected %g", (int)mask, (int)(i / 128), (int)(i % 64), (double)got.o[i],
+                fail_msg("mask %d, row %d, column %d: %g, expected %g", (int)mask, (int)(i / (2 * d)), (int)(i % d), (double)got.o[i],
                          (double)expected);
         }
         free_answer(&got);
+        free_problem(&p, 0);
+    }
+}
+
+/* Packed, so that a tile's last rows are the next sequence's: NaN there must not come in. */
+static void packed_sequences_stay_apart(void **state)
+{
+    (void)state;
+    need_gpu();
+    enum { SEQUENCES = 4, D = 128 };
+    const int32_t begins[2][SEQUENCES + 1] = {{0, 200, 203, 333, 633}, {0, 200, 500, 629, 1014}};
+    for (flash_attn_mask mask = FLASH_ATTN_NONE; mask <= FLASH_ATTN_WINDOW; mask++) {
+        fp8_problem        p            = make_problem(1, begins[0][SEQUENCES], begins[1][SEQUENCES], 1, D, 0);
+        flash_attn_tensor *descale[][2] = {{&p.host.descale.q, &p.device.descale.q}, {&p.host.descale.k, &p.device.descale.k}, {&p.host.descale.v, &p.device.descale.v}};
+        int32_t           *on_gpu       = gpu->alloc(sizeof begins);
+        assert_true(on_gpu && gpu->to_device(on_gpu, begins, sizeof begins));
+        for (int n = 0; n < 3; n++) {
+            free(descale[n][0]->data);
+            gpu->free(descale[n][1]->data);
+            make_tensor(descale[n][0], descale[n][1], FLASH_ATTN_F32, SEQUENCES, 1, 1, 1, 0);
+        }
+        p.host.batch = p.device.batch = SEQUENCES;
+        p.host.max_seqlen_q = p.device.max_seqlen_q = 300;
+        p.host.max_seqlen_k = p.device.max_seqlen_k = 385;
+        p.host.mask = p.device.mask = mask;
+        p.host.window_left = p.device.window_left = mask == FLASH_ATTN_WINDOW ? 70 : 0;
+        p.host.cu_seqlens_q = begins[0], p.host.cu_seqlens_k = begins[1];
+        p.device.cu_seqlens_q = on_gpu, p.device.cu_seqlens_k = on_gpu + SEQUENCES + 1;
+        need_hopper(&p);
+        fill_problem(&p, 0, 11);
+        ((uint8_t *)p.host.v.data)[200 * D + 3] = ((uint8_t *)p.host.v.data)[629 * D + 70] = 0x7F;
+        expect_ok(flash_attn_forward(NULL, &p.host, NULL));
+        answer got = run_on_gpu(&p, NULL);
+        for (int64_t i = 0; i < count_of(&p.host.o); i++) {
+            float expected = ((const float *)p.host.o.data)[i];
+            if (isnan(expected) ? !isnan(got.o[i]) : !(fabsf(got.o[i] - expected) <= 0.1f))
+                fail_msg("mask %d, row %d, column %d: %g, expected %g", (int)mask, (int)(i / (2 * D)), (int)(i % D), (double)got.o[i], (double)expected);
+        }
+        expect_l2(got.lse, &p.host.lse, 1e-3, "lse");
+        free_answer(&got);
+        gpu->free(on_gpu);
         free_problem(&p, 0);
     }
 }
@@ -269,6 +314,7 @@ int main(void)
         cmocka_unit_test(the_portable_kernel_is_as_exact_as_in_float16),
         cmocka_unit_test(hoppers_kernel_keeps_its_bounds),
         cmocka_unit_test(nan_of_v_reaches_only_who_sees_it),
+        cmocka_unit_test(packed_sequences_stay_apart),
     };
     return cmocka_run_group_tests_name("cuda_fp8", tests, NULL, NULL);
 }

@@ -380,7 +380,8 @@ flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, con
     memset(maps, 0, sizeof *maps);
     FA_TRY(make(driver, &call->q, row->tile_q, columns, &maps->q));
     FA_TRY(make(driver, &call->k, rows_k, columns, &maps->k));
-    FA_TRY(make(driver, &call->v, rows_k, columns, &maps->v));
+    bool squares = !backward && call->q.dtype == FLASH_ATTN_F8E4M3; /* values_sm90.cuh */
+    FA_TRY(make(driver, &call->v, squares ? 64 : rows_k, squares ? 64 : columns, &maps->v));
     return backward ? make(driver, &call->dout, row->tile_q, columns, &maps->dout) : FLASH_ATTN_OK;
 }
 

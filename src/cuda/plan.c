@@ -278,6 +278,8 @@ static int tiles_of_block(const fa_call *call, int64_t all_tiles)
     return call->max_seqlen_q > SHORT || tiles < 2 ? 0 : tiles > MOST ? MOST : (int)tiles;
 }
 
+static bool turns_v_ahead(const fa_key *key) { return key->kernel == FA_KERNEL_FORWARD_SM90 && key->dtype == FA_F8E4M3 && key->variant & 2; }
+
 /* Blocks stay where all sequences are alike; where they are not, the hardware deals them out better. */
 static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
 {
@@ -296,11 +298,11 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
         plan->args.all_tiles_q = (int)all;
         blocks                 = ceil_div(all * call->heads_q, own);
     }
-    if (key->dtype == FA_F8E4M3) {
-        fa_key values  = fa_plan_small_key(FA_KERNEL_VALUES_SM90, key->arch);
-        values.dtype   = key->dtype;
+    if (turns_v_ahead(key)) {
+        fa_key values     = fa_plan_small_key(FA_KERNEL_VALUES_SM90, key->arch);
+        values.dtype      = key->dtype;
         values.head_dim_v = key->head_dim_v;
-        values.tile_k  = key->tile_k;
+        values.tile_k     = key->tile_k;
         FA_TRY(fa_plan_add(plan, &values, plan->args.tiles_k * call->heads_k * call->batch));
     }
     plan->main = plan->num_launches;
@@ -507,7 +509,7 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         args->o_partial   = take(&a, args->num_splits * call->heads_q * tokens * key->head_dim_v, sizeof(float));
         args->lse_partial = take(&a, args->num_splits * call->heads_q * tokens, sizeof(float));
     }
-    if (key->kernel == FA_KERNEL_FORWARD_SM90 && key->dtype == FA_F8E4M3)
+    if (turns_v_ahead(key))
         args->v_turned = take(&a, call->batch * call->heads_k * args->tiles_k * key->tile_k, (size_t)key->head_dim_v);
     if (key->kernel == FA_KERNEL_K7) {
         int64_t kv_bytes = call->batch * call->heads_k * args->tiles_k * key->tile_k * key->head_dim;

@@ -27,16 +27,20 @@ const fa_tune_row fa_tune_rows[] = {
      "two consumers; two stages of Q, so that the walk does not stop between tiles of queries (decision 0047)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_TMA, 0, 128, 64, 12, 2, 1, 0, 0,
      "two consumers; 64 keys end with the rows of a consumer, 80 are no faster (decision 0047)"},
-    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 64, FA_ON_CAUSAL, FA_FOR_SHORT_TMA, 2048, 128, 64, 12, 4, 2, 1, 0,
-     "FP8, short and causal: as in 16 bits (decision 0059)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 64, FA_ON_CAUSAL, FA_FOR_SHORT_TMA, 2048, 128, 64, 12, 5, 2, 1, 0,
+     "FP8, short and causal: as in 16 bits, and a stage more (decision 0059)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 64, FA_ON_ANY, FA_FOR_TMA, 0, 192, 128, 16, 3, 1, 0, 0,
      "FP8: exponentials bound it; three consumers of 64 rows (decision 0059)"},
-    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 128, FA_ON_ANY, FA_FOR_SHORT_TMA, 1024, 128, 128, 12, 4, 1, 0, 0,
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 128, FA_ON_NONE, FA_FOR_SHORT_TMA, 1024, 128, 128, 12, 4, 1, 0, 0,
      "FP8, short: 128 keys waste less at the ends (decision 0059)"},
-    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 128, FA_ON_ANY, FA_FOR_TMA, 0, 128, 192, 12, 2, 1, 1, 240,
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 128, FA_ON_ANY, FA_FOR_SHORT_TMA, 1024, 128, 128, 12, 3, 1, 1, 112,
+     "FP8, short and masked: likewise, with two stages of Q; O in float32 spills on its way out (decision 0059)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 128, FA_ON_ANY, FA_FOR_TMA, 0, 128, 192, 12, 2, 1, 1, 304,
      "FP8: 192 keys a step, for P takes half the registers; O in float32 spills on its way out (decision 0059)"},
-    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 256, FA_ON_ANY, FA_FOR_TMA, 0, 128, 64, 12, 2, 1, 0, 0,
-     "FP8: 64 keys, beside O in float in 128 KB of shared memory (decision 0059)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 256, FA_ON_ANY, FA_FOR_LONG_TMA, 4096, 128, 64, 12, 3, 1, 2, 0,
+     "FP8, long: V turned round once, ahead of it (decision 0059)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 256, FA_ON_ANY, FA_FOR_TMA, 0, 128, 64, 12, 3, 1, 0, 0,
+     "FP8: 64 keys in three stages, beside O in 24 bits (decision 0059)"},
     {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_FEW, 16, 16, 128, 4, 3, 2, 9, 0,
      "few queries: the heads of a key head in one tile, four warps with keys of their own, two tiles on their way, two blocks a multiprocessor (decision 0058)"},
     {80, 89, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_FEW, 16, 16, 128, 4, 2, 3, 9, 0,
@@ -152,8 +156,6 @@ bool fa_tune_takes_tma(const fa_call *call)
 {
     if (call->pass == FLASH_ATTN_BACKWARD && !backward_takes_tma(call))
         return false;
-    if (call->q.dtype == FLASH_ATTN_F8E4M3 && (call->cu_seqlens_k || call->cache_batch_idx)) /* values_sm90 counts entries' tiles */
-        return false;
     return call->max_seqlen_q > 128 && call->num_splits <= 1 && call->head_dim > 32 && call->head_dim_v > 32 &&
            call->scale > 0 && fa_maps_fit(call);
 }
@@ -187,6 +189,8 @@ static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *ke
         return false;
     if (row->only == FA_FOR_SHORT_TMA && call->max_seqlen_k > row->max_queries)
         return false;
+    if (row->only == FA_FOR_LONG_TMA && (call->max_seqlen_q <= row->max_queries || call->cu_seqlens_k || call->cache_batch_idx))
+        return false; /* values_sm90 counts entries' tiles */
     return row->only == FA_FOR_ANY || (key->aligned && (plain || row->only == FA_FOR_ALIGNED));
 }
 
@@ -201,7 +205,7 @@ static enum fit fit_of(const fa_tune_row *row, const fa_call *call, const fa_key
         return FIT_NO_DTYPE;
     if (call->head_dim > row->head_dim || call->head_dim_v > row->head_dim)
         return FIT_NO_HEAD_DIM;
-    if (!(row->masks >> key->mask & 1) || (row->max_queries && call->max_seqlen_q > row->max_queries) ||
+    if (!(row->masks >> key->mask & 1) || (row->max_queries && row->only != FA_FOR_LONG_TMA && call->max_seqlen_q > row->max_queries) ||
         !is_for(row, call, key))
         return FIT_NO_MASK;
     return FIT_WHOLLY;

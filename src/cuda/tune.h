@@ -71,6 +71,7 @@ enum fa_row_for {
                        are fewer than the heads; of 16 rows only if one holds them */
     FA_FOR_TMA,     /* and with what forward_sm90 asks for besides: fa_tune_takes_tma */
     FA_FOR_SHORT_TMA, /* and with no more keys than max_queries */
+    FA_FOR_LONG_TMA,  /* and with more queries than max_queries, neither packed nor with a cache index */
     FA_FOR_SOFTCAP_TMA /* as FA_FOR_TMA, with softcap */
 };
 
@@ -81,7 +82,7 @@ typedef struct fa_tune_row {
     int            head_dim; /* the largest that it holds, of Q and of V */
     unsigned       masks;
     enum fa_row_for only;
-    int            max_queries; /* for so few queries at most; 0: any number */
+    int            max_queries; /* for so few queries at most, FA_FOR_LONG_TMA: for more; 0: any number */
     int            tile_q, tile_k, warps, stages, min_blocks, variant;
     int            max_spill_bytes; /* that the tests accept: 0, unless measured to be faster all the same */
     const char    *why;

@@ -82,8 +82,8 @@ typedef struct fa_args {
     int order_heads;                       /* forward_sm90: heads whose tiles of q are dealt together, longest first; 0: lengths are
                                               all alike. backward_sm90: key heads whose tiles are dealt together,
                                               of all sequences if they are not packed */
-    unsigned char *v_turned;               /* forward_sm90 in FP8, by values_sm90.cu: [kv_entries][heads_k][tiles_k][FA_TILE_K * FA_HEAD_DIM_V], each tile's V^T
-                                              as shared memory will hold it; the ladder's K7 likewise, by k7_quantise.cu */
+    unsigned char *v_turned;               /* forward_sm90 in FP8 of variant 2, by values_sm90.cu: [kv_entries][heads_k][tiles_k][FA_TILE_K * FA_HEAD_DIM_V],
+                                              each tile's V^T as shared memory will hold it; the ladder's K7 likewise, by k7_quantise.cu */
     float *row_stats;                      /* backward_sm90, by backward_rowsum.cu: [heads_q][all_tiles_q][2][FA_TILE_Q], for the
                                               queries of a tile LSE * log2(e), then delta; past the last inf and 0. dq_accum is
                                               there [heads_q][all_tiles_q][FA_TILE_Q * FA_HEAD_DIM], in backward_sm90.cu's order */

@@ -18,22 +18,25 @@
  * With FA_MIN_BLOCKS 2 two such blocks share a multiprocessor, which has no registers for S' beside P then: a step is S, softmax, P V, one after the
  * other and without turns, and what fills the waits is the other three consumers'. Starts and ends of tiles hide likewise.
  *
- * FP8: V comes turned round, from values_sm90.cu. P is rounded to E4M3, 2^8 times as large, so that it stays above FP8's smallest numbers down to 2^-14.
+ * FP8: the inspectors turn every tile of V round (values_sm90.cuh), or with FA_VARIANT bit 1 values_sm90.cu has done it. P is rounded to E4M3, 2^8 times as large, so that it stays above FP8's smallest numbers down to 2^-14.
  * Hopper's sums of FP8 products keep few bits, so every KEPT_STEPS steps O is taken out of the accumulators and added up in float, in shared memory.
  *
  * Shared memory: FA_Q stages of Q, FA_STAGES tiles of K, as many of V (panels as in ptx_sm90.cuh), barriers, works.
  */
+#include "kept_sm90.cuh"
 #include "pages_sm90.cuh"
 #include "rare_sm90.cuh"
 #include "scores_sm90.cuh"
 #include "softmax_sm90.cuh"
+#include "values_sm90.cuh"
 
 constexpr int CONSUMERS = FA_WARPS / 4 - 1; /* warpgroups */
 constexpr int Q_STAGES = FA_VARIANT & 1 ? 2 : 1, WORKS = 8, INSPECTORS = 2; /* warps */
+constexpr bool TURNS_V = FP8 && !(FA_VARIANT & 2);
 constexpr bool BESIDE_ANOTHER = FA_MIN_BLOCKS > 1; /* two blocks a multiprocessor */
 /* Of the registers that a lane of each of a block's warpgroups has in all: 512 with 3 consumers, 504 with 2, 240 if there are two blocks. */
-constexpr int PRODUCER_REGISTERS = BESIDE_ANOTHER || CONSUMERS == 3 ? 32 : 40;
-constexpr int CONSUMER_REGISTERS = BESIDE_ANOTHER ? 104 : CONSUMERS == 3 ? 160 : 232; /* each */
+constexpr int PRODUCER_REGISTERS = BESIDE_ANOTHER ? (FP8 ? 48 : 32) : CONSUMERS == 3 ? (FP8 ? 56 : 32) : FP8 ? 56 : 40;
+constexpr int CONSUMER_REGISTERS = BESIDE_ANOTHER ? (FP8 ? 96 : 104) : CONSUMERS == 3 ? (FP8 ? 152 : 160) : FP8 ? 224 : 232;
 static_assert(FA_TILE_Q == 64 * CONSUMERS && CONSUMERS > 1, "a consumer owns 64 rows, and takes turns with another");
 static_assert(FA_DTYPE != FA_F32 && FA_HEAD_DIM % 64 == 0 && FA_HEAD_DIM_V % 64 == 0, "tiles are made of panels");
 
@@ -41,10 +44,13 @@ constexpr int  KEPT_STEPS = FP8 ? 512 / FA_TILE_K : 1 << 30;
 
 constexpr int Q_BYTES = FA_TILE_Q * FA_HEAD_DIM * ELEMENT_BYTES, K_BYTES = FA_TILE_K * FA_HEAD_DIM * ELEMENT_BYTES,
               V_BYTES = FA_TILE_K * FA_HEAD_DIM_V * ELEMENT_BYTES, Q_GROUP = 64 * panel_bytes(FA_HEAD_DIM); /* a consumer's rows */
-constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + FA_STAGES * K_BYTES, BARRIERS_AT = V_AT + FA_STAGES * V_BYTES;
-constexpr int BARRIERS = 2 * Q_STAGES + WORKS + 5 * FA_STAGES, WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
+constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + FA_STAGES * K_BYTES;
+/* Turning V round takes time: one stage more where there is memory. */
+constexpr int V_STAGES = FA_STAGES + (FP8 && !BESIDE_ANOTHER && V_AT + (FA_STAGES + 1) * V_BYTES + KEPT_BYTES + 2048 <= 227 * 1024 ? 1 : 0);
+constexpr int BARRIERS_AT = V_AT + V_STAGES * V_BYTES;
+constexpr int BARRIERS = 2 * Q_STAGES + WORKS + 2 * FA_STAGES + 3 * V_STAGES, WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
 
-constexpr int KEPT_AT = WORKS_AT + (WORKS * (int)sizeof(work) + 15) / 16 * 16, KEPT_BYTES = FP8 ? FA_TILE_Q * FA_HEAD_DIM_V * 4 : 0;
+constexpr int KEPT_AT = WORKS_AT + (WORKS * (int)sizeof(work) + 15) / 16 * 16;
 
 extern "C" __constant__ int fa_shared_bytes = KEPT_AT + KEPT_BYTES;
 extern __shared__ __align__(1024) char shared[];
@@ -57,12 +63,13 @@ FA_DEVICE unsigned barrier_at(int number) { return shared_address(shared) + BARR
 FA_DEVICE unsigned q_full(unsigned n) { return barrier_at(n % Q_STAGES); }
 FA_DEVICE unsigned q_empty(unsigned n) { return barrier_at(Q_STAGES + n % Q_STAGES); }
 FA_DEVICE unsigned found(unsigned n) { return barrier_at(2 * Q_STAGES + n % WORKS); } /* the work is known */
-FA_DEVICE unsigned kv_barrier(int which, unsigned n) { return barrier_at(2 * Q_STAGES + WORKS + which * FA_STAGES + n % FA_STAGES); }
-FA_DEVICE unsigned k_full(unsigned n) { return kv_barrier(0, n); }
-FA_DEVICE unsigned k_empty(unsigned n) { return kv_barrier(1, n); }
-FA_DEVICE unsigned v_full(unsigned n) { return kv_barrier(2, n); }
-FA_DEVICE unsigned v_ready(unsigned n) { return kv_barrier(3, n); } /* inspected */
-FA_DEVICE unsigned v_empty(unsigned n) { return kv_barrier(4, n); }
+FA_DEVICE unsigned k_barrier(int which, unsigned n) { return barrier_at(2 * Q_STAGES + WORKS + which * FA_STAGES + n % FA_STAGES); }
+FA_DEVICE unsigned v_barrier(int which, unsigned n) { return barrier_at(2 * Q_STAGES + WORKS + 2 * FA_STAGES + which * V_STAGES + n % V_STAGES); }
+FA_DEVICE unsigned k_full(unsigned n) { return k_barrier(0, n); }
+FA_DEVICE unsigned k_empty(unsigned n) { return k_barrier(1, n); }
+FA_DEVICE unsigned v_full(unsigned n) { return v_barrier(0, n); }
+FA_DEVICE unsigned v_ready(unsigned n) { return v_barrier(1, n); } /* inspected */
+FA_DEVICE unsigned v_empty(unsigned n) { return v_barrier(2, n); }
 
 /* Waiting for a stage to be filled for the n-th time and, with the other parity, for it to be free, which it is at first. */
 template <int STAGES> FA_DEVICE unsigned filled(unsigned n) { return n / STAGES & 1; }
@@ -79,6 +86,8 @@ FA_DEVICE void start_barriers()
     for (int n = 0; n < FA_STAGES; n++) {
         barrier_init(k_full(n), 1);
         barrier_init(k_empty(n), 4 * CONSUMERS);
+    }
+    for (int n = 0; n < V_STAGES; n++) {
         barrier_init(v_full(n), 1);
         barrier_init(v_ready(n), INSPECTORS);
         barrier_init(v_empty(n), 4 * CONSUMERS);
@@ -88,7 +97,7 @@ FA_DEVICE void start_barriers()
 
 FA_DEVICE unsigned q_tile(unsigned n) { return shared_address(shared) + n % Q_STAGES * Q_BYTES; }
 FA_DEVICE unsigned k_tile(unsigned n) { return shared_address(shared) + K_AT + n % FA_STAGES * K_BYTES; }
-FA_DEVICE unsigned v_tile(unsigned n) { return shared_address(shared) + V_AT + n % FA_STAGES * V_BYTES; }
+FA_DEVICE unsigned v_tile(unsigned n) { return shared_address(shared) + V_AT + n % V_STAGES * V_BYTES; }
 
 /* ---- planner and producer: one thread each, with pages a warp that produces ---- */
 
@@ -139,13 +148,15 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
                 k++;
             }
             if (n > 0) {
-                barrier_wait(v_empty(v), freed<FA_STAGES>(v));
+                barrier_wait(v_empty(v), freed<V_STAGES>(v));
                 expect(v_full(v), V_BYTES);
                 if constexpr (FA_HAS_PAGED)
                     fetch_pages<FA_HEAD_DIM_V>(args, v_tile(v), maps.v, v_full(v), before, head);
-                else if constexpr (FP8)
+                else if constexpr (FP8 && !TURNS_V)
                     bulk_load(v_tile(v), args.v_turned + (((fa_i64)entry * args.heads_k + head) * args.tiles_k + w.right - (n - 1)) * V_BYTES,
                               V_BYTES, v_full(v));
+                else if constexpr (FP8)
+                    fetch_values(v_tile(v), maps.v, v_full(v), entry, head, row - (n - 1) * FA_TILE_K);
                 else
                     fetch_tile<FA_TILE_K, FA_HEAD_DIM_V>(v_tile(v), maps.v, v_full(v), entry, head, row - (n - 1) * FA_TILE_K);
                 v++;
@@ -157,6 +168,7 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
 /* ---- inspectors ---- */
 
 constexpr int INSPECTED = 16 * 32 * INSPECTORS; /* bytes at once: 16 a lane */
+constexpr int INSPECTED_BARRIER = 15;            /* named: both have looked at all of a tile */
 FA_DEVICE int inspected_first() { return 16 * (threadIdx.x - (128 - 32 * INSPECTORS)); }
 
 /* Rows of V that are not the sequence's become zeros. */
@@ -164,7 +176,7 @@ FA_DEVICE void clear_other_rows(unsigned tile, fa_range rows)
 {
 #pragma unroll 1
     for (int offset = inspected_first(); offset < V_BYTES; offset += INSPECTED) {
-        int row = offset / 128 % FA_TILE_K;
+        int row = FP8 ? key_of_byte(offset) : offset / 128 % FA_TILE_K;
         if (row < rows.begin || row >= rows.end)
             shared_store(tile + offset, make_uint4(0, 0, 0, 0));
     }
@@ -174,7 +186,7 @@ FA_DEVICE void clear_other_rows(unsigned tile, fa_range rows)
  * away add_nonfinite gives to the rows that see it. True if there was any. */
 FA_DEVICE bool inspect_tile(unsigned tile, fa_range rows)
 {
-    if (!FP8 && (rows.begin > 0 || rows.end < FA_TILE_K)) /* values_sm90.cu has done it */
+    if ((!FP8 || TURNS_V) && (rows.begin > 0 || rows.end < FA_TILE_K)) /* else values_sm90.cu has done it */
         clear_other_rows(tile, rows);
     if (FA_MASK == FA_MASK_NONE || !holds_nonfinite<V_BYTES, INSPECTED>(tile + inspected_first()))
         return false;
@@ -190,10 +202,16 @@ FA_DEVICE void inspect(const fa_args &args)
         work &w = work_at(item);
         for (int n = 0; n < w.tiles; n++, tile++) {
             int first_key = (w.right - n) * FA_TILE_K;
-            barrier_wait(v_full(tile), filled<FA_STAGES>(tile));
-            if (is_masked(w, n)) {
-                if (inspect_tile(v_tile(tile), {w.keys.begin - first_key, w.keys.end - first_key}))
-                    w.cleared = 1;
+            barrier_wait(v_full(tile), filled<V_STAGES>(tile));
+            bool masked = is_masked(w, n);
+            if (masked && inspect_tile(v_tile(tile), {w.keys.begin - first_key, w.keys.end - first_key}))
+                w.cleared = 1;
+            if constexpr (TURNS_V) {
+                if (masked)
+                    named_sync(INSPECTED_BARRIER, 32 * INSPECTORS);
+                turn_values(v_tile(tile), same_for_all(threadIdx.x / 32 % 2));
+            }
+            if (TURNS_V || masked) {
                 fence_async();
                 __syncwarp();
             }
@@ -228,7 +246,7 @@ FA_DEVICE void pass_turn(int group)
 }
 
 FA_DEVICE void wait_for_k(unsigned n) { barrier_wait(k_full(n), filled<FA_STAGES>(n)); }
-FA_DEVICE void wait_for_v(unsigned n) { barrier_wait(v_ready(n), filled<FA_STAGES>(n)); }
+FA_DEVICE void wait_for_v(unsigned n) { barrier_wait(v_ready(n), filled<V_STAGES>(n)); }
 
 /* Steps in which this consumer's rows see nothing yet, being above the others, or at all, for there are none. */
 FA_DEVICE int blind_steps(const fa_args &args, const work &w, int group)
@@ -289,33 +307,22 @@ FA_DEVICE void first_tile(const fa_args &args, const work &w, consumer &c, unsig
         wait_for_k(c.tile + 1);
 }
 
-/* O takes in what has been taken out of it. Each thread has its own place, where its neighbour's 16 bytes are next to its own. */
+/* O takes in what has been taken out of it. */
 FA_DEVICE void add_kept(consumer &c, float unit)
 {
-    const float4 *from = (const float4 *)(shared + KEPT_AT) + (threadIdx.x - 128);
-    float         factor[2];
+    float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; h++)
         factor[h] = c.kept_max[h] == -infinity() ? 0.0f : exp2_fast((c.kept_max[h] - c.rows.max[h]) * unit);
-#pragma unroll
-    for (int i = 0; i < O_COUNT; i += 4) {
-        float4 kept = from[i / 4 * (128 * CONSUMERS)];
-        c.o[i] += kept.x * factor[0];
-        c.o[i + 1] += kept.y * factor[0];
-        c.o[i + 2] += kept.z * factor[1];
-        c.o[i + 3] += kept.w * factor[1];
-    }
+    add_kept(c.o, shared + KEPT_AT, factor);
 }
 
 /* Takes it out: the tensor cores go on from nothing. */
 FA_DEVICE void keep_output(consumer &c, float unit)
 {
-    float4 *to = (float4 *)(shared + KEPT_AT) + (threadIdx.x - 128);
     if (c.has_kept)
         add_kept(c, unit);
-#pragma unroll
-    for (int i = 0; i < O_COUNT; i += 4)
-        to[i / 4 * (128 * CONSUMERS)] = make_float4(c.o[i], c.o[i + 1], c.o[i + 2], c.o[i + 3]);
+    store_kept(shared + KEPT_AT, c.o);
 #pragma unroll
     for (int h = 0; h < 2; h++)
         c.kept_max[h] = c.rows.max[h];

@@ -153,6 +153,13 @@ FA_DEVICE void store_matrix_transposed(unsigned to, const unsigned (&r)[4])
                  : "memory");
 }
 
+/* ... and as they are: lane 4 g + t's word is row g's t-th. */
+FA_DEVICE void store_matrix(unsigned to, const unsigned (&r)[4])
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
 /* Four floats as E4M3, rounded to nearest even, no larger than 448; `a` has the lowest address. */
 FA_DEVICE unsigned pack_e4m3(float a, float b, float c, float d)
 {

@@ -8,7 +8,7 @@
 
 #include "numbers.cuh"
 
-constexpr int ROW_CHUNKS = FA_HEAD_DIM_V / 16, THREADS = 32 * FA_WARPS, PANEL = FA_TILE_K % 128 == 0 ? 128 : 64; /* chunks of 16 bytes */
+constexpr int ROW_CHUNKS = FA_HEAD_DIM_V / 16, THREADS = 32 * FA_WARPS, PANEL = 64; /* chunks of 16 bytes */
 constexpr int KEYS16 = FA_TILE_K / 16, PANEL_CHUNKS = PANEL / 16;
 
 extern "C" __constant__ int fa_shared_bytes = FA_TILE_K * FA_HEAD_DIM_V;
@@ -45,7 +45,7 @@ FA_DEVICE void turn_rows(unsigned char *to)
         }
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            int row = 4 * word + c, swizzle = PANEL == 128 ? row % 8 : row / 2 % 4;
+            int row = 4 * word + c, swizzle = row / 2 % 4;
             *(uint4 *)(to + panel * (FA_HEAD_DIM_V * PANEL) + row * PANEL + ((chunk ^ swizzle) << 4)) =
                 make_uint4(turned[c][0], turned[c][1], turned[c][2], turned[c][3]);
         }

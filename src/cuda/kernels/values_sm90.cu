@@ -1,4 +1,4 @@
-/* V in FP8 turned round for forward_sm90 (turn_sm90.cuh), a block a tile. Keys that are nobody's become zeros: P is 0 there, and 0 * NaN is NaN. */
+/* V in FP8 turned round for forward_sm90 (turn_sm90.cuh) ahead of it, FA_VARIANT 2: a block a tile. Keys that are nobody's become zeros: P is 0 there, and 0 * NaN is NaN. */
 #include "mask.cuh"
 #include "turn_sm90.cuh"
 

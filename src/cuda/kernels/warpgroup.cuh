@@ -5,7 +5,7 @@
  * registers, P never leaves them: two neighbours of S become one register of P.
  *
  * FP8's left operand has another layout, lane t's columns being 4 t ... 4 t + 3: there position 4 t + 2 n + e of 16 keys holds key 8 n + 2 t + e,
- * in P by taking it for that and in V because turn_sm90.cuh has put the keys into that order.
+ * in P by taking it for that and in V because values_sm90.cuh has put the keys into that order.
  */
 #ifndef FA_WARPGROUP_CUH
 #define FA_WARPGROUP_CUH
@@ -23,7 +23,7 @@ FA_DEVICE void start_scores(float (&s)[S_COUNT], unsigned q, unsigned k) { start
 /* o += P V, or without `add` o = P V. */
 FA_DEVICE void start_output(float (&o)[O_COUNT], unsigned (&p)[P_STEPS][4], unsigned v, bool add)
 {
-    constexpr int PANEL = FP8 ? panel_bytes(FA_TILE_K) : 128, STEPS = FP8 ? PANEL / 32 : P_STEPS, APART = FP8 ? 32 : 2048; /* FP8: V^T */
+    constexpr int PANEL = FP8 ? 64 : 128, STEPS = FP8 ? PANEL / 32 : P_STEPS, APART = FP8 ? 32 : 2048; /* FP8: V^T */
     matrix b = matrix_of<PANEL>(v, FP8 ? 0 : FA_TILE_K * 128);
     hold(o);
     hold(p);
