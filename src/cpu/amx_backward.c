@@ -461,6 +461,7 @@ FA_AMX_INLINE void run_strip(const walk *w, const exponential *e, int first, pen
         add_bad_dout(w, first, groups, pieces);
     }
 }
+
 static bool has_unusual_lse(const fa_backward_block *b)
 {
     bool usual = true;
