@@ -340,6 +340,8 @@ static flash_attn_status call(const world *w, base kind)
     X(SLICED, slice_negative, INVALID, "k_begin -1", w->slice[1].k_begin = -1)                                         \
     X(SLICED, slice_over, INVALID, "q_end 6", w->slice[1].q_end = 6)                                                   \
     X(SLICED, slice_over_k, INVALID, "k_end 8", w->slice[1].k_end = 8)                                                 \
+    X(PAGED, slice_over_all_pages, INVALID, "k_end 9, expected 0 <= begin <= end <= 8",                                \
+      w->slice[0] = ((flash_attn_slice){0, 1, 0, 9, 0}); P.slices.list = w->slice; P.slices.count = 1)                 \
     X(SLICED, slice_kind, INVALID, "slices.list[1].kind is 4", w->slice[1].kind = 4)                                   \
     X(SLICED, slice_kind_negative, INVALID, "slices.list[0].kind is -1", w->slice[0].kind = -1)                        \
     X(SLICED, slice_offsets_start, INVALID, "slices.offsets", w->m->offsets[0] = 1)                                    \
