@@ -104,17 +104,6 @@ static flash_attn_status slice_pairs(const fa_call *call, const fa_sequence *s, 
     return status;
 }
 
-/* Bytes of a tensor that is read or written whole; a dimension that broadcasts counts once. */
-static double bytes_of(const flash_attn_tensor *t)
-{
-    if (!t->data)
-        return 0.0;
-    double bytes = (double)fa_dtype_bytes(t->dtype);
-    for (int i = 0; i < 4; i++)
-        bytes *= t->stride[i] == 0 && t->shape[i] > 1 ? 1.0 : (double)t->shape[i];
-    return bytes;
-}
-
 flash_attn_status fa_count_work(const fa_call *call, double *flops, double *bytes)
 {
     double pairs = 0.0, rows_k = 0.0;
@@ -138,6 +127,6 @@ flash_attn_status fa_count_work(const fa_call *call, double *flops, double *byte
         &call->sinks, &call->descale_q, &call->descale_k, &call->descale_v, &call->dout,
         &call->dq,    &call->dk,        &call->dv,        &call->dbias,     &call->dsinks};
     for (size_t i = 0; i < sizeof whole / sizeof *whole; i++)
-        *bytes += bytes_of(whole[i]);
+        *bytes += fa_tensor_bytes(whole[i]);
     return FLASH_ATTN_OK;
 }

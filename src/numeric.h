@@ -105,4 +105,15 @@ static inline char *fa_at(const flash_attn_tensor *t, int64_t i0, int64_t i1, in
     return (char *)t->data + index * (int64_t)fa_dtype_bytes(t->dtype);
 }
 
+/* Bytes of a tensor that is read or written whole, 0 if it is not there; a dimension that broadcasts counts once. */
+static inline double fa_tensor_bytes(const flash_attn_tensor *t)
+{
+    if (!t->data)
+        return 0.0;
+    double bytes = (double)fa_dtype_bytes(t->dtype);
+    for (int i = 0; i < 4; i++)
+        bytes *= t->stride[i] == 0 && t->shape[i] > 1 ? 1.0 : (double)t->shape[i];
+    return bytes;
+}
+
 #endif

@@ -174,11 +174,6 @@ static void make_room_to_share(plan *p)
 
 static int64_t second_level_bytes(const plan *p) { return p->cpu->isa.l2_bytes > 0 ? p->cpu->isa.l2_bytes : 512 << 10; }
 
-static int64_t tensor_bytes(const flash_attn_tensor *t)
-{
-    return t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3] * (int64_t)fa_dtype_bytes(t->dtype);
-}
-
 /* As many tiles as fill half of the second-level cache (or what was measured) with Q and O, but enough blocks for the
  * context's threads. Where these cut heads into short blocks, the blocks share packed keys: two for each thread, the
  * last of them cut smaller (cut_blocks), for a block still reads all its keys. Else four, to be even. */
@@ -208,9 +203,8 @@ plan fa_forward_plan(const fa_cpu *cpu, const fa_call *call, int threads)
     add_table_sizes(&p, fa_forward_table(cpu, call));
     add_table_sizes(&p, cpu->vector);
     choose_blocks(&p);
-    p.past_caches =
-        (tensor_bytes(&call->q) + tensor_bytes(&call->k) + tensor_bytes(&call->v) + tensor_bytes(&call->o)) / threads >
-        second_level_bytes(&p);
+    double bytes  = fa_tensor_bytes(&call->q) + fa_tensor_bytes(&call->k) + fa_tensor_bytes(&call->v) + fa_tensor_bytes(&call->o);
+    p.past_caches = bytes / threads > (double)second_level_bytes(&p);
     p.max_splits = fa_max_splits(call->num_splits, fa_least_split_keys(cpu), 16, call->max_seqlen_k);
     if (p.max_splits > 1) {
         /* Parts as tasks: threads have something to do, and tasks of the same keys follow one another, which saves page

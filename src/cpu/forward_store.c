@@ -72,7 +72,8 @@ void fa_forward_store_tile(const block *b, int t, const fa_partial *result)
                              .rows        = rows,
                              .cols        = (int)call->head_dim_v,
                              .dtype       = call->o.dtype,
-                             .past_caches = b->run->plan.past_caches};
+                             /* O of few rows is soon read, however many keys it took */
+                             .past_caches = b->run->plan.past_caches && !b->shape->few};
         store_rows(b->shape->kernels, &to, result->o + (int64_t)h * rows * result->ldo, result->ldo, factor);
         if (call->lse.data)
             store_lse(b, (float *)fa_at(&call->lse, tile->seq.q_entry, tile->head + h, row, 0), call->lse.stride[2], m,

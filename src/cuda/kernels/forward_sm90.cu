@@ -18,10 +18,11 @@
  * With FA_MIN_BLOCKS 2 two such blocks share a multiprocessor, which has no registers for S' beside P then: a step is S, softmax, P V, one after the
  * other and without turns, and what fills the waits is the other three consumers'. Starts and ends of tiles hide likewise.
  *
- * FP8: the inspectors turn every tile of V round (values_sm90.cuh), or with FA_VARIANT bit 1 values_sm90.cu has done it. P is rounded to E4M3, 2^8 times as large, so that it stays above FP8's smallest numbers down to 2^-14.
+ * FP8: the inspectors turn every tile of V round (values_sm90.cuh), or with FA_VARIANT bit 1 values_sm90.cu has done it. P is rounded to E4M3, 2^8
+ * times as large, so that it stays above FP8's smallest numbers down to 2^-14.
  * Hopper's sums of FP8 products keep few bits, so every KEPT_STEPS steps O is taken out of the accumulators and added up in float, in shared memory.
  *
- * Shared memory: FA_Q stages of Q, FA_STAGES tiles of K, as many of V (panels as in ptx_sm90.cuh), barriers, works.
+ * Shared memory: FA_Q stages of Q, FA_STAGES tiles of K, V_STAGES of V (panels as in ptx_sm90.cuh), barriers, works, in FP8 what is kept of O.
  */
 #include "kept_sm90.cuh"
 #include "pages_sm90.cuh"
