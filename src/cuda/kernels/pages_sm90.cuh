@@ -63,21 +63,19 @@ template <bool VALUES> FA_DEVICE void fetch_paged_tile(const fa_args &args, cons
 /* Items are found two ahead, when values of this one fill all stages; Q of the next one comes as soon as it has a stage. */
 FA_DEVICE void plan(const fa_args &args, const fa_maps &maps)
 {
-    bool     first = threadIdx.x == 0;
-    unsigned tile  = 0;
+    unsigned tile = 0;
     for (int item = -2; item < 0 || has_item(args, item); item++) {
-        bool next = first && item >= -1 && has_item(args, item + 1);
-        if (next && (Q_STAGES > 1 || item < 0))
+        if (threadIdx.x == 0 && (Q_STAGES > 1 ? item >= -1 : item == -1) && has_item(args, item + 1))
             fetch_queries(maps, item + 1);
         __syncwarp();
         if (item >= 0) {
             const work &w = work_at(item);
-            for (int n = 0, tiles = w.tiles; n < tiles; n++, tile++)
+            for (int n = 0; n < w.tiles; n++, tile++)
                 fetch_paged_tile<true>(args, maps.v, w, n, tile);
         }
-        if (first && has_item(args, item + 2))
+        if (threadIdx.x == 0 && has_item(args, item + 2))
             find_item(args, item + 2);
-        if (next && Q_STAGES == 1 && item >= 0)
+        if (threadIdx.x == 0 && Q_STAGES == 1 && item >= 0 && has_item(args, item + 1))
             fetch_queries(maps, item + 1);
         __syncwarp();
     }
