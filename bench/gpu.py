@@ -11,9 +11,10 @@ through Triton, anew for each shape and pass. With --varlen sequences are packed
 others of random lengths, and the peers are the calls that take such: PyTorch's varlen_attn (flash) and cuDNN's. With --deterministic
 the backward's sums have a fixed order, ours and the peers' that can. --portable adds our kernels for any GPU, --fp8 our forward with FP8 inputs;
 then all have the same inputs, numbers that FP8 holds. --softcap and --alibi are options of ours and FlexAttention's alone, Q then 4 times as large;
---pages, of the forward alone, puts our K and V into shuffled pages of so many keys, while the peers have theirs in one piece. TFLOP/s count 4 s^2 d h b, half when causal, 2.5 times for the backward. Each answer
-is compared with float64 on one head first; a wrong one is shown as WRONG and makes the exit status 1. Every time is the median of
-several groups of launches between two events; ours and the peers take turns. FILE is written anew after each line.
+--pages, of the forward alone, puts our K and V into shuffled pages of so many keys, while the peers have theirs in one piece, and so has `whole`, ours
+again. TFLOP/s count 4 s^2 d h b, half when causal, 2.5 times for the backward. Each answer is compared with float64 on one head first; a wrong one is
+shown as WRONG and makes the exit status 1. Every time is the median of several groups of launches between two events; ours and the peers take turns.
+FILE is written anew after each line.
 
 --decode: few queries of 32 heads on the keys of 8, no mask. GB/s count K and V once (and Q and O), beside what reading as many bytes
 (a sum) and copying half of them reach. Keys lie in one piece or in pages of 16, 64 and 256, shuffled. Calls are replayed by a CUDA
@@ -133,6 +134,14 @@ def ours(cell, context=None):
         return grads
 
     return forward, backward
+
+
+def whole(cell):
+    """Ours, where the cell has pages, with keys in one piece."""
+    page, cell.page = cell.page, 0
+    runs = ours(cell)
+    cell.page = page
+    return runs
 
 
 def fp8(cell):
@@ -396,7 +405,7 @@ def runs_of(cell, names):
     runs = {}
     for name in names:
         try:
-            own = {"ours": ours, "flex": flex, "portable": portable, "fp8": fp8}.get(name)
+            own = {"ours": ours, "flex": flex, "portable": portable, "fp8": fp8, "whole": whole}.get(name)
             runs[name] = own(cell) if own else packed_peer(cell, name) if cell.packed else peer(cell, PEERS[name])
         except Exception as problem:  # no kernel, no memory, or a compiler that gave up
             runs[name] = None
@@ -490,10 +499,10 @@ def main():
     own_terms = options.softcap > 0 or options.alibi
     if options.pages:
         options.passes = "forward"
-    names = ["ours", *(["fp8"] if options.fp8 else []), *(["portable"] if options.portable else []), *(["math"] if options.math else []), *several,
+    names = ["ours", *(["fp8"] if options.fp8 else []), *(["whole"] if options.pages else []), *(["portable"] if options.portable else []), *(["math"] if options.math else []), *several,
              *(["flex"] if options.flex else []), "flash", "cudnn"]
     if own_terms:
-        names = [n for n in names if n in ("ours", "portable", "flex")]
+        names = [n for n in names if n in ("ours", "whole", "portable", "flex")]
     if options.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # it would be timed
@@ -508,7 +517,7 @@ def main():
                 for backward in {"forward": [False], "backward": [True], "both": [False, True]}[options.passes]:
                     row = bench_pass(cell, backward, runs, groups)
                     speeds = {n: x for n, x in row.items() if isinstance(x, float)}
-                    best = max((x for n, x in speeds.items() if n not in ("ours", "portable", "fp8")), default=None)
+                    best = max((x for n, x in speeds.items() if n not in ("ours", "portable", "fp8", "whole")), default=None)
                     over = [speeds["ours"] / x if "ours" in speeds and x else None for x in (speeds.get("flash"), best)]
                     if over[0]:
                         ratios.append(over[0])

@@ -85,6 +85,10 @@ static const test_case shapes[] = {
      .seqused_k = LENGTHS_MIXED, .mask = W, .window_left = 100, .window_right = 9, .softcap = 30, .head_dim = 128},
     {.name = "pages of 8, ALiBi, many", .batch = 60, .seqlen_q = 150, .seqlen_k = 90, .heads_q = 4, .heads_k = 1, .page_size = 8, .alibi = true,
      .seqused_k = LENGTHS_MIXED, .mask = C, .head_dim = 64},
+    {.name = "pages of 16, many tiles a block", .batch = 40, .seqlen_q = 140, .seqlen_k = 80, .heads_q = 8, .heads_k = 2, .page_size = 16},
+    {.name = "pages of 8, many tiles a block, causal", .batch = 40, .seqlen_q = 260, .seqlen_k = 200, .heads_q = 4, .page_size = 8, .mask = C},
+    {.name = "pages, window past the keys", .batch = 30, .seqlen_q = 700, .seqlen_k = 96, .page_size = 16, .mask = W, .window_left = 40, .window_right = 3},
+    {.name = "pages, used lengths, many", .batch = 150, .seqlen_q = 140, .seqlen_k = 64, .heads_q = 8, .page_size = 16, .seqused_k = LENGTHS_HOLES, .mask = C},
     {.name = "pages, far logits", .seqlen_q = 150, .seqlen_k = 200, .page_size = 8, .seqused_k = LENGTHS_FULL, .logit_size = 3e9f, .mask = C,
      .head_dim = 64},
 };
