@@ -92,6 +92,16 @@ def test_every_pass_is_timed_and_appending_keeps_other_cells(compare, monkeypatc
     assert "WRONG" not in capsys.readouterr().out
 
 
+def test_rounds_add_turns_to_a_cell_and_no_rows(compare, monkeypatch, tmp_path):
+    file = tmp_path / "report.json"
+    words = (*SMALL, "--dtypes", "float32", "--masks", "full", "--threads", "1", "--json", file)
+    for rounds in (1, 3):
+        assert run(compare, monkeypatch, *words, "--rounds", rounds) == 0
+        rows = json.loads(file.read_text())["rows"]
+        names = [(row["pass"], row["tier"]) for row in rows]
+        assert len(set(names)) == len(names) and {row["turns"] for row in rows} == {2 * rounds}
+
+
 def test_a_wrong_or_missing_result_is_found(compare):
     import torch
 
