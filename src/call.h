@@ -97,6 +97,13 @@ static inline fa_sequence fa_sequence_at(const fa_call *call, int64_t b)
     return s;
 }
 
+/* How many sequences, from the first on, say how long all are: where none has a length of its own, one does. */
+static inline int64_t fa_num_lengths(const fa_call *call)
+{
+    bool own = call->cu_seqlens_q || call->cu_seqlens_k || call->seqused_q || call->seqused_k || call->leftpad_k;
+    return own || call->batch == 0 ? call->batch : 1;
+}
+
 /* Row j of sequence s's keys (or values) for key head h: its first element; step by stride[3]. */
 static inline char *fa_kv_at(const fa_call *call, const flash_attn_tensor *kv, const fa_sequence *s, int64_t b, int j,
                              int64_t h)

@@ -484,9 +484,10 @@ void fa_backward_explain(const fa_cpu *cpu, const fa_call *call, int threads, fl
         fa_backward_kernels(cpu, call, call->group * call->max_seqlen_q, call->max_seqlen_k); /* of the longest */
     run r = {.plan = fa_backward_plan(cpu, call, k, threads)};
     fa_backward_carve(&r, NULL);
-    for (int64_t b = 0; b < call->batch; b++) {
+    int64_t count = fa_num_lengths(call);
+    for (int64_t b = 0; b < count; b++) {
         fa_sequence seq = fa_sequence_at(call, b);
-        explanation->num_tasks += seq.rows_k > 0 ? key_tiles(&r.plan, &seq) * call->heads_k : 0;
+        explanation->num_tasks += seq.rows_k > 0 ? key_tiles(&r.plan, &seq) * call->heads_k * (call->batch / count) : 0;
     }
     explanation->tile_q        = r.plan.tile.q;
     explanation->tile_k        = r.plan.tile.k;
