@@ -219,6 +219,17 @@ class Call:
         check(lib.flash_attn_forward(self.context or _native.context, self.address, self._exec()))
         return out, lse
 
+    def check_forward(self, out=None):
+        """Raise what forward(out) would, as far as it can be known without the tensors: computes and writes nothing. Lengths in
+        host memory are looked at too."""
+        if out is not None:
+            self._set_results(out, None)
+        context = self.context or _native.context
+        if self.found_q.device == _native.CUDA:
+            check(lib.flash_attn_workspace_size(context, self.address, _native.FORWARD, ctypes.byref(ctypes.c_size_t())))
+        else:
+            check(lib.flash_attn_explain(context, self.address, _native.FORWARD, ctypes.byref(_native.Explanation())))
+
     def backward_addresses(self, dout, o, lse, dq=None, dk=None, dv=None, dbias=None, dsinks=None):
         """Fill the structs of a backward. Returns the C function's problem and grads."""
         self._set_results(o, lse)
