@@ -237,7 +237,12 @@ static int run_shape(bench_run *run, const bench_shape *shape)
     return go_on;
 }
 
-static int run_shapes(bench_run *run)
+static int check_shape(bench_run *run, const bench_shape *shape)
+{
+    return bench_check_shape(shape, run->settings.device, run->flags->passes);
+}
+
+static int each_shape(bench_run *run, int (*visit)(bench_run *, const bench_shape *))
 {
     const bench_flags *flags = run->flags;
     for (int t = 0; t < flags->dtype.count; t++)
@@ -256,7 +261,7 @@ static int run_shapes(bench_run *run)
                                           .options  = flags->options};
                     if (!(flags->masks & (1 << mask)))
                         continue;
-                    int go_on = run_shape(run, &shape);
+                    int go_on = visit(run, &shape);
                     if (go_on != CLI_GO_ON)
                         return go_on;
                 }
@@ -295,10 +300,23 @@ static int run_at_threads(bench_run *run, int64_t threads, bool first)
         if (first)
             bench_report_begin(&run->report, &info, cli_device_name(flags->device.device), &flags->options);
         bench_report_threads(&run->report, info.num_threads, peaks);
-        go_on = run_shapes(run);
+        go_on = each_shape(run, run_shape);
     }
     cli_pool_destroy(run->settings.pool);
     flash_attn_destroy(context);
+    return go_on;
+}
+
+/* What the library would refuse, before a file is opened or a line printed. */
+static int check_all(bench_run *run)
+{
+    int go_on = each_shape(run, check_shape);
+    for (int i = 0; i < run->flags->threads.count && go_on == CLI_GO_ON; i++) {
+        flash_attn_context *context = NULL;
+        cli_where_flags     where   = {.isa = run->flags->isa, .threads = run->flags->threads.value[i]};
+        go_on                       = cli_make_context(&where, &context);
+        flash_attn_destroy(context);
+    }
     return go_on;
 }
 
@@ -322,6 +340,14 @@ int cli_bench(int argc, char **argv)
         return run_kernels(&flags);
     if (go_on == CLI_GO_ON)
         go_on = complete(&flags);
+    if (go_on != CLI_GO_ON)
+        return go_on;
+    run.settings = (bench_settings){.device        = flags.device.device,
+                                    .with_standard = !flags.no_standard && !bench_has_options(&flags.options),
+                                    .seconds       = flags.seconds.value,
+                                    .least_repeats = 3,
+                                    .seed          = flags.seed};
+    go_on        = check_all(&run);
     if (go_on == CLI_GO_ON)
         go_on = open_file(flags.json, &run.report.json_file);
     if (go_on == CLI_GO_ON)
@@ -333,11 +359,6 @@ int cli_bench(int argc, char **argv)
     run.report.table   = to_stdout ? stderr : stdout;
     run.report.quick   = flags.quick;
     run.report.scaling = flags.threads.count > 1;
-    run.settings       = (bench_settings){.device        = flags.device.device,
-                                          .with_standard = !flags.no_standard && !bench_has_options(&flags.options),
-                                          .seconds       = flags.seconds.value,
-                                          .least_repeats = 3,
-                                          .seed          = flags.seed};
     int passes = (flags.passes & 1) + (flags.passes >> 1), masks = (flags.masks & 1) + (flags.masks >> 1);
     run.progress = cli_progress_start((int64_t)flags.threads.count * flags.dtype.count * flags.head_dim.count *
                                       flags.seqlen.count * passes * masks);

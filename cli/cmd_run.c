@@ -90,6 +90,63 @@ static int check_flags(const run_flags *flags, const cli_problem_flags *problem)
     return CLI_GO_ON;
 }
 
+/* Length of the folder's part of a path, with its slash. */
+static size_t folder_length(const char *path)
+{
+    const char *slash = strrchr(path, '/');
+    return slash ? (size_t)(slash - path) + 1 : 0;
+}
+
+/* Whether two names, of files that are there or not yet, are one file. */
+static bool same_file(const char *x, const char *y)
+{
+    struct stat a, b;
+    if (strcmp(x, y) == 0)
+        return true;
+    int found = (stat(x, &a) == 0) + (stat(y, &b) == 0);
+    if (found == 2)
+        return S_ISREG(a.st_mode) && a.st_dev == b.st_dev && a.st_ino == b.st_ino;
+    size_t x_length = folder_length(x), y_length = folder_length(y);
+    if (found == 1 || strcmp(x + x_length, y + y_length) != 0)
+        return false;
+    char *x_folder = x_length ? strndup(x, x_length) : strdup("."), *y_folder = y_length ? strndup(y, y_length) : strdup(".");
+    bool  same = x_folder && y_folder && stat(x_folder, &a) == 0 && stat(y_folder, &b) == 0 && a.st_dev == b.st_dev &&
+                a.st_ino == b.st_ino;
+    free(x_folder);
+    free(y_folder);
+    return same;
+}
+
+/* What is written is the file of no other option. Each option with a text names a file. */
+static int check_files(const cli_group *groups, int num_groups)
+{
+    static const char *const written[] = {"o", "lse", "dq", "dk", "dv", "dbias", "dsinks"};
+    struct {
+        const char *flag, *path;
+        bool        written;
+    } files[64];
+    int count = 0;
+    for (int g = 0; g < num_groups; g++)
+        for (const cli_option *option = groups[g].options; option->name; option++) {
+            const char *path = NULL;
+            if (option->parse == cli_parse_text)
+                memcpy(&path, (const char *)groups[g].target + option->offset, sizeof path);
+            if (!path || count == (int)(sizeof files / sizeof files[0]))
+                continue;
+            files[count].flag    = option->name;
+            files[count].path    = path;
+            files[count].written = false;
+            for (size_t n = 0; n < sizeof written / sizeof written[0]; n++)
+                files[count].written |= strcmp(written[n], option->name) == 0;
+            count++;
+        }
+    for (int i = 0; i < count; i++)
+        for (int j = 0; j < i; j++)
+            if ((files[i].written || files[j].written) && same_file(files[i].path, files[j].path))
+                return cli_fail_usage(&run_help, "--%s and --%s are the same file", files[j].flag, files[i].flag);
+    return CLI_GO_ON;
+}
+
 static int read_inputs(const run_flags *flags, run_state *run)
 {
     static const char   expected[] = "four dimensions, [batch, seqlen, heads, head_dim]";
@@ -168,11 +225,6 @@ static int make_outputs(const run_flags *flags, run_state *run)
         add_output(run, gradients[i].flag, gradients[i].path, gradients[i].gradient, gradients[i].first_dim,
                    gradients[i].ndim);
     }
-    for (int i = 0; i < run->num_outputs; i++)
-        for (int j = 0; j < i; j++)
-            if (strcmp(run->outputs[i].path, run->outputs[j].path) == 0)
-                return cli_fail_usage(&run_help, "--%s and --%s are the same file", run->outputs[j].flag,
-                                      run->outputs[i].flag);
     return CLI_GO_ON;
 }
 
@@ -359,6 +411,8 @@ int cli_run(int argc, char **argv)
     int               go_on    = cli_parse(&run_help, groups, 3, argc, argv);
     if (go_on == CLI_GO_ON)
         go_on = check_flags(&flags, &problem);
+    if (go_on == CLI_GO_ON)
+        go_on = check_files(groups, 2);
     if (go_on != CLI_GO_ON)
         return go_on;
 

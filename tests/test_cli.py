@@ -59,7 +59,7 @@ class Help(unittest.TestCase):
         self.assertRegex(run("--version"), r"^flashattn \d+\.\d+\.\d+\n$")
 
     def test_nothing_to_do_is_wrong_usage(self):
-        run(expect=2)
+        self.assertIn("usage: flashattn COMMAND", run(expect=2))
 
 
 class Typos(Case):
@@ -146,7 +146,12 @@ class Typos(Case):
         self.refused("run", says="are needed")
         self.refused("run", *qkv, says="nothing to write")
         self.refused("run", *qkv, "--dq", self.path("dq.npy"), says="--dout")
-        self.refused("run", *qkv, "--o", self.path("o.npy"), "--lse", self.path("o.npy"), says="the same file")
+        here, there = self.path("o.npy"), self.path("./o.npy")
+        for first, second in ((here, here), (here, there)):  # a file that is not there yet, and one that is
+            self.refused("run", *qkv, "--o", first, "--lse", second, says="--o and --lse are the same file")
+        os.link(self.path("k.npy"), self.path("linked.npy"))
+        for name in ("k.npy", "./k.npy", "linked.npy"):
+            self.refused("run", *qkv, "--o", self.path(name), says="--k and --o are the same file")
 
     def test_a_library_refusal_is_printed_as_the_library_says_it(self):
         self.refused("explain", "--heads", "6", "--heads-k", "4", says=["explain: invalid argument", "heads"])
@@ -571,7 +576,9 @@ class Quick(Case):
         finally:
             del os.environ["FLASH_ATTN_TUNE_FILE"]
         self.assertFalse(json.loads(run(*words, "--dry-run"))["stored"])
-        self.assertIn("--file", run("tune", "--dry-run", "--file", file, expect=2))
+        self.refused("tune", "--dry-run", "--file", file, says="--file")
+        for form in ([], ["--json"]):
+            self.refused("tune", "--file", self.path("missing/tune.txt"), *form, says="missing/tune.txt")
 
 
 if __name__ == "__main__":
