@@ -90,34 +90,55 @@ static int check_flags(const run_flags *flags, const cli_problem_flags *problem)
     return CLI_GO_ON;
 }
 
-/* Length of the folder's part of a path, with its slash. */
-static size_t folder_length(const char *path)
+/* The folder that a file is in, malloc'ed; its name in that folder is *name. NULL: no memory. */
+static char *folder_of(const char *path, const char **name)
 {
     const char *slash = strrchr(path, '/');
-    return slash ? (size_t)(slash - path) + 1 : 0;
+    *name             = slash ? slash + 1 : path;
+    return slash ? strndup(path, (size_t)(slash - path) + 1) : strdup(".");
+}
+
+static bool same_inode(const struct stat *a, const struct stat *b)
+{
+    return a->st_dev == b->st_dev && a->st_ino == b->st_ino;
 }
 
 /* Whether two names, of files that are there or not yet, are one file. */
 static bool same_file(const char *x, const char *y)
 {
     struct stat a, b;
+    const char *x_name, *y_name;
     if (strcmp(x, y) == 0)
         return true;
     int found = (stat(x, &a) == 0) + (stat(y, &b) == 0);
-    if (found == 2)
-        return S_ISREG(a.st_mode) && a.st_dev == b.st_dev && a.st_ino == b.st_ino;
-    size_t x_length = folder_length(x), y_length = folder_length(y);
-    if (found == 1 || strcmp(x + x_length, y + y_length) != 0)
-        return false;
-    char *x_folder = x_length ? strndup(x, x_length) : strdup("."), *y_folder = y_length ? strndup(y, y_length) : strdup(".");
-    bool  same = x_folder && y_folder && stat(x_folder, &a) == 0 && stat(y_folder, &b) == 0 && a.st_dev == b.st_dev &&
-                a.st_ino == b.st_ino;
+    if (found > 0)
+        return found == 2 && S_ISREG(a.st_mode) && same_inode(&a, &b);
+    char *x_folder = folder_of(x, &x_name), *y_folder = folder_of(y, &y_name);
+    bool  same = x_folder && y_folder && strcmp(x_name, y_name) == 0 && stat(x_folder, &a) == 0 && stat(y_folder, &b) == 0 &&
+                same_inode(&a, &b);
     free(x_folder);
     free(y_folder);
     return same;
 }
 
-/* What is written is the file of no other option. Each option with a text names a file. */
+/* Whether a file can be put there, which is known before anything is computed. What is no plain file (a device, a pipe)
+ * is written where it is. */
+static int check_place(const char *flag, const char *path)
+{
+    struct stat status;
+    const char *name;
+    bool        there = stat(path, &status) == 0;
+    if (there && S_ISDIR(status.st_mode))
+        return cli_fail("--%s %s: %s", flag, path, strerror(EISDIR));
+    char *folder = folder_of(path, &name);
+    if (!folder)
+        return cli_fail("no memory left");
+    bool good = (there && !S_ISREG(status.st_mode)) || access(folder, W_OK | X_OK) == 0;
+    free(folder);
+    return good ? CLI_GO_ON : cli_fail("--%s %s: %s", flag, path, strerror(errno));
+}
+
+/* What is written has a place, and is the file of no other option. Each option with a text names a file. */
 static int check_files(const cli_group *groups, int num_groups)
 {
     static const char *const written[] = {"o", "lse", "dq", "dk", "dv", "dbias", "dsinks"};
@@ -138,6 +159,8 @@ static int check_files(const cli_group *groups, int num_groups)
             files[count].written = false;
             for (size_t n = 0; n < sizeof written / sizeof written[0]; n++)
                 files[count].written |= strcmp(written[n], option->name) == 0;
+            if (files[count].written && check_place(option->name, path) != CLI_GO_ON)
+                return CLI_REFUSED;
             count++;
         }
     for (int i = 0; i < count; i++)
