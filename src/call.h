@@ -153,6 +153,9 @@ struct flash_attn_context {
     _Atomic(fa_cuda *) cuda; /* made on the first CUDA call */
 };
 
+/* "avx512": the tier's name, as FLASH_ATTN_MAX_ISA has it (context.c). */
+const char *fa_isa_name(flash_attn_isa isa);
+
 typedef struct fa_exec {
     void  *stream;
     void  *workspace; /* NULL: the backend allocates */

@@ -118,10 +118,9 @@ flash_attn_status fa_count_work(const fa_call *call, double *flops, double *byte
         pairs += (double)own * (double)call->heads_q;
         rows_k += (double)(s.seqlen_k - s.key_begin) * (double)call->heads_k;
     }
-    if (count > 0) { /* 1 of all, where they are alike */
-        pairs *= (double)(call->batch / count);
-        rows_k *= (double)(call->batch / count);
-    }
+    double alike = count > 0 ? (double)call->batch / (double)count : 0.0; /* sequences for each that was looked at */
+    pairs *= alike;
+    rows_k *= alike;
     double d = (double)call->head_dim, dv = (double)call->head_dim_v;
     bool   forward = call->pass == FLASH_ATTN_FORWARD;
     /* Forward: Q K^T over d, P V over dv. Backward: S, dQ, dK over d, dP, dV over dv. */
