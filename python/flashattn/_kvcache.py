@@ -4,7 +4,7 @@ import numpy as np
 
 from . import _native
 from ._arrays import is_torch, view
-from ._call import Call, append_kv
+from ._call import Call, append_kv, sides
 from ._variants import chunk_slices, host_list, join_qv
 
 
@@ -28,7 +28,9 @@ def _kvcache(q, k_cache, v_cache, k, v, *, rotary_cos=None, rotary_sin=None, rot
         q, k_cache, v_cache = q.detach(), k_cache.detach(), v_cache.detach()
         k, v, qv = (t.detach() if t is not None else None for t in (k, v, qv))
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-    if isinstance(cache_seqlens, int):
+    if isinstance(cache_seqlens, (int, np.integer)):
+        if not 0 <= cache_seqlens < 2**31:
+            raise _native.InvalidError(f"cache_seqlens is {cache_seqlens}: expected 0 to the rows of the cache")
         cache_seqlens = _full(q, batch, cache_seqlens)
     if (k is None) != (v is None):
         raise _native.InvalidError("k and v must be given together")
@@ -70,7 +72,7 @@ def _kvcache(q, k_cache, v_cache, k, v, *, rotary_cos=None, rotary_sin=None, rot
         # they begin. The C call's leftpad_k is what it takes off.
         back = None if rotary_seqlens is None or rotary_cos is None else cache_seqlens - rotary_seqlens
         both = dict(rotary_cos=rotary_cos, rotary_sin=rotary_sin, interleaved=rotary_interleaved,
-                    q_at_end=not causal and tuple(window) == (-1, -1) and not attention_chunk)
+                    q_at_end=not causal and max(sides(window)) < 0 and not attention_chunk)
         each = dict(cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, leftpad_k=back, block_table=block_table)
         try:
             call.check_forward(out)  # what attention would refuse must not be in the cache by then
