@@ -196,6 +196,8 @@ static int complete(bench_flags *flags)
                                            "reference, or --kernel for the GPU's kernels");
     if (flags->json && flags->csv && strcmp(flags->json, "-") == 0 && strcmp(flags->csv, "-") == 0)
         return cli_fail_usage(&bench_help, "--json - and --csv - would mix on stdout");
+    if (flags->json && flags->csv && cli_same_file(flags->json, flags->csv))
+        return cli_fail_usage(&bench_help, "--json and --csv are the same file");
     return CLI_GO_ON;
 }
 
@@ -335,6 +337,11 @@ static int check_all(bench_run *run)
     return go_on;
 }
 
+static int check_file(const char *option, const char *path)
+{
+    return path && strcmp(path, "-") != 0 ? cli_check_place(option, path) : CLI_GO_ON;
+}
+
 static int open_file(const char *path, FILE **file)
 {
     if (path)
@@ -365,6 +372,10 @@ int cli_bench(int argc, char **argv)
                                     .least_repeats = 3,
                                     .seed          = flags.seed};
     go_on        = check_all(&run);
+    if (go_on == CLI_GO_ON)
+        go_on = check_file("json", flags.json);
+    if (go_on == CLI_GO_ON)
+        go_on = check_file("csv", flags.csv);
     if (go_on == CLI_GO_ON)
         go_on = open_file(flags.json, &run.report.json_file);
     if (go_on == CLI_GO_ON)

@@ -90,54 +90,6 @@ static int check_flags(const run_flags *flags, const cli_problem_flags *problem)
     return CLI_GO_ON;
 }
 
-/* The folder that a file is in, malloc'ed; its name in that folder is *name. NULL: no memory. */
-static char *folder_of(const char *path, const char **name)
-{
-    const char *slash = strrchr(path, '/');
-    *name             = slash ? slash + 1 : path;
-    return slash ? strndup(path, (size_t)(slash - path) + 1) : strdup(".");
-}
-
-static bool same_inode(const struct stat *a, const struct stat *b)
-{
-    return a->st_dev == b->st_dev && a->st_ino == b->st_ino;
-}
-
-/* Whether two names, of files that are there or not yet, are one file. */
-static bool same_file(const char *x, const char *y)
-{
-    struct stat a, b;
-    const char *x_name, *y_name;
-    if (strcmp(x, y) == 0)
-        return true;
-    int found = (stat(x, &a) == 0) + (stat(y, &b) == 0);
-    if (found > 0)
-        return found == 2 && S_ISREG(a.st_mode) && same_inode(&a, &b);
-    char *x_folder = folder_of(x, &x_name), *y_folder = folder_of(y, &y_name);
-    bool  same = x_folder && y_folder && strcmp(x_name, y_name) == 0 && stat(x_folder, &a) == 0 && stat(y_folder, &b) == 0 &&
-                same_inode(&a, &b);
-    free(x_folder);
-    free(y_folder);
-    return same;
-}
-
-/* Whether a file can be put there, which is known before anything is computed. What is no plain file (a device, a pipe)
- * is written where it is. */
-static int check_place(const char *flag, const char *path)
-{
-    struct stat status;
-    const char *name;
-    bool        there = stat(path, &status) == 0;
-    if (there && S_ISDIR(status.st_mode))
-        return cli_fail("--%s %s: %s", flag, path, strerror(EISDIR));
-    char *folder = folder_of(path, &name);
-    if (!folder)
-        return cli_fail("no memory left");
-    bool good = (there && !S_ISREG(status.st_mode)) || access(folder, W_OK | X_OK) == 0;
-    free(folder);
-    return good ? CLI_GO_ON : cli_fail("--%s %s: %s", flag, path, strerror(errno));
-}
-
 /* What is written has a place, and is the file of no other option. Each option with a text names a file. */
 static int check_files(const cli_group *groups, int num_groups)
 {
@@ -159,13 +111,13 @@ static int check_files(const cli_group *groups, int num_groups)
             files[count].written = false;
             for (size_t n = 0; n < sizeof written / sizeof written[0]; n++)
                 files[count].written |= strcmp(written[n], option->name) == 0;
-            if (files[count].written && check_place(option->name, path) != CLI_GO_ON)
+            if (files[count].written && cli_check_place(option->name, path) != CLI_GO_ON)
                 return CLI_REFUSED;
             count++;
         }
     for (int i = 0; i < count; i++)
         for (int j = 0; j < i; j++)
-            if ((files[i].written || files[j].written) && same_file(files[i].path, files[j].path))
+            if ((files[i].written || files[j].written) && cli_same_file(files[i].path, files[j].path))
                 return cli_fail_usage(&run_help, "--%s and --%s are the same file", files[j].flag, files[i].flag);
     return CLI_GO_ON;
 }

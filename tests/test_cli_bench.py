@@ -138,6 +138,9 @@ class Bench(Case):
         ]:
             self.refused("bench", "--seqlen", "32", *words.split(), says=says)
             self.refused("bench", "--seqlen", "32", *words.split(), "--json", self.path("not.json"), says=says)
+        files = "--json", self.path("both"), "--csv"
+        self.refused("bench", "--seqlen", "32", *files, self.path("./both"), says="--json and --csv are the same file")
+        self.refused("bench", "--seqlen", "32", *files, self.path("none/both"), says="--csv ")
 
 
 if __name__ == "__main__":
