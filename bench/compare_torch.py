@@ -483,7 +483,11 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def listed(kind=str):
-        return lambda text: [kind(word) for word in text.split(",")]
+        def parse(text):
+            return [kind(word) for word in text.split(",")]
+
+        parse.__name__ = f"list of {kind.__name__}"  # argparse says it
+        return parse
 
     parser.add_argument(
         "--threads",

@@ -97,20 +97,26 @@ static bool make_slices(bench_arrays *arrays)
     return true;
 }
 
+void bench_apply_numbers(const bench_shape *shape, flash_attn_problem *p)
+{
+    const bench_options *o = &shape->options;
+    p->mask                = o->window.given                   ? FLASH_ATTN_WINDOW
+                             : shape->causal && o->blocks == 0 ? FLASH_ATTN_CAUSAL
+                                                               : FLASH_ATTN_NONE;
+    p->window_left         = o->window.left;
+    p->window_right        = o->window.right;
+    p->scale      = o->scale.given && o->scale.value == 0 ? -0.0f /* 0 is the default */ : (float)o->scale.value;
+    p->softcap    = (float)o->softcap.value;
+    p->dropout    = o->dropout;
+    p->num_splits = (int32_t)o->num_splits;
+}
+
 bool bench_apply_options(bench_arrays *arrays, uint64_t *random)
 {
     const bench_shape   *shape = &arrays->shape;
     const bench_options *o     = &shape->options;
     flash_attn_problem  *p     = &arrays->problem;
-    p->mask                    = o->window.given                   ? FLASH_ATTN_WINDOW
-                                 : shape->causal && o->blocks == 0 ? FLASH_ATTN_CAUSAL
-                                                                   : FLASH_ATTN_NONE;
-    p->window_left             = o->window.left;
-    p->window_right            = o->window.right;
-    p->scale      = o->scale.given && o->scale.value == 0 ? -0.0f /* 0 is the default */ : (float)o->scale.value;
-    p->softcap    = (float)o->softcap.value;
-    p->dropout    = o->dropout;
-    p->num_splits = (int32_t)o->num_splits;
+    bench_apply_numbers(shape, p);
     if (o->blocks > 0 && !make_slices(arrays))
         return false;
     if (o->bias) {

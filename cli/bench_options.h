@@ -28,7 +28,10 @@ const char *bench_options_text(const bench_options *options, char text[BENCH_OPT
 struct bench_shape;
 struct bench_arrays;
 
-/* Put the options into the problem, whose q, k and v are set. false: no memory. */
+/* Put into a problem what needs no memory: mask, scale, softcap, dropout, splits. */
+void bench_apply_numbers(const struct bench_shape *shape, flash_attn_problem *problem);
+
+/* Put all options into the problem, whose q, k and v are set. false: no memory. */
 bool bench_apply_options(struct bench_arrays *arrays, uint64_t *random);
 
 /* ---- what they mean, written apart from the library: for the check ---- */

@@ -91,16 +91,39 @@ static bool make_standard(bench_arrays *arrays, const bench_settings *settings, 
            standard_create(&arrays->standard, &peer, backward, settings->pool);
 }
 
+static flash_attn_problem without_data(const bench_shape *shape, flash_attn_device device)
+{
+    flash_attn_problem p = {.device = device};
+    p.lse                = (flash_attn_tensor){.shape = {shape->batch, shape->heads, shape->seqlen_q, 1}};
+    p.q = p.o = tensor_of(shape, shape->seqlen_q, shape->heads);
+    p.k = p.v = tensor_of(shape, shape->seqlen_k, shape->heads_k);
+    return p;
+}
+
+int bench_check_shape(const bench_shape *shape, flash_attn_device device, int passes)
+{
+    flash_attn_problem p = without_data(shape, device);
+    size_t             bytes;
+    bench_apply_numbers(shape, &p);
+    for (int pass = FLASH_ATTN_FORWARD; pass <= FLASH_ATTN_BACKWARD; pass++) {
+        if (!(passes & (1 << pass)))
+            continue;
+        flash_attn_status status = flash_attn_workspace_size(NULL, &p, (flash_attn_pass)pass, &bytes);
+        if (status != FLASH_ATTN_OK)
+            return cli_fail_library("bench", status);
+    }
+    return CLI_GO_ON;
+}
+
 static bool make_all(bench_arrays *arrays, const bench_settings *settings, bool backward)
 {
     const bench_shape  *shape  = &arrays->shape;
     flash_attn_problem *p      = &arrays->problem;
     flash_attn_grads   *g      = &arrays->grads;
     uint64_t            random = settings->seed;
-    p->device                  = settings->device;
-    p->lse                     = (flash_attn_tensor){.shape = {shape->batch, shape->heads, shape->seqlen_q, 1}};
-    p->q = p->o = g->dout = g->dq = tensor_of(shape, shape->seqlen_q, shape->heads);
-    p->k = p->v = g->dk = g->dv = tensor_of(shape, shape->seqlen_k, shape->heads_k);
+    *p                         = without_data(shape, settings->device);
+    g->dout = g->dq = p->q;
+    g->dk = g->dv = p->k;
     if (!give_data(arrays, &p->lse) || !give_data(arrays, &p->o) ||
         !bench_make_random(arrays, &p->q, &arrays->q, &random) ||
         !bench_make_random(arrays, &p->k, &arrays->k, &random) ||

@@ -55,6 +55,9 @@ typedef struct bench_arrays {
     int                num_memory;
 } bench_arrays;
 
+/* Whether the library takes the shape and its options in these passes (bits). Returns an exit status or CLI_GO_ON. */
+int bench_check_shape(const bench_shape *shape, flash_attn_device device, int passes);
+
 /* Make arrays with random numbers. Returns an exit status or CLI_GO_ON. */
 int  bench_open(bench_arrays *arrays, const bench_shape *shape, const bench_settings *settings, bool backward);
 void bench_close(bench_arrays *arrays);

@@ -1,8 +1,11 @@
 #include "cli.h"
 
+#include <errno.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 int cli_fail(const char *format, ...)
 {
@@ -102,4 +105,52 @@ const char *cli_isa_name(flash_attn_isa isa)
     case FLASH_ATTN_ISA_NEON_BF16: return "neon-bf16";
     }
     return "?";
+}
+
+/* ---- files ---- */
+
+/* The folder that a file is in, malloc'ed; its name in that folder is *name. NULL: no memory. */
+static char *folder_of(const char *path, const char **name)
+{
+    const char *slash = strrchr(path, '/');
+    *name             = slash ? slash + 1 : path;
+    return slash ? strndup(path, (size_t)(slash - path) + 1) : strdup(".");
+}
+
+static bool same_inode(const struct stat *a, const struct stat *b)
+{
+    return a->st_dev == b->st_dev && a->st_ino == b->st_ino;
+}
+
+bool cli_same_file(const char *x, const char *y)
+{
+    struct stat a, b;
+    const char *x_name, *y_name;
+    if (strcmp(x, y) == 0)
+        return true;
+    int found = (stat(x, &a) == 0) + (stat(y, &b) == 0);
+    if (found > 0)
+        return found == 2 && S_ISREG(a.st_mode) && same_inode(&a, &b);
+    char *x_folder = folder_of(x, &x_name), *y_folder = folder_of(y, &y_name);
+    bool  same = x_folder && y_folder && strcmp(x_name, y_name) == 0 && stat(x_folder, &a) == 0 && stat(y_folder, &b) == 0 &&
+                same_inode(&a, &b);
+    free(x_folder);
+    free(y_folder);
+    return same;
+}
+
+/* What is no plain file (a device, a pipe) is written where it is. */
+int cli_check_place(const char *flag, const char *path)
+{
+    struct stat status;
+    const char *name;
+    bool        there = stat(path, &status) == 0;
+    if (there && S_ISDIR(status.st_mode))
+        return cli_fail("--%s %s: %s", flag, path, strerror(EISDIR));
+    char *folder = folder_of(path, &name);
+    if (!folder)
+        return cli_fail("no memory left");
+    bool good = (there && !S_ISREG(status.st_mode)) || access(folder, W_OK | X_OK) == 0;
+    free(folder);
+    return good ? CLI_GO_ON : cli_fail("--%s %s: %s", flag, path, strerror(errno));
 }

@@ -46,6 +46,12 @@ const char *cli_dtype_name(flash_attn_dtype dtype);
 const char *cli_device_name(flash_attn_device device); /* without its index */
 const char *cli_isa_name(flash_attn_isa isa);
 
+/* Whether two names, of files that are there or not yet, are one file. */
+bool cli_same_file(const char *x, const char *y);
+
+/* Whether an option's file can be put there, to know it before anything is computed. CLI_GO_ON or CLI_REFUSED. */
+int cli_check_place(const char *option, const char *path);
+
 /* Close `file` and say whether all that was written arrived. */
 bool cli_close(FILE *file);
 

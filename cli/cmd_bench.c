@@ -102,6 +102,27 @@ static void set_default(cli_list *list, int count, const int64_t *values)
     }
 }
 
+/* Numbers from 1; from here on 0 is what was not given. */
+static int check_numbers(bench_flags *flags)
+{
+    const struct {
+        const char *name;
+        int64_t    *number;
+    } numbers[] = {{"batch", &flags->batch},
+                   {"heads", &flags->heads},
+                   {"heads-k", &flags->heads_k},
+                   {"seqlen-q", &flags->seqlen_q}};
+    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
+        if (*numbers[i].number == 0)
+            return cli_fail_usage(&bench_help, "--%s 0: expected a number from 1", numbers[i].name);
+        if (*numbers[i].number < 0)
+            *numbers[i].number = 0;
+    }
+    if (flags->seconds.given && flags->seconds.value < 0)
+        return cli_fail_usage(&bench_help, "--seconds %g: expected a time from 0", flags->seconds.value);
+    return CLI_GO_ON;
+}
+
 /* --kernel: the GPU's kernels, with defaults of their own; the options that mean nothing there are refused. */
 static int run_kernels(bench_flags *flags)
 {
@@ -120,8 +141,6 @@ static int run_kernels(bench_flags *flags)
         return cli_fail_usage(&bench_help, "%s does not go with --kernel", foreign);
     if (flags->device.given && flags->device.device.type != FLASH_ATTN_CUDA)
         return cli_fail_usage(&bench_help, "--kernel runs on the GPU; expected --device cuda or cuda:N");
-    if (flags->batch == 0 || flags->heads == 0 || (flags->seconds.given && flags->seconds.value < 0))
-        return cli_fail_usage(&bench_help, "--batch and --heads: expected numbers from 1; --seconds: a time from 0");
     set_default(&flags->seqlen, 1, lengths);
     set_default(&flags->head_dim, 2, dims);
     set_default(&flags->dtype, 1, dtypes);
@@ -130,8 +149,8 @@ static int run_kernels(bench_flags *flags)
                                     .head_dim = flags->head_dim,
                                     .dtype    = flags->dtype,
                                     .seqlen_q = flags->seqlen_q,
-                                    .batch    = flags->batch > 0 ? flags->batch : 0,
-                                    .heads    = flags->heads > 0 ? flags->heads : 0,
+                                    .batch    = flags->batch,
+                                    .heads    = flags->heads,
                                     .heads_k  = flags->heads_k,
                                     .masks    = flags->masks ? flags->masks : 3,
                                     .device   = flags->device.device.index,
@@ -149,18 +168,14 @@ static int complete(bench_flags *flags)
     set_default(&flags->head_dim, 2, dims);
     set_default(&flags->dtype, 2, dtypes);
     set_default(&flags->threads, 1, all_threads);
-    flags->batch     = flags->batch < 0 ? 1 : flags->batch;
-    flags->heads     = flags->heads < 0 ? 4 : flags->heads;
+    flags->batch     = flags->batch ? flags->batch : 1;
+    flags->heads     = flags->heads ? flags->heads : 4;
     bool masks_given = flags->masks != 0;
     flags->masks     = flags->options.window.given ? 1 : masks_given ? flags->masks : flags->quick ? 2 : 3;
     flags->passes    = flags->passes ? flags->passes : 3;
     flags->heads_k   = flags->heads_k ? flags->heads_k : flags->heads;
     if (!flags->seconds.given)
         flags->seconds.value = flags->quick ? 0.2 : 1;
-    if (flags->seconds.value < 0)
-        return cli_fail_usage(&bench_help, "--seconds %g: expected a time from 0", flags->seconds.value);
-    if (flags->batch == 0 || flags->heads == 0)
-        return cli_fail_usage(&bench_help, "--batch and --heads: expected numbers from 1");
     if (flags->heads % flags->heads_k != 0)
         return cli_fail_usage(&bench_help, "--heads %lld is not a multiple of --heads-k %lld", (long long)flags->heads,
                               (long long)flags->heads_k);
@@ -181,6 +196,8 @@ static int complete(bench_flags *flags)
                                            "reference, or --kernel for the GPU's kernels");
     if (flags->json && flags->csv && strcmp(flags->json, "-") == 0 && strcmp(flags->csv, "-") == 0)
         return cli_fail_usage(&bench_help, "--json - and --csv - would mix on stdout");
+    if (flags->json && flags->csv && cli_same_file(flags->json, flags->csv))
+        return cli_fail_usage(&bench_help, "--json and --csv are the same file");
     return CLI_GO_ON;
 }
 
@@ -237,7 +254,12 @@ static int run_shape(bench_run *run, const bench_shape *shape)
     return go_on;
 }
 
-static int run_shapes(bench_run *run)
+static int check_shape(bench_run *run, const bench_shape *shape)
+{
+    return bench_check_shape(shape, run->settings.device, run->flags->passes);
+}
+
+static int each_shape(bench_run *run, int (*visit)(bench_run *, const bench_shape *))
 {
     const bench_flags *flags = run->flags;
     for (int t = 0; t < flags->dtype.count; t++)
@@ -256,7 +278,7 @@ static int run_shapes(bench_run *run)
                                           .options  = flags->options};
                     if (!(flags->masks & (1 << mask)))
                         continue;
-                    int go_on = run_shape(run, &shape);
+                    int go_on = visit(run, &shape);
                     if (go_on != CLI_GO_ON)
                         return go_on;
                 }
@@ -295,11 +317,29 @@ static int run_at_threads(bench_run *run, int64_t threads, bool first)
         if (first)
             bench_report_begin(&run->report, &info, cli_device_name(flags->device.device), &flags->options);
         bench_report_threads(&run->report, info.num_threads, peaks);
-        go_on = run_shapes(run);
+        go_on = each_shape(run, run_shape);
     }
     cli_pool_destroy(run->settings.pool);
     flash_attn_destroy(context);
     return go_on;
+}
+
+/* What the library would refuse, before a file is opened or a line printed. */
+static int check_all(bench_run *run)
+{
+    int go_on = each_shape(run, check_shape);
+    for (int i = 0; i < run->flags->threads.count && go_on == CLI_GO_ON; i++) {
+        flash_attn_context *context = NULL;
+        cli_where_flags     where   = {.isa = run->flags->isa, .threads = run->flags->threads.value[i]};
+        go_on                       = cli_make_context(&where, &context);
+        flash_attn_destroy(context);
+    }
+    return go_on;
+}
+
+static int check_file(const char *option, const char *path)
+{
+    return path && strcmp(path, "-") != 0 ? cli_check_place(option, path) : CLI_GO_ON;
 }
 
 static int open_file(const char *path, FILE **file)
@@ -313,15 +353,29 @@ static int open_file(const char *path, FILE **file)
 
 int cli_bench(int argc, char **argv)
 {
-    bench_flags     flags    = {.batch = -1, .heads = -1, .memory_limit_bytes = -1, .seed = 1};
+    bench_flags     flags    = {.seqlen_q = -1, .batch = -1, .heads = -1, .heads_k = -1, .memory_limit_bytes = -1, .seed = 1};
     const cli_group groups[] = {{"options", bench_flag_table, &flags},
                                 {"options of the problem", bench_option_table, &flags.options}};
     bench_run       run      = {.flags = &flags};
     int             go_on    = cli_parse(&bench_help, groups, 2, argc, argv);
+    if (go_on == CLI_GO_ON)
+        go_on = check_numbers(&flags);
     if (go_on == CLI_GO_ON && flags.kernel)
         return run_kernels(&flags);
     if (go_on == CLI_GO_ON)
         go_on = complete(&flags);
+    if (go_on != CLI_GO_ON)
+        return go_on;
+    run.settings = (bench_settings){.device        = flags.device.device,
+                                    .with_standard = !flags.no_standard && !bench_has_options(&flags.options),
+                                    .seconds       = flags.seconds.value,
+                                    .least_repeats = 3,
+                                    .seed          = flags.seed};
+    go_on        = check_all(&run);
+    if (go_on == CLI_GO_ON)
+        go_on = check_file("json", flags.json);
+    if (go_on == CLI_GO_ON)
+        go_on = check_file("csv", flags.csv);
     if (go_on == CLI_GO_ON)
         go_on = open_file(flags.json, &run.report.json_file);
     if (go_on == CLI_GO_ON)
@@ -333,11 +387,6 @@ int cli_bench(int argc, char **argv)
     run.report.table   = to_stdout ? stderr : stdout;
     run.report.quick   = flags.quick;
     run.report.scaling = flags.threads.count > 1;
-    run.settings       = (bench_settings){.device        = flags.device.device,
-                                          .with_standard = !flags.no_standard && !bench_has_options(&flags.options),
-                                          .seconds       = flags.seconds.value,
-                                          .least_repeats = 3,
-                                          .seed          = flags.seed};
     int passes = (flags.passes & 1) + (flags.passes >> 1), masks = (flags.masks & 1) + (flags.masks >> 1);
     run.progress = cli_progress_start((int64_t)flags.threads.count * flags.dtype.count * flags.head_dim.count *
                                       flags.seqlen.count * passes * masks);

@@ -168,13 +168,17 @@ static int show(flash_attn_context *context, const info_flags *flags)
 
 int cli_info(int argc, char **argv)
 {
-    info_flags          flags   = {.read_bytes = 256 << 20};
+    info_flags          flags   = {.read_bytes = -1};
     const cli_group     group   = {"options", info_options, &flags};
     int                 go_on   = cli_parse(&info_help, &group, 1, argc, argv);
     cli_where_flags     where   = {.isa = flags.isa, .threads = flags.threads};
     flash_attn_context *context = NULL;
     if (go_on != CLI_GO_ON)
         return go_on;
+    if (flags.read_bytes >= 0 && !flags.measure)
+        return cli_fail_usage(&info_help, "--read-bytes needs --measure");
+    if (flags.read_bytes < 0)
+        flags.read_bytes = 256 << 20;
     if (flags.read_bytes < 1 << 20)
         return cli_fail_usage(&info_help, "--read-bytes %lld: expected 1M or more", (long long)flags.read_bytes);
     if (cli_make_context(&where, &context) != CLI_GO_ON)

@@ -90,6 +90,38 @@ static int check_flags(const run_flags *flags, const cli_problem_flags *problem)
     return CLI_GO_ON;
 }
 
+/* What is written has a place, and is the file of no other option. Each option with a text names a file. */
+static int check_files(const cli_group *groups, int num_groups)
+{
+    static const char *const written[] = {"o", "lse", "dq", "dk", "dv", "dbias", "dsinks"};
+    struct {
+        const char *flag, *path;
+        bool        written;
+    } files[64];
+    int count = 0;
+    for (int g = 0; g < num_groups; g++)
+        for (const cli_option *option = groups[g].options; option->name; option++) {
+            const char *path = NULL;
+            if (option->parse == cli_parse_text)
+                memcpy(&path, (const char *)groups[g].target + option->offset, sizeof path);
+            if (!path || count == (int)(sizeof files / sizeof files[0]))
+                continue;
+            files[count].flag    = option->name;
+            files[count].path    = path;
+            files[count].written = false;
+            for (size_t n = 0; n < sizeof written / sizeof written[0]; n++)
+                files[count].written |= strcmp(written[n], option->name) == 0;
+            if (files[count].written && cli_check_place(option->name, path) != CLI_GO_ON)
+                return CLI_REFUSED;
+            count++;
+        }
+    for (int i = 0; i < count; i++)
+        for (int j = 0; j < i; j++)
+            if ((files[i].written || files[j].written) && cli_same_file(files[i].path, files[j].path))
+                return cli_fail_usage(&run_help, "--%s and --%s are the same file", files[j].flag, files[i].flag);
+    return CLI_GO_ON;
+}
+
 static int read_inputs(const run_flags *flags, run_state *run)
 {
     static const char   expected[] = "four dimensions, [batch, seqlen, heads, head_dim]";
@@ -168,11 +200,6 @@ static int make_outputs(const run_flags *flags, run_state *run)
         add_output(run, gradients[i].flag, gradients[i].path, gradients[i].gradient, gradients[i].first_dim,
                    gradients[i].ndim);
     }
-    for (int i = 0; i < run->num_outputs; i++)
-        for (int j = 0; j < i; j++)
-            if (strcmp(run->outputs[i].path, run->outputs[j].path) == 0)
-                return cli_fail_usage(&run_help, "--%s and --%s are the same file", run->outputs[j].flag,
-                                      run->outputs[i].flag);
     return CLI_GO_ON;
 }
 
@@ -359,6 +386,8 @@ int cli_run(int argc, char **argv)
     int               go_on    = cli_parse(&run_help, groups, 3, argc, argv);
     if (go_on == CLI_GO_ON)
         go_on = check_flags(&flags, &problem);
+    if (go_on == CLI_GO_ON)
+        go_on = check_files(groups, 2);
     if (go_on != CLI_GO_ON)
         return go_on;
 

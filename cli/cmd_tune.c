@@ -41,10 +41,31 @@ static const cli_help tune_help = {
 };
 
 typedef struct tune_output {
-    cli_json json;
-    bool     as_json;
-    int      num_changed;
+    flash_attn_device_info info;
+    cli_json               json;
+    bool                   as_json, begun;
+    int                    num_changed;
 } tune_output;
+
+/* What stands before the choices: once the first is there, so that a call that is refused prints its sentence alone. */
+static void begin(tune_output *out)
+{
+    const flash_attn_device_info *info = &out->info;
+    if (out->begun)
+        return;
+    out->begun = true;
+    if (!out->as_json) {
+        printf("%s, tier %s, %d thread%s\n", info->name, info->isa, info->num_threads, info->num_threads == 1 ? "" : "s");
+        printf("%-28s %10s %13s   %10s %13s   %s\n", "choice", "default", "", "found", "", "times as fast");
+        return;
+    }
+    json_open(&out->json, NULL, '{');
+    json_text(&out->json, "schema", "flashattn.tune/1");
+    json_text(&out->json, "device_name", info->name);
+    json_text(&out->json, "isa", info->isa);
+    json_whole(&out->json, "threads", info->num_threads);
+    json_open(&out->json, "choices", '[');
+}
 
 static void report(void *user, const flash_attn_tune_choice *choice)
 {
@@ -52,6 +73,7 @@ static void report(void *user, const flash_attn_tune_choice *choice)
     cli_json    *json    = &out->json;
     bool         changed = strcmp(choice->usual, choice->found) != 0;
     out->num_changed += changed;
+    begin(out);
     if (!out->as_json) {
         printf("%-28s %10s %10.3f ms   %10s %10.3f ms   %5.2f\n", choice->name, choice->usual, choice->usual_ms,
                changed ? choice->found : "=", choice->found_ms, choice->usual_ms / choice->found_ms);
@@ -70,25 +92,14 @@ static void report(void *user, const flash_attn_tune_choice *choice)
 
 static int tune(flash_attn_context *context, const tune_flags *flags)
 {
-    tune_output            out    = {.json = {.file = stdout}, .as_json = flags->json};
-    flash_attn_device_info info   = {0};
-    const char            *file   = flags->dry_run ? "" : flags->file;
-    flash_attn_status      status = flash_attn_get_device_info(context, (flash_attn_device){FLASH_ATTN_CPU, 0}, &info);
-    if (status != FLASH_ATTN_OK)
-        return cli_fail_library("tune", status);
-    if (flags->json) {
-        json_open(&out.json, NULL, '{');
-        json_text(&out.json, "schema", "flashattn.tune/1");
-        json_text(&out.json, "device_name", info.name);
-        json_text(&out.json, "isa", info.isa);
-        json_whole(&out.json, "threads", info.num_threads);
-        json_open(&out.json, "choices", '[');
-    } else {
-        printf("%s, tier %s, %d thread%s\n", info.name, info.isa, info.num_threads, info.num_threads == 1 ? "" : "s");
-        printf("%-28s %10s %13s   %10s %13s   %s\n", "choice", "default", "", "found", "", "times as fast");
-    }
-    status = flash_attn_tune(context, file, flags->seconds.given ? flags->seconds.value : 30, report, &out);
-    if (flags->json) {
+    tune_output       out    = {.json = {.file = stdout}, .as_json = flags->json};
+    const char       *file   = flags->dry_run ? "" : flags->file;
+    flash_attn_status status = flash_attn_get_device_info(context, (flash_attn_device){FLASH_ATTN_CPU, 0}, &out.info);
+    if (status == FLASH_ATTN_OK)
+        status = flash_attn_tune(context, file, flags->seconds.given ? flags->seconds.value : 30, report, &out);
+    if (status == FLASH_ATTN_OK)
+        begin(&out);
+    if (out.begun && flags->json) {
         json_close(&out.json, ']');
         json_bool(&out.json, "stored", status == FLASH_ATTN_OK && !flags->dry_run);
         json_close(&out.json, '}');

@@ -15,25 +15,27 @@ static const cli_command commands[] = {
 };
 enum { NUM_COMMANDS = sizeof commands / sizeof commands[0] };
 
-static void print_help(void)
+static void print_help(FILE *to)
 {
-    puts("flashattn: exact attention, fast, in C\n"
-         "\n"
-         "usage: flashattn COMMAND [options]\n"
-         "\n"
-         "commands:");
+    fputs("flashattn: exact attention, fast, in C\n"
+          "\n"
+          "usage: flashattn COMMAND [options]\n"
+          "\n"
+          "commands:\n",
+          to);
     for (int i = 0; i < NUM_COMMANDS; i++)
-        printf("  %-10s %s\n", commands[i].name, commands[i].summary);
-    puts("\n"
-         "  flashattn COMMAND --help    a command's options, with examples\n"
-         "  flashattn --version         the version\n"
-         "\n"
-         "examples:\n"
-         "  flashattn info\n"
-         "  flashattn run --q q.npy --k k.npy --v v.npy --causal --o o.npy\n"
-         "  flashattn bench --quick\n"
-         "\n"
-         "exit status: 0 all is well; 1 a check failed; 2 wrong usage, bad input or a refused call");
+        fprintf(to, "  %-10s %s\n", commands[i].name, commands[i].summary);
+    fputs("\n"
+          "  flashattn COMMAND --help    a command's options, with examples\n"
+          "  flashattn --version         the version\n"
+          "\n"
+          "examples:\n"
+          "  flashattn info\n"
+          "  flashattn run --q q.npy --k k.npy --v v.npy --causal --o o.npy\n"
+          "  flashattn bench --quick\n"
+          "\n"
+          "exit status: 0 all is well; 1 a check failed; 2 wrong usage, bad input or a refused call\n",
+          to);
 }
 
 static int print_version(void)
@@ -57,7 +59,7 @@ static int unknown(const char *word)
 static int run_command(int argc, char **argv)
 {
     if (argc < 2) {
-        print_help();
+        print_help(stderr);
         return CLI_REFUSED;
     }
     const char *word = argv[1];
@@ -66,7 +68,7 @@ static int run_command(int argc, char **argv)
     int         help = strcmp(word, "--help") == 0 || strcmp(word, "-h") == 0 || strcmp(word, "help") == 0;
     const char *name = help && argc > 2 ? argv[2] : word;
     if (help && argc == 2) {
-        print_help();
+        print_help(stdout);
         return CLI_OK;
     }
     for (int i = 0; i < NUM_COMMANDS; i++)

@@ -20,8 +20,8 @@ void cli_shape_apply(const cli_shape_flags *flags, flash_attn_problem *p)
 {
     int64_t          seqlen_q = flags->seqlen_q >= 0 ? flags->seqlen_q : flags->seqlen;
     int64_t          seqlen_k = flags->seqlen_k >= 0 ? flags->seqlen_k : flags->seqlen;
-    int64_t          heads_k  = flags->heads_k ? flags->heads_k : flags->heads;
-    int64_t          dim_v    = flags->head_dim_v ? flags->head_dim_v : flags->head_dim;
+    int64_t          heads_k  = flags->heads_k >= 0 ? flags->heads_k : flags->heads;
+    int64_t          dim_v    = flags->head_dim_v >= 0 ? flags->head_dim_v : flags->head_dim;
     flash_attn_dtype dtype    = flags->dtype.dtype;
     p->q   = (flash_attn_tensor){.dtype = dtype, .shape = {flags->batch, seqlen_q, flags->heads, flags->head_dim}};
     p->k   = (flash_attn_tensor){.dtype = dtype, .shape = {flags->batch, seqlen_k, heads_k, flags->head_dim}};

@@ -9,9 +9,9 @@ typedef struct cli_shape_flags {
     cli_dtype dtype;
 } cli_shape_flags;
 
-/* A length of 0 is a length, so what was not given is -1. */
+/* -1: not given. 0 is a length, and for the library to refuse where it is none. */
 #define CLI_SHAPE_DEFAULTS \
-    {.batch = 1, .seqlen = 1024, .seqlen_q = -1, .seqlen_k = -1, .heads = 8, .head_dim = 64}
+    {.batch = 1, .seqlen = 1024, .seqlen_q = -1, .seqlen_k = -1, .heads = 8, .heads_k = -1, .head_dim = 64, .head_dim_v = -1}
 
 extern const cli_option cli_shape_options[]; /* a table for cli_shape_flags */
 

@@ -135,7 +135,7 @@ typedef struct flash_attn_options {
     int32_t                 num_threads;  /* 0: FLASH_ATTN_NUM_THREADS, else the cores this process may use */
     flash_attn_isa          max_isa;      /* cap on the tier; AUTO: FLASH_ATTN_MAX_ISA, else none. AMX by name: also for
                                              short sequences, where AUTO may take AVX-512 because it is faster */
-    flash_attn_parallel_for parallel_for; /* NULL: the library's own threads */
+    flash_attn_parallel_for parallel_for; /* NULL: the library's own threads. Not with use_openmp */
     void                   *pool;         /* first argument of parallel_for */
     bool                    no_amx_split; /* do not run float32 and float16 as exact bfloat16 pieces on AMX */
     bool                    use_openmp;   /* run on the threads of the OpenMP runtime that the process has loaded, as many
@@ -251,8 +251,8 @@ typedef struct flash_attn_descale {
 /*
  * One attention problem. Letters: b = batch, sq = seqlen_q, sk = seqlen_k, hq = heads_q, hk = heads_k, d = head_dim,
  * dv = head_dim_v. hq is a multiple of hk (GQA, MQA): query head h reads key head h / (hq / hk).
- * d and dv are any numbers from 1 to 576 and may differ. A sequence has fewer than 2^29 positions; b * hq < 2^31. b, sq
- * and sk may be 0.
+ * d and dv are any numbers from 1 to 576 and may differ. A sequence has fewer than 2^29 positions; b * hq < 2^31 and
+ * sq * hq / hk < 2^31. b, sq and sk may be 0.
  */
 typedef struct flash_attn_problem {
     flash_attn_device device; /* default: CPU */
@@ -431,7 +431,7 @@ typedef struct flash_attn_append {
 } flash_attn_append;
 
 /* Errors: INVALID also when a row does not fit the cache or two sequences would write the same one; then nothing is
- * written. F8E4M3 is copied, not rotated (UNSUPPORTED). */
+ * written. b * hk, b * hq < 2^31. F8E4M3 is copied, not rotated (UNSUPPORTED). */
 FLASH_ATTN_API flash_attn_status flash_attn_append_kv(flash_attn_context *context, const flash_attn_append *append,
                                                       const flash_attn_exec *exec);
 
@@ -446,7 +446,8 @@ typedef struct flash_attn_partial {
 /* Merge results over disjoint sets of keys into the result over all of them: lse = log sum exp(lse_i),
  * o = sum exp(lse_i - lse) o_i. An empty part (lse -inf) counts nothing, whatever its o holds; all empty: o = 0,
  * lse = -inf. result may be parts[0] (so a ring can accumulate); any other overlap is INVALID. Give sinks to one part
- * only. num_parts >= 1; all of one shape. result->lse may be absent. */
+ * only. num_parts >= 1, on CUDA at most 32 (UNSUPPORTED); all of one shape, of at most 2^31 - 1 in each dimension.
+ * result->lse may be absent. */
 FLASH_ATTN_API flash_attn_status flash_attn_merge(flash_attn_context *context, flash_attn_device device,
                                                   const flash_attn_partial *parts, int32_t num_parts,
                                                   const flash_attn_partial *result, const flash_attn_exec *exec);

@@ -2,6 +2,7 @@
 #include "check.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 /* What a checked append is about. */
@@ -9,6 +10,22 @@ typedef struct sizes {
     int64_t batch, rows_new, capacity; /* rows_new 0: no new keys */
     int64_t rows_q, positions;         /* positions 0: no rotation */
 } sizes;
+
+/* What backends count in 32 bits: rows of [batch, rows, heads, head_dim]. */
+static flash_attn_status check_rows(const char *name, const int64_t shape[4])
+{
+    static const char *const words[] = {"batch", "rows", "heads", "head_dim"};
+    const int64_t            most[]  = {INT32_MAX, FA_MAX_SEQLEN, INT32_MAX, INT32_MAX};
+    for (int i = 0; i < 4; i++) {
+        char field[48];
+        snprintf(field, sizeof field, "%s.shape[%d] (%s)", name, i, words[i]);
+        FA_TRY(fa_check_extent(field, shape[i], 0, most[i]));
+    }
+    if (shape[0] * shape[2] > INT32_MAX)
+        return fa_fail(FLASH_ATTN_INVALID, "%s has batch %" PRId64 " times heads %" PRId64 ", over 2^31 - 1", name, shape[0],
+                       shape[2]);
+    return FLASH_ATTN_OK;
+}
 
 static flash_attn_status check_new_rows(flash_attn_append *a, sizes *size)
 {
@@ -27,11 +44,9 @@ static flash_attn_status check_new_rows(flash_attn_append *a, sizes *size)
     FA_TRY(fa_view_shape("k_cache", &a->k_cache, of_k_cache));
     int64_t of_v_cache[4] = {a->k_cache.shape[0], a->k_cache.shape[1], k[2], a->v_new.shape[3]};
     FA_TRY(fa_view_shape("v_cache", &a->v_cache, of_v_cache));
-    if (k[0] > INT32_MAX || k[1] > FA_MAX_SEQLEN || a->k_cache.shape[0] > INT32_MAX)
-        return fa_fail(FLASH_ATTN_INVALID,
-                       "k_new.shape[0] is %" PRId64 ", k_new.shape[1] %" PRId64 ", k_cache.shape[0] %" PRId64
-                       ", expected at most 2^31 - 1, %d and 2^31 - 1",
-                       k[0], k[1], a->k_cache.shape[0], FA_MAX_SEQLEN);
+    FA_TRY(check_rows("k_new", k));
+    FA_TRY(fa_check_extent("v_new.shape[3] (head_dim_v)", a->v_new.shape[3], 0, INT32_MAX));
+    FA_TRY(fa_check_extent("k_cache.shape[0] (entries)", a->k_cache.shape[0], 0, INT32_MAX));
     size->batch    = k[0];
     size->rows_new = k[1];
     FA_TRY(fa_view_layout("k_new", &a->k_new, false));
@@ -47,9 +62,7 @@ static flash_attn_status check_room(flash_attn_append *a, sizes *size)
         if (a->cache_batch_idx)
             return fa_fail(FLASH_ATTN_INVALID, "cache_batch_idx is given with pages, expected one of them");
         int64_t page_size = a->k_cache.shape[1];
-        if (page_size < 1)
-            return fa_fail(FLASH_ATTN_INVALID, "k_cache.shape[1] (page_size) is %" PRId64 ", expected 1 or more",
-                           page_size);
+        FA_TRY(fa_check_extent("k_cache.shape[1] (page_size)", page_size, 1, FA_MAX_SEQLEN));
         FA_TRY(fa_normalise_pages(&a->pages, size->batch, page_size, &a->pages));
         size->capacity = a->pages.pages_per_seq * page_size;
     }
@@ -67,10 +80,7 @@ static flash_attn_status check_queries(flash_attn_append *a, bool with_keys, siz
     int64_t of_q[4] = {with_keys ? size->batch : FA_ANY, FA_ANY, FA_ANY, with_keys ? a->k_new.shape[3] : FA_ANY};
     FA_TRY(fa_view_shape("q", &a->q, of_q));
     FA_TRY(fa_view_implied_shape("q_out", &a->q_out, q));
-    if (q[0] > INT32_MAX || q[1] > FA_MAX_SEQLEN)
-        return fa_fail(FLASH_ATTN_INVALID,
-                       "q.shape[0] is %" PRId64 " and q.shape[1] %" PRId64 ", expected at most 2^31 - 1 and %d", q[0],
-                       q[1], FA_MAX_SEQLEN);
+    FA_TRY(check_rows("q", q));
     size->batch  = q[0];
     size->rows_q = q[1];
     FA_TRY(fa_view_layout("q", &a->q, false));
@@ -96,6 +106,7 @@ static flash_attn_status check_rotary(flash_attn_append *a, bool with_keys, size
     FA_TRY(fa_view_dtype("rotary.sin", sines, allowed));
     FA_TRY(fa_view_shape("rotary.cos", cosines, table));
     FA_TRY(fa_view_shape("rotary.sin", sines, cosines->shape));
+    FA_TRY(fa_check_extent("rotary.cos.shape[0] (positions)", cosines->shape[0], 0, INT32_MAX));
     if (cosines->shape[1] < 1 || cosines->shape[1] > rotated->shape[3] / 2)
         return fa_fail(FLASH_ATTN_INVALID,
                        "rotary.cos.shape[1] is %" PRId64 ", expected 1 to %" PRId64 ", half of head_dim",
@@ -208,9 +219,9 @@ static flash_attn_status check_memory(const flash_attn_append *a, const sizes *s
                 {"rotary.cos", size->positions > 0 ? a->rotary.cos : none, false},
                 {"rotary.sin", size->positions > 0 ? a->rotary.sin : none, false},
                 {"cache_seqlens", fa_array_view(a->cache_seqlens, size->batch, FLASH_ATTN_F32), false},
-                {"cache_batch_idx", fa_array_view(a->cache_batch_idx, size->batch, FLASH_ATTN_F32), false},
+                {"cache_batch_idx", fa_array_view(with_keys ? a->cache_batch_idx : NULL, size->batch, FLASH_ATTN_F32), false},
                 {"leftpad_k", fa_array_view(a->leftpad_k, size->batch, FLASH_ATTN_F32), false},
-                {"pages.table", fa_table_view(&a->pages, size->batch), false},
+                {"pages.table", with_keys ? fa_table_view(&a->pages, size->batch) : none, false}, /* else not looked at */
     };
     _Static_assert(sizeof regions / sizeof *regions <= FA_MAX_REGIONS, "fa_check_overlap takes no more");
     return fa_check_overlap(regions, (int)(sizeof regions / sizeof *regions));

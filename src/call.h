@@ -1,5 +1,5 @@
 /*
- * fa_call: a problem after api.c has checked and normalised it. Backends read only this; they check nothing again.
+ * fa_call: a problem after problem.c has checked and normalised it. Backends read only this; they check nothing again.
  * Also the errors that every file passes up.
  */
 #ifndef FA_CALL_H
@@ -89,12 +89,19 @@ static inline fa_sequence fa_sequence_at(const fa_call *call, int64_t b)
     if (call->cache_batch_idx)
         s.kv_entry = call->cache_batch_idx[b];
     if (call->pages.table)
-        s.rows_k = (int)(call->pages.pages_per_seq * call->page_size); /* api.c: at most FA_MAX_SEQLEN */
+        s.rows_k = (int)(call->pages.pages_per_seq * call->page_size); /* lengths.c: at most FA_MAX_SEQLEN */
     s.seqlen_q  = call->seqused_q ? call->seqused_q[b] : s.rows_q;
     s.seqlen_k  = call->seqused_k ? call->seqused_k[b] : s.rows_k;
     s.key_begin = call->leftpad_k ? call->leftpad_k[b] : 0;
     s.diagonal  = s.seqlen_k - s.seqlen_q;
     return s;
+}
+
+/* How many sequences, from the first on, say how long all are: where none has a length of its own, one does. */
+static inline int64_t fa_num_lengths(const fa_call *call)
+{
+    bool own = call->cu_seqlens_q || call->cu_seqlens_k || call->seqused_q || call->seqused_k || call->leftpad_k;
+    return own || call->batch == 0 ? call->batch : 1;
 }
 
 /* Row j of sequence s's keys (or values) for key head h: its first element; step by stride[3]. */
@@ -146,6 +153,9 @@ struct flash_attn_context {
     _Atomic(fa_cuda *) cuda; /* made on the first CUDA call */
 };
 
+/* "avx512": the tier's name, as FLASH_ATTN_MAX_ISA has it (context.c). */
+const char *fa_isa_name(flash_attn_isa isa);
+
 typedef struct fa_exec {
     void  *stream;
     void  *workspace; /* NULL: the backend allocates */
@@ -193,7 +203,7 @@ flash_attn_status fa_cuda_append(flash_attn_context *context, const flash_attn_a
 flash_attn_status fa_cuda_compile(flash_attn_context *context, const fa_call *call, int32_t arch, const char *folder);
 
 /* Merge and append are one thread's plain loops over memory, shared by CPU and REFERENCE (host.c). Arguments are
- * checked and normalised by api.c. A ring's sums (src/dist) are merges, here and on CUDA, of parts whose lse.data is NULL:
+ * checked and normalised (append.c, merge.c). A ring's sums (src/dist) are merges, here and on CUDA, of parts whose lse.data is NULL:
  * each weighs 1; no part: zeros. */
 void fa_host_merge(const flash_attn_partial *parts, int32_t num_parts, const flash_attn_partial *result);
 void fa_host_append(const flash_attn_append *append);

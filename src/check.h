@@ -80,6 +80,9 @@ typedef enum fa_depth {
 
 flash_attn_status fa_check_device(flash_attn_device device);
 
+/* low <= value <= high. */
+flash_attn_status fa_check_extent(const char *field, int64_t value, int64_t low, int64_t high);
+
 static inline bool fa_on_host(flash_attn_device device) { return device.type != FLASH_ATTN_CUDA; }
 
 /* grads: NULL for the forward; for a backward that is only planned, NULL stands for all gradients in q's dtype. */

@@ -8,13 +8,12 @@
 
 #define MAX_THREADS 4096
 
-static const struct {
-    const char    *name;
-    flash_attn_isa isa;
-} isa_names[] = {{"scalar", FLASH_ATTN_ISA_SCALAR}, {"neon", FLASH_ATTN_ISA_NEON},
-                 {"avx2", FLASH_ATTN_ISA_AVX2},     {"avx512", FLASH_ATTN_ISA_AVX512},
-                 {"amx", FLASH_ATTN_ISA_AMX},       {"amx-fp16", FLASH_ATTN_ISA_AMX_FP16},
-                 {"neon-bf16", FLASH_ATTN_ISA_NEON_BF16}};
+static const char *const isa_names[] = {[FLASH_ATTN_ISA_AUTO] = "auto",      [FLASH_ATTN_ISA_SCALAR] = "scalar",
+                                        [FLASH_ATTN_ISA_NEON] = "neon",      [FLASH_ATTN_ISA_AVX2] = "avx2",
+                                        [FLASH_ATTN_ISA_AVX512] = "avx512",  [FLASH_ATTN_ISA_AMX] = "amx",
+                                        [FLASH_ATTN_ISA_AMX_FP16] = "amx-fp16", [FLASH_ATTN_ISA_NEON_BF16] = "neon-bf16"};
+
+const char *fa_isa_name(flash_attn_isa isa) { return isa_names[isa]; }
 
 /* NULL when unset, empty, or when the process runs with raised privileges. */
 static const char *environment(const char *name)
@@ -43,9 +42,9 @@ static flash_attn_status isa_from_environment(flash_attn_isa *max_isa)
     const char *text = environment("FLASH_ATTN_MAX_ISA");
     if (!text)
         return FLASH_ATTN_OK;
-    for (size_t i = 0; i < sizeof isa_names / sizeof *isa_names; i++)
-        if (strcmp(text, isa_names[i].name) == 0) {
-            *max_isa = isa_names[i].isa;
+    for (int isa = FLASH_ATTN_ISA_SCALAR; isa <= FLASH_ATTN_ISA_NEON_BF16; isa++)
+        if (strcmp(text, isa_names[isa]) == 0) {
+            *max_isa = (flash_attn_isa)isa;
             return FLASH_ATTN_OK;
         }
     return fa_fail(FLASH_ATTN_INVALID,
@@ -87,6 +86,8 @@ static flash_attn_status resolve_options(const flash_attn_options *given, flash_
     if (out->pool && !out->parallel_for)
         return fa_fail(FLASH_ATTN_INVALID,
                        "options.pool is given without options.parallel_for, expected both or neither");
+    if (out->use_openmp && out->parallel_for)
+        return fa_fail(FLASH_ATTN_INVALID, "options.use_openmp is given with options.parallel_for, expected one of them");
     if (out->num_threads == 0)
         FA_TRY(threads_from_environment(&out->num_threads));
     if (out->max_isa == FLASH_ATTN_ISA_AUTO)

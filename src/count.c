@@ -106,8 +106,9 @@ static flash_attn_status slice_pairs(const fa_call *call, const fa_sequence *s, 
 
 flash_attn_status fa_count_work(const fa_call *call, double *flops, double *bytes)
 {
-    double pairs = 0.0, rows_k = 0.0;
-    for (int64_t b = 0; b < call->batch; b++) {
+    double  pairs = 0.0, rows_k = 0.0;
+    int64_t count = call->slices.offsets ? call->batch : fa_num_lengths(call);
+    for (int64_t b = 0; b < count; b++) {
         fa_sequence s   = fa_sequence_at(call, b);
         int64_t     own = 0;
         if (call->slices.count > 0)
@@ -117,6 +118,9 @@ flash_attn_status fa_count_work(const fa_call *call, double *flops, double *byte
         pairs += (double)own * (double)call->heads_q;
         rows_k += (double)(s.seqlen_k - s.key_begin) * (double)call->heads_k;
     }
+    double alike = count > 0 ? (double)call->batch / (double)count : 0.0; /* sequences for each that was looked at */
+    pairs *= alike;
+    rows_k *= alike;
     double d = (double)call->head_dim, dv = (double)call->head_dim_v;
     bool   forward = call->pass == FLASH_ATTN_FORWARD;
     /* Forward: Q K^T over d, P V over dv. Backward: S, dQ, dK over d, dP, dV over dv. */

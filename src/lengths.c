@@ -79,7 +79,8 @@ flash_attn_status fa_check_lengths(const flash_attn_problem *p, const fa_call *c
     if (p->cu_seqlens_k)
         FA_TRY(
             check_cu("cu_seqlens_k", "max_seqlen_k", p->cu_seqlens_k, call->batch, call->k.shape[1], p->max_seqlen_k));
-    for (int64_t b = 0; b < call->batch; b++) {
+    int64_t count = p->cache_batch_idx || call->pages.table ? call->batch : fa_num_lengths(call);
+    for (int64_t b = 0; b < count; b++) {
         fa_sequence s = fa_sequence_at(call, b);
         if (p->cache_batch_idx && (s.kv_entry < 0 || s.kv_entry >= call->k.shape[0]))
             return fa_fail(FLASH_ATTN_INVALID,

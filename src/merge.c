@@ -53,6 +53,11 @@ static flash_attn_status normalise_all(flash_attn_partial *all, int32_t num_part
 {
     flash_attn_partial *result = &all[num_parts];
     const int64_t      *shape  = all[0].o.shape;
+    for (int i = 0; i < 4; i++) { /* backends count in 32 bits */
+        char field[24];
+        snprintf(field, sizeof field, "parts[0].o.shape[%d]", i);
+        FA_TRY(fa_check_extent(field, shape[i], 0, INT32_MAX));
+    }
     FA_TRY(normalise_result(result, shape));
     if (result->lse.data && fa_views_overlap(&result->o, &result->lse))
         return fa_fail(FLASH_ATTN_INVALID, "result.o and result.lse share memory, expected them apart");

@@ -23,7 +23,7 @@ flash_attn_status fa_check_device(flash_attn_device device)
                    (int)device.type);
 }
 
-static flash_attn_status check_extent(const char *field, int64_t value, int64_t low, int64_t high)
+flash_attn_status fa_check_extent(const char *field, int64_t value, int64_t low, int64_t high)
 {
     if (value >= low && value <= high)
         return FLASH_ATTN_OK;
@@ -35,11 +35,11 @@ static flash_attn_status normalise_queries(const flash_attn_problem *p, fa_call 
 {
     const int64_t *shape = p->q.shape;
     bool           cu    = p->cu_seqlens_q != NULL;
-    FA_TRY(check_extent("q.shape[0] (batch)", shape[0], cu ? 1 : 0, cu ? 1 : INT32_MAX));
-    FA_TRY(check_extent(cu ? "q.shape[1] (total_q)" : "q.shape[1] (seqlen_q)", shape[1], 0,
-                        cu ? INT32_MAX : FA_MAX_SEQLEN));
-    FA_TRY(check_extent("q.shape[2] (heads_q)", shape[2], 1, INT32_MAX));
-    FA_TRY(check_extent("q.shape[3] (head_dim)", shape[3], 1, MAX_HEAD_DIM));
+    FA_TRY(fa_check_extent("q.shape[0] (batch)", shape[0], cu ? 1 : 0, cu ? 1 : INT32_MAX));
+    FA_TRY(fa_check_extent(cu ? "q.shape[1] (total_q)" : "q.shape[1] (seqlen_q)", shape[1], 0,
+                           cu ? INT32_MAX : FA_MAX_SEQLEN));
+    FA_TRY(fa_check_extent("q.shape[2] (heads_q)", shape[2], 1, INT32_MAX));
+    FA_TRY(fa_check_extent("q.shape[3] (head_dim)", shape[3], 1, MAX_HEAD_DIM));
     if (p->batch < 0)
         return fa_fail(FLASH_ATTN_INVALID, "batch is %d, expected 0 or more", p->batch);
     if (cu && p->batch == 0 && shape[1] > 0)
@@ -92,26 +92,30 @@ static flash_attn_status normalise_keys(const flash_attn_problem *p, fa_call *ca
     FA_TRY(check_key_layout(p, call->pass));
     bool           cu = p->cu_seqlens_k != NULL, paged = p->pages.table != NULL;
     const int64_t *shape = p->k.shape;
-    FA_TRY(check_extent("k.shape[2] (heads_k)", shape[2], 1, INT32_MAX));
+    FA_TRY(fa_check_extent("k.shape[2] (heads_k)", shape[2], 1, INT32_MAX));
     if (paged) {
-        FA_TRY(check_extent("k.shape[0] (num_pages)", shape[0], 0, INT32_MAX));
-        FA_TRY(check_extent("k.shape[1] (page_size)", shape[1], 1, FA_MAX_SEQLEN));
+        FA_TRY(fa_check_extent("k.shape[0] (num_pages)", shape[0], 0, INT32_MAX));
+        FA_TRY(fa_check_extent("k.shape[1] (page_size)", shape[1], 1, FA_MAX_SEQLEN));
     } else {
-        FA_TRY(check_extent(cu ? "k.shape[1] (total_k)" : "k.shape[1] (seqlen_k)", shape[1], 0,
-                            cu ? INT32_MAX : FA_MAX_SEQLEN));
+        FA_TRY(fa_check_extent(cu ? "k.shape[1] (total_k)" : "k.shape[1] (seqlen_k)", shape[1], 0,
+                               cu ? INT32_MAX : FA_MAX_SEQLEN));
     }
     int64_t entries = paged || p->cache_batch_idx ? FA_ANY : cu ? 1 : call->batch;
     int64_t of_k[4] = {entries, FA_ANY, FA_ANY, call->head_dim};
     int64_t of_v[4] = {shape[0], shape[1], shape[2], FA_ANY};
     FA_TRY(fa_view_shape("k", &p->k, of_k));
     FA_TRY(fa_view_shape("v", &p->v, of_v));
-    FA_TRY(check_extent("v.shape[3] (head_dim_v)", p->v.shape[3], 1, MAX_HEAD_DIM));
+    FA_TRY(fa_check_extent("v.shape[3] (head_dim_v)", p->v.shape[3], 1, MAX_HEAD_DIM));
     if (call->heads_q % shape[2] != 0)
         return fa_fail(FLASH_ATTN_INVALID,
                        "q.shape[2] (heads_q) is %" PRId64 ", expected a multiple of heads_k %" PRId64, call->heads_q,
                        shape[2]);
     call->heads_k    = shape[2];
     call->group      = call->heads_q / call->heads_k;
+    if (call->group * call->max_seqlen_q > INT32_MAX)
+        return fa_fail(FLASH_ATTN_INVALID,
+                       "heads_q / heads_k, %" PRId64 ", times the queries of a sequence, %" PRId64 ", is over 2^31 - 1",
+                       call->group, call->max_seqlen_q);
     call->head_dim_v = p->v.shape[3];
 
     call->max_seqlen_k = shape[1];

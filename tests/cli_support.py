@@ -3,6 +3,7 @@ attention in a few lines of Python, so that expected values do not come from the
 
 import math
 import os
+import pathlib
 import random
 import struct
 import subprocess
@@ -17,7 +18,7 @@ BENCH = "bench --device reference --seqlen 32,48 --head-dim 16 --heads 2 --secon
 def run(*words, expect=0):
     """Run the command; return its stdout, or stderr if it is expected to fail."""
     done = subprocess.run([COMMAND[0], *map(str, words)], capture_output=True, text=True, timeout=TIMEOUT_S)
-    if done.returncode != expect:
+    if done.returncode != expect or (expect == 2 and done.stdout):
         raise AssertionError(f"{words}: exit status {done.returncode}, expected {expect}\n{done.stdout}{done.stderr}")
     return done.stdout if expect == 0 else done.stderr
 
@@ -169,12 +170,15 @@ class Case(unittest.TestCase):
     def files(self):
         return sorted(os.listdir(self.folder))
 
+    def contents(self):
+        return {name: pathlib.Path(self.path(name)).read_bytes() for name in self.files() if os.path.isfile(self.path(name))}
+
     def refused(self, *words, says):
-        """Exit status 2, a sentence with these words on stderr, no new file."""
-        before = self.files()
+        """Exit status 2, a sentence with these words on stderr, no new file and none changed."""
+        before = self.files(), self.contents()
         message = run(*words, expect=2)
         self.assertTrue(message.startswith("flashattn: "), message)
         self.assertEqual(message.count("\n"), 1, message)
         for part in [says] if isinstance(says, str) else says:
             self.assertIn(part, message)
-        self.assertEqual(self.files(), before)
+        self.assertEqual((self.files(), self.contents()), before)

@@ -265,6 +265,35 @@ static void windows_are_aligned_to_the_bottom_right(void **state)
     for_each_tier_and_dtype(visible_pairs);
 }
 
+/* So long that some tiles lie within what the slice shows and need no mask, on every tier. */
+static void one_causal_slice(const tier *t, flash_attn_dtype dtype)
+{
+    enum { NQ = 300, NK = 1400 };
+    test_case        c     = {.seqlen_q = NQ, .seqlen_k = NK, .heads_q = 2, .head_dim = 16, .mask = FLASH_ATTN_CAUSAL};
+    flash_attn_slice whole = {.q_end = NQ, .k_end = NK, .kind = FLASH_ATTN_SLICE_CAUSAL};
+    fixture          f     = fixture_make(&c, dtype, 10);
+    fixture_run(&f, t, 1);
+    const flash_attn_tensor *results[] = {&f.p.o, &f.p.lse, &f.g.dq, &f.g.dk, &f.g.dv};
+    static const char *const names[]   = {"o", "lse", "dq", "dk", "dv"};
+    flash_attn_tensor        before[5];
+    for (int n = 0; n < 5; n++)
+        before[n] = copy_of(results[n]);
+    f.p.mask   = FLASH_ATTN_NONE;
+    f.p.slices = (flash_attn_slices){.list = &whole, .count = 1};
+    fixture_run(&f, t, 1);
+    for (int n = 0; n < 5; n++) {
+        expect_close(&before[n], results[n], loose_tolerance(dtype), names[n]);
+        free(before[n].data);
+    }
+    fixture_free(&f);
+}
+
+static void a_block_mask_of_one_causal_slice_is_the_causal_mask(void **state)
+{
+    (void)state;
+    for_each_tier_and_dtype(one_causal_slice);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -277,6 +306,7 @@ int main(void)
         cmocka_unit_test(a_row_with_only_a_sink_gives_zero_and_the_sinks_lse),
         cmocka_unit_test(clamping_a_window_changes_nothing),
         cmocka_unit_test(windows_are_aligned_to_the_bottom_right),
+        cmocka_unit_test(a_block_mask_of_one_causal_slice_is_the_causal_mask),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

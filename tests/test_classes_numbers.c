@@ -203,6 +203,38 @@ static void a_value_that_is_not_finite_stays_in_its_column(void **state)
     for_each_tier_and_dtype(value_not_finite);
 }
 
+/* What is not finite in V reaches the queries that keep the pair, and no other: as in the reference. */
+static void dropped_value_not_finite(const tier *t, flash_attn_dtype dtype)
+{
+    test_case c = {.seqlen_q = 150, .seqlen_k = 300, .heads_q = 2, .head_dim = 64, .dropout = 0.5f, .forward_only = true};
+    fixture   f = fixture_make(&c, dtype, 18);
+    set(&f.p.v, 0, 37, 0, 5, (double)NAN);
+    set(&f.p.v, 0, 299, 1, 40, (double)INFINITY);
+    fixture_run(&f, t, 1);
+    flash_attn_tensor  found  = copy_of(&f.p.o);
+    flash_attn_problem p      = f.p;
+    int                finite = 0;
+    p.device.type             = FLASH_ATTN_REFERENCE;
+    expect_ok(flash_attn_forward(NULL, &p, NULL));
+    for (int i = 0; i < 150; i++)
+        for (int h = 0; h < 2; h++)
+            for (int d = 0; d < 64; d++) {
+                double x = get(&found, 0, i, h, d), right = get(&p.o, 0, i, h, d);
+                assert_true(isnan(x) == isnan(right) && isinf(x) == isinf(right));
+                assert_true(!isfinite(right) || fabs(x - right) <= loose_tolerance(dtype));
+                finite += isfinite(right);
+            }
+    assert_in_range(finite, 150 * 2 * 64 - 200, 150 * 2 * 64 - 100); /* half of the 300 that see one of the two */
+    free(found.data);
+    fixture_free(&f);
+}
+
+static void a_value_that_is_not_finite_is_dropped_with_its_pair(void **state)
+{
+    (void)state;
+    for_each_tier_and_dtype(dropped_value_not_finite);
+}
+
 /* A key that is minus infinity where every query is 1 has no weight, like one that is far below the others. */
 static void infinite_key(const tier *t, flash_attn_dtype dtype)
 {
@@ -463,6 +495,7 @@ int main(void)
         cmocka_unit_test(scores_far_beyond_float16_are_right),
         cmocka_unit_test(equal_scores_give_the_mean),
         cmocka_unit_test(a_value_that_is_not_finite_stays_in_its_column),
+        cmocka_unit_test(a_value_that_is_not_finite_is_dropped_with_its_pair),
         cmocka_unit_test(a_key_of_minus_infinity_has_no_weight),
         cmocka_unit_test(gradients_of_a_single_key_vanish),
         cmocka_unit_test(lse_holds_the_sink_and_the_softcap_in_natural_logarithm),

@@ -59,7 +59,7 @@ class Help(unittest.TestCase):
         self.assertRegex(run("--version"), r"^flashattn \d+\.\d+\.\d+\n$")
 
     def test_nothing_to_do_is_wrong_usage(self):
-        run(expect=2)
+        self.assertIn("usage: flashattn COMMAND", run(expect=2))
 
 
 class Typos(Case):
@@ -118,6 +118,10 @@ class Typos(Case):
             ("explain", "--isa", "sse"),
             ("bench", "--seqlen", "1,,2"),
             ("bench", "--seqlen", "0"),
+            ("bench", "--seqlen-q", "0"),
+            ("bench", "--heads", "0"),
+            ("bench", "--heads-k", "0"),
+            ("bench", "--batch", "0"),
             ("bench", "--dtype", "f32,f8e4m3"),
             ("bench", "--memory-limit", "1X"),
             ("bench", "--mask", "half"),
@@ -146,10 +150,20 @@ class Typos(Case):
         self.refused("run", says="are needed")
         self.refused("run", *qkv, says="nothing to write")
         self.refused("run", *qkv, "--dq", self.path("dq.npy"), says="--dout")
-        self.refused("run", *qkv, "--o", self.path("o.npy"), "--lse", self.path("o.npy"), says="the same file")
+        self.refused("info", "--read-bytes", "2M", says="needs --measure")
+        for place in ("missing/o.npy", "."):  # before q is read, which is not there either
+            self.refused("run", "--q", "none", *qkv[2:], "--o", self.path(place), says=f"--o {self.path(place)}: ")
+        here, there = self.path("o.npy"), self.path("./o.npy")
+        for first, second in ((here, here), (here, there)):  # a file that is not there yet, and one that is
+            self.refused("run", *qkv, "--o", first, "--lse", second, says="--o and --lse are the same file")
+        os.link(self.path("k.npy"), self.path("linked.npy"))
+        for name in ("k.npy", "./k.npy", "linked.npy"):
+            self.refused("run", *qkv, "--o", self.path(name), says="--k and --o are the same file")
 
     def test_a_library_refusal_is_printed_as_the_library_says_it(self):
         self.refused("explain", "--heads", "6", "--heads-k", "4", says=["explain: invalid argument", "heads"])
+        for option, field in (("--heads", "heads_q"), ("--heads-k", "heads_k"), ("--head-dim", "head_dim"), ("--head-dim-v", "head_dim_v")):
+            self.refused("explain", option, "0", says=f"({field}) is 0, expected 1 to")
 
 
 class Npy(Case):
@@ -571,7 +585,9 @@ class Quick(Case):
         finally:
             del os.environ["FLASH_ATTN_TUNE_FILE"]
         self.assertFalse(json.loads(run(*words, "--dry-run"))["stored"])
-        self.assertIn("--file", run("tune", "--dry-run", "--file", file, expect=2))
+        self.refused("tune", "--dry-run", "--file", file, says="--file")
+        for form in ([], ["--json"]):
+            self.refused("tune", "--file", self.path("missing/tune.txt"), *form, says="missing/tune.txt")
 
 
 if __name__ == "__main__":

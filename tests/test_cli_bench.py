@@ -134,8 +134,13 @@ class Bench(Case):
             ("--softcap -1", "softcap is -1"),
             ("--dropout 1.5", "dropout.p is 1.5"),
             ("--num-splits 999", "num_splits is 999"),
+            ("--threads 1,9999", "num_threads is 9999"),
         ]:
             self.refused("bench", "--seqlen", "32", *words.split(), says=says)
+            self.refused("bench", "--seqlen", "32", *words.split(), "--json", self.path("not.json"), says=says)
+        files = "--json", self.path("both"), "--csv"
+        self.refused("bench", "--seqlen", "32", *files, self.path("./both"), says="--json and --csv are the same file")
+        self.refused("bench", "--seqlen", "32", *files, self.path("none/both"), says="--csv ")
 
 
 if __name__ == "__main__":

@@ -261,6 +261,7 @@ static void run_backwards(void *pool, int64_t count, flash_attn_task task, void 
 static void a_callers_own_threads_give_the_same_bits(void **state)
 {
     (void)state;
+    assert_create_fails(&(flash_attn_options){.parallel_for = run_backwards, .use_openmp = true}, "use_openmp");
     static float        with_ours[COUNT], with_theirs[COUNT];
     own_pool            pool    = {0};
     flash_attn_options  options = {.num_threads = 5, .parallel_for = run_backwards, .pool = &pool};

@@ -210,6 +210,8 @@ static flash_attn_status call(const world *w, base kind)
     X(PADDED, seqlen_negative, INVALID, "q.shape[1] (seqlen_q) is -3", P.q.shape[1] = -3)                              \
     X(PADDED, seqlen_too_long, INVALID, "q.shape[1] (seqlen_q)", P.q.shape[1] = FA_MAX_SEQLEN + 1LL)                   \
     X(PADDED, seqlen_k_too_long, INVALID, "k.shape[1] (seqlen_k)", P.k.shape[1] = FA_MAX_SEQLEN + 1LL)                 \
+    X(PADDED, group_too_long, INVALID, "times the queries of a sequence, 536870911, is over 2^31 - 1",                 \
+      P.q.shape[1] = FA_MAX_SEQLEN; P.q.shape[2] = 64)                                                                 \
     X(PADDED, heads_zero, INVALID, "q.shape[2] (heads_q) is 0", P.q.shape[2] = 0)                                      \
     X(PADDED, heads_k_zero, INVALID, "k.shape[2] (heads_k) is 0", P.k.shape[2] = 0)                                    \
     X(PADDED, heads_not_multiple, INVALID, "multiple of heads_k 3", P.k.shape[2] = P.v.shape[2] = 3)                   \
@@ -413,11 +415,23 @@ static flash_attn_status call(const world *w, base kind)
     X(APPEND_PAGED, append_page_twice_in_one, INVALID, "same rows", w->m->held[0] = 0; A.k_new.shape[1] = 2;           \
       A.k_cache.shape[1] = A.v_cache.shape[1] = 1; w->m->held[1] = 0; w->m->table[0] = w->m->table[1])                 \
     X(APPEND_PAGED, append_pages_overflow, INVALID, "do not fit", w->m->held[0] = 7)                                   \
+    X(APPEND, append_heads_over, INVALID, "k_new.shape[2] (heads) is 4294967296",                                      \
+      A.k_new.shape[2] = A.v_new.shape[2] = A.k_cache.shape[2] = A.v_cache.shape[2] = 1LL << 32)                       \
+    X(APPEND, append_batch_heads_over, INVALID, "q has batch 2 times heads 1073741824", A.q.shape[2] = 1 << 30)        \
+    X(APPEND, append_q_head_dim_over, INVALID, "q.shape[3] (head_dim) is 2147483648",                                  \
+      A.k_new.data = A.v_new.data = NULL; A.q.shape[3] = 1LL << 31)                                                    \
+    X(APPEND, rotary_positions_over, INVALID, "rotary.cos.shape[0] (positions) is 2147483648",                         \
+      A.rotary.cos.shape[0] = A.rotary.sin.shape[0] = 1LL << 31)                                                       \
+    X(APPEND_PAGED, append_page_size_zero, INVALID, "(page_size) is 0", A.k_cache.shape[1] = A.v_cache.shape[1] = 0)   \
+    X(APPEND_PAGED, append_page_size_over, INVALID, "(page_size) is 9223372036854775807",                              \
+      A.k_cache.shape[0] = A.v_cache.shape[0] = 0; A.k_cache.shape[1] = A.v_cache.shape[1] = INT64_MAX;                \
+      STRIDE(A.k_cache, 1, 1, 1, 1); STRIDE(A.v_cache, 1, 1, 1, 1))                                                    \
     X(MERGE, merge_parts_null, INVALID, "parts is NULL", w->null_problem = true)                                       \
     X(MERGE, merge_result_null, INVALID, "result is NULL", w->null_grads = true)                                       \
     X(MERGE, merge_none, INVALID, "num_parts is 0", w->num_parts = 0)                                                  \
     X(MERGE, merge_device, INVALID, "device.type", A.device.type = (flash_attn_device_type)5)                          \
     X(MERGE, merge_shapes_differ, INVALID, "parts[1].o.shape", w->part[1].o.shape[1] = 4)                              \
+    X(MERGE, merge_extent_over, INVALID, "parts[0].o.shape[0] is 2147483648", w->part[0].o.shape[0] = 1LL << 31)       \
     X(MERGE, merge_lse_shape, INVALID, "parts[0].lse.shape", w->part[0].lse.shape[2] = 4)                              \
     X(MERGE, merge_lse_missing, INVALID, "parts[1].lse.data", w->part[1].lse.data = NULL)                              \
     X(MERGE, merge_fp8, INVALID, "parts[0].o.dtype", w->part[0].o.dtype = FLASH_ATTN_F8E4M3)                           \

@@ -217,6 +217,9 @@ static void queries_are_rotated_copied_or_both_in_place(void **state)
         flash_attn_append a = {.cache_seqlens = c->held, .leftpad_k = c->pad, .q_at_end = at_end};
         a.q                 = (flash_attn_tensor){.data = c->q, .shape = {B, SQ, HQ, D}};
         a.q_out             = (flash_attn_tensor){.data = in_place ? c->q : c->q_out};
+        /* What is about new keys is not looked at without them. */
+        a.pages           = (flash_attn_pages){.table = c->held, .row_stride = INT64_MAX, .pages_per_seq = -5};
+        a.cache_batch_idx = (const int32_t *)a.q_out.data;
         if (rotary)
             add_rotary(&a, c, interleaved);
         if (rotary && at_end) /* as far as the longest sequence goes, and no further */

@@ -1,5 +1,6 @@
 /* The overlap check against a plain listing of bytes, on random small views. It may call apart views overlapping only
  * for strides that no layout of a tensor has; for views cut from one buffer it must be exact. */
+#include "case_numbers.h"
 #include "check.h"
 
 #include <setjmp.h>
@@ -11,12 +12,6 @@
 enum { ARENA = 1 << 14 };
 
 static uint64_t random_state = 1;
-
-static int random_int(int low, int high)
-{
-    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-    return low + (int)((random_state >> 33) % (uint64_t)(high - low + 1));
-}
 
 /* Set a byte of `map` for every byte of the view; true if one was set. */
 static bool mark(const flash_attn_tensor *t, const char *arena, unsigned char *map)
@@ -54,12 +49,12 @@ static bool really_overlap(const flash_attn_tensor *a, const flash_attn_tensor *
 static flash_attn_tensor random_view(char *arena, int longest, int stride)
 {
     static const flash_attn_dtype dtypes[] = {FLASH_ATTN_F32, FLASH_ATTN_F16, FLASH_ATTN_F8E4M3};
-    flash_attn_tensor             t        = {.dtype = dtypes[random_int(0, 2)]};
+    flash_attn_tensor             t        = {.dtype = dtypes[random_int(&random_state, 0, 2)]};
     for (int i = 0; i < 4; i++) {
-        t.shape[i]  = random_int(1, longest);
-        t.stride[i] = random_int(-stride, stride);
+        t.shape[i]  = random_int(&random_state, 1, longest);
+        t.stride[i] = random_int(&random_state, -stride, stride);
     }
-    t.data = arena + ARENA / 2 + 4 * random_int(-40, 40);
+    t.data = arena + ARENA / 2 + 4 * random_int(&random_state, -40, 40);
     return t;
 }
 
@@ -87,15 +82,15 @@ static void views_of_one_buffer_are_told_apart(void **state)
     static char arena[ARENA];
     int         disjoint = 0;
     for (int n = 0; n < 5000; n++) {
-        int64_t           b = random_int(1, 3), s = random_int(1, 4), parts = random_int(2, 6), d = random_int(1, 5);
+        int64_t           b = random_int(&random_state, 1, 3), s = random_int(&random_state, 1, 4), parts = random_int(&random_state, 2, 6), d = random_int(&random_state, 1, 5);
         int64_t           row = parts * d;
         flash_attn_tensor view[2];
         for (int i = 0; i < 2; i++) {
-            int64_t first = random_int(0, (int)parts - 1), heads = random_int(1, (int)(parts - first));
+            int64_t first = random_int(&random_state, 0, (int)parts - 1), heads = random_int(&random_state, 1, (int)(parts - first));
             view[i] = (flash_attn_tensor){.data   = arena + ARENA / 2 + 4 * first * d,
-                                          .shape  = {random_int(1, (int)b), random_int(1, (int)s), heads, d},
+                                          .shape  = {random_int(&random_state, 1, (int)b), random_int(&random_state, 1, (int)s), heads, d},
                                           .stride = {s * row, row, d, 1}};
-            if (random_int(0, 1)) { /* the sequence runs backwards */
+            if (random_int(&random_state, 0, 1)) { /* the sequence runs backwards */
                 view[i].data      = (char *)view[i].data + 4 * (view[i].shape[1] - 1) * row;
                 view[i].stride[1] = -row;
             }

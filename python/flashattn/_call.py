@@ -94,6 +94,16 @@ def _pages(block_table, batch, beside, keep):
     return Pages(found.data, found.stride[0] if batch > 1 else 0, found.shape[1], 0)
 
 
+def sides(window):
+    """(left, right) of a window_size."""
+    try:
+        left, right = window
+        left < 0, right < 0  # of what is no number that is an error too
+    except (TypeError, ValueError):
+        raise _native.InvalidError(f"window is {window!r}: expected two numbers, (left, right)") from None
+    return left, right
+
+
 def _wrong_number(window, **others):
     named = "".join([f", {name} {value!r}" for name, value in others.items()])
     return _native.InvalidError(f"window is {tuple(window)}{named}: expected numbers; window, num_splits and max_seqlen are whole "
@@ -137,7 +147,7 @@ class Call:
             problem.scale = scale if scale != 0 else -0.0
         if softcap:
             problem.softcap = softcap
-        left, right = window
+        left, right = sides(window)
         try:
             struct.pack("5i", left, right, num_splits, max_seqlen_q or 0, max_seqlen_k or 0)  # ctypes would cut off what is too large
         except struct.error:
@@ -219,6 +229,17 @@ class Call:
         check(lib.flash_attn_forward(self.context or _native.context, self.address, self._exec()))
         return out, lse
 
+    def check_forward(self, out=None):
+        """Raise what forward(out) would, as far as it can be known without the tensors: computes and writes nothing. Lengths in
+        host memory are looked at too."""
+        if out is not None:
+            self._set_results(out, None)
+        context = self.context or _native.context
+        if self.found_q.device == _native.CUDA:
+            check(lib.flash_attn_workspace_size(context, self.address, _native.FORWARD, ctypes.byref(ctypes.c_size_t())))
+        else:
+            check(lib.flash_attn_explain(context, self.address, _native.FORWARD, ctypes.byref(_native.Explanation())))
+
     def backward_addresses(self, dout, o, lse, dq=None, dk=None, dv=None, dbias=None, dsinks=None):
         """Fill the structs of a backward. Returns the C function's problem and grads."""
         self._set_results(o, lse)
@@ -270,7 +291,7 @@ _short = _Short()
 def _short_fill(device, index, dtype, q, q_shape, q_stride, k, k_shape, k_stride, v, v_shape, v_stride, out, lse, scale,
                 causal, window, softcap, lengths=None):
     """Fill this thread's struct in one go; q, k, v, out, lse are addresses. Returns the struct's own."""
-    left, right = window
+    left, right = sides(window)
     if left < 0 and right < 0:
         mask, left, right = _native.MASK_CAUSAL if causal else _native.MASK_NONE, 0, 0
     elif causal and left < 0:

@@ -47,8 +47,8 @@ def quantize(q, k, v, hadamard=False, seed=0):
         out, lse = interface3.flash_attn_func(q8, k8, v8, q_descale=dq, k_descale=dk, v_descale=dv, return_attn_probs=True)
     """
     torch = sys.modules["torch"] if is_torch(q) else None
-    groups = k.shape[2]
-    if len(q.shape) != 4 or len(k.shape) != 4 or len(v.shape) != 4 or q.shape[2] % groups or v.shape[2] != groups:
+    groups = k.shape[2] if len(k.shape) == 4 else 0
+    if groups < 1 or len(q.shape) != 4 or len(v.shape) != 4 or q.shape[2] % groups or v.shape[2] != groups:
         raise _native.InvalidError(f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}, expected [batch, seqlen, heads, head_dim] "
                                    "with heads of q a multiple of those of k and v")
     dtype = torch.float8_e4m3fn if torch else numpy_dtype(_native.F8E4M3)

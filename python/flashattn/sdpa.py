@@ -33,6 +33,8 @@ def bias_of(attn_mask, query):
 def _bias_four(bias, lead, keys):
     """An additive mask [b or 1, h or 1, sq or 1, sk] of one that broadcasts to [..., heads, L, S]."""
     bias = bias[(None,) * (4 - bias.dim())]
+    if bias.shape[-1] not in (1, keys):
+        raise _native.InvalidError(f"attn_mask has {bias.shape[-1]} columns: expected 1, or {keys}, the keys")
     bias = bias.expand(*bias.shape[:-1], keys)
     if bias[..., 0, 0, 0].numel() == 1:
         return bias.view(1, *bias.shape[-3:]) if bias.dim() == 4 else bias.flatten(0, -4)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _native
-from ._call import Call, short_torch, short_torch_backward
+from ._call import Call, short_torch, short_torch_backward, sides
 
 _native.share_with_torch(torch.version.cuda)
 
@@ -260,8 +260,8 @@ def _options(q, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q
              rng_state, max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, dropout_p, deterministic):
     """The operators' arguments after the tensors that each has first."""
     return (bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices, slice_offsets, rng_state,
-            max_seqlen_q or 0, max_seqlen_k or 0, float(q.shape[-1] ** -0.5 if scale is None else scale), causal, window[0],
-            window[1], float(softcap), float(dropout_p), deterministic)
+            max_seqlen_q or 0, max_seqlen_k or 0, float(q.shape[-1] ** -0.5 if scale is None else scale), causal,
+            *sides(window), float(softcap), float(dropout_p), deterministic)
 
 
 def attention_packed(q, packed, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, scale=None,

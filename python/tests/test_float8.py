@@ -75,3 +75,5 @@ def test_shapes_that_do_not_fit_are_refused():
         float8.quantize(q, k, k)
     with pytest.raises(flashattn.InvalidError, match="expected"):
         float8.quantize(q[0], k, k)
+    with pytest.raises(flashattn.InvalidError, match="expected"):
+        float8.quantize(q[0, 0], k[0, 0], k[0, 0])

@@ -277,3 +277,11 @@ def test_the_shim_does_not_replace_the_real_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", sys)  # stands for the real one
     with pytest.raises(ImportError, match="imported already"):
         flashattn.compat.install()
+
+
+@pytest.mark.parametrize("window", [3, None, (1, 2, 3), (1.5, 2), "ab", (2**31, 0)])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_window_that_is_no_pair_is_said(window, gradient):
+    for arrays in ((Q.clone().requires_grad_(gradient), K, V), (Q.numpy(), K.numpy(), V.numpy())):
+        with pytest.raises(flashattn.InvalidError, match="window"):
+            flashattn.flash_attn_func(*arrays, window_size=window)

@@ -118,3 +118,29 @@ def test_a_page_out_of_range_is_refused_and_nothing_is_lost():
         flashattn.flash_attn_with_kvcache(q, cache, cache.clone(), torch.randn(1, 1, 2, 16), torch.randn(1, 1, 2, 16),
                                           cache_seqlens=12, block_table=table)
     assert torch.equal(cache, kept)
+
+
+@pytest.mark.parametrize("nonsense, word", [
+    (dict(softcap=-1.0), "softcap"), (dict(softmax_scale=float("nan")), "scale"), (dict(window_size=(-1, 2**31)), "window"),
+    (dict(window_size=3), r"window is 3: expected two numbers"), (dict(cache_seqlens=2**40), "cache_seqlens is 1099511627776"),
+    (dict(cache_seqlens=-1), "cache_seqlens is -1"), (dict(num_splits=-1), "num_splits"), (dict(alibi_slopes=torch.zeros(3)), "alibi_slopes"),
+    (dict(cache_leftpad=torch.tensor([3, 99], dtype=torch.int32)), "leftpad_k"),
+    (dict(cache_leftpad=torch.zeros(3, dtype=torch.int32)), "leftpad_k"),
+    (dict(cache_batch_idx=torch.tensor([0, 2], dtype=torch.int32)), "cache_batch_idx"),
+    (dict(cache_seqlens=torch.tensor([7, 3], dtype=torch.int32)), "cache_seqlens.*new keys"),
+    (dict(q=torch.zeros(2, 1, 3, 16)), "heads"), (dict(q=torch.zeros(2, 1, 4, 8)), "shape"),
+    (dict(k=torch.zeros(2, 2, 16), v=torch.zeros(2, 2, 16)), "k has 3 dimensions")])
+@pytest.mark.parametrize("rotary", [False, True])
+def test_what_attention_refuses_is_not_appended(nonsense, word, rotary):
+    torch.manual_seed(3)
+    cache_k, cache_v = torch.randn(2, 2, 8, 2, 16)
+    before = cache_k.clone(), cache_v.clone()
+    q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, 2, 2, 16), torch.randn(2, 2, 2, 16)
+    call = dict(q=q, k_cache=cache_k, v_cache=cache_v, k=k, v=v, cache_seqlens=torch.tensor([3, 4], dtype=torch.int32))
+    if rotary:
+        call.update(rotary_cos=torch.ones(8, 4), rotary_sin=torch.zeros(8, 4))
+    with pytest.raises(flashattn.InvalidError, match=word):
+        flashattn.flash_attn_with_kvcache(**{**call, **nonsense})
+    assert torch.equal(cache_k, before[0]) and torch.equal(cache_v, before[1])
+    flashattn.flash_attn_with_kvcache(**call)
+    assert not torch.equal(cache_k, before[0])

@@ -123,8 +123,10 @@ def test_refusals():
         sdpa(q, q, q, attn_mask=torch.ones(4, 4, dtype=torch.int32))
     with pytest.raises(flashattn.InvalidError, match="dimensions"):
         sdpa(q[0, 0, 0], q, q)
-    with pytest.raises((flashattn.InvalidError, RuntimeError)):
+    with pytest.raises(flashattn.InvalidError, match="bias.shape"):
         sdpa(q, q, q, attn_mask=torch.ones(5, 4))
+    with pytest.raises(flashattn.InvalidError, match="attn_mask has 3 columns: expected 1, or 4"):
+        sdpa(q, q, q, attn_mask=torch.ones(4, 3))
 
 
 def test_the_context_manager_routes_and_gives_back():

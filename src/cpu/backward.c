@@ -1,11 +1,11 @@
 /*
  * Algorithm 2 over tiles, the keys outside. A task is one tile of keys of one key head:
  *
- *     pack K, V
- *     for each head of the group, for each tile of queries that sees the keys
- *         P = exp(S - LSE);  dP = dO V^T;  dS = P (dP - Delta)
- *         dV += P^T dO;   dK += dS^T Q             the task's own, in float32
- *         dQ += dS K                               shared, in float32: tiles of keys take turns in rising order
+ *     pack K, V                                                                    lines 5 to 7
+ *     for each head of the group, for each tile of queries that sees the keys      lines 8, 9
+ *         P = exp(S - LSE);  dP = dO V^T;  dS = P (dP - Delta)                     lines 10, 11, 13, 14
+ *         dV += P^T dO;   dK += dS^T Q   the task's own, in float32                lines 12, 16
+ *         dQ += dS K   shared, in float32: tiles of keys take turns, rising        line 15
  *
  * Taking turns keeps the order of dQ's sums fixed at any number of threads without a copy of dQ for each. Tasks are
  * handed out in rising order, so the one whose turn it is has always been started. Threads walk heads of their own side
@@ -345,7 +345,7 @@ static void run_task(run *r, scratch *s, int64_t b, int64_t task)
     atomic_fetch_sub_explicit(&r->tasks_left[pair], 1, memory_order_acq_rel);
 }
 
-/* ---- before and after: Delta and the state of tiles; gradients of bias and sinks ---- */
+/* ---- before and after: Delta (line 4) and the state of tiles; gradients of bias and sinks ---- */
 
 /* True if the run is the one of this sequence. */
 static bool takes(const plan *p, const fa_sequence *seq)
@@ -484,9 +484,10 @@ void fa_backward_explain(const fa_cpu *cpu, const fa_call *call, int threads, fl
         fa_backward_kernels(cpu, call, call->group * call->max_seqlen_q, call->max_seqlen_k); /* of the longest */
     run r = {.plan = fa_backward_plan(cpu, call, k, threads)};
     fa_backward_carve(&r, NULL);
-    for (int64_t b = 0; b < call->batch; b++) {
+    int64_t count = fa_num_lengths(call);
+    for (int64_t b = 0; b < count; b++) {
         fa_sequence seq = fa_sequence_at(call, b);
-        explanation->num_tasks += seq.rows_k > 0 ? key_tiles(&r.plan, &seq) * call->heads_k : 0;
+        explanation->num_tasks += seq.rows_k > 0 ? key_tiles(&r.plan, &seq) * call->heads_k * (call->batch / count) : 0;
     }
     explanation->tile_q        = r.plan.tile.q;
     explanation->tile_k        = r.plan.tile.k;

@@ -7,15 +7,6 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-static const struct {
-    const char    *name;
-    flash_attn_isa isa;
-} isa_names[] = {
-    {"scalar", FLASH_ATTN_ISA_SCALAR}, {"neon", FLASH_ATTN_ISA_NEON}, {"avx2", FLASH_ATTN_ISA_AVX2},
-    {"avx512", FLASH_ATTN_ISA_AVX512}, {"amx", FLASH_ATTN_ISA_AMX},   {"amx-fp16", FLASH_ATTN_ISA_AMX_FP16},
-    {"neon-bf16", FLASH_ATTN_ISA_NEON_BF16},
-};
-
 /* The highest tier under the cap that this library has and this machine runs. */
 static void choose_tables(fa_cpu *cpu)
 {
@@ -105,15 +96,10 @@ int fa_cpu_num_threads(const fa_cpu *cpu) { return cpu->num_threads; }
 
 void fa_cpu_info(const fa_cpu *cpu, flash_attn_device_info *info)
 {
-    const char *isa = "scalar";
-    for (size_t n = 0; n < sizeof isa_names / sizeof isa_names[0]; n++) {
-        if (isa_names[n].isa == cpu->tier)
-            isa = isa_names[n].name;
-    }
     long pages = sysconf(_SC_PHYS_PAGES), page_bytes = sysconf(_SC_PAGESIZE);
     memset(info, 0, sizeof *info);
     snprintf(info->name, sizeof info->name, "%s", cpu->isa.name);
-    snprintf(info->isa, sizeof info->isa, "%s", isa);
+    snprintf(info->isa, sizeof info->isa, "%s", fa_isa_name(cpu->tier));
     snprintf(info->features, sizeof info->features, "%s%s", cpu->isa.features,
              cpu->isa.hidden == FA_HIDDEN_RUNS     ? " amx-fp16:assumed"
              : cpu->isa.hidden == FA_HIDDEN_ABSENT ? " amx-fp16:absent"

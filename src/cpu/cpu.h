@@ -4,12 +4,12 @@
  * forward.c, backward.c and decode.c walk over tiles, know the masks and options, and call one table for all arithmetic
  * that is hot. A table is one instruction-set tier for one input type. All its entries work on one tile:
  *
- *     rows     queries of a tile, up to tiles.q. A tile may hold the same queries of several heads of a group.
- *     keys     keys of a tile, up to tiles.k. Tiles start at multiples of tiles.k of the sequence.
- *     S, P     float32 [rows][ld], row major. Columns keys .. fa_round_up(keys, key_step) - 1 exist: they are scratch
- * for `scores`, and hold 0 in P. O, dQ    float32 accumulators [rows][ld], and dK, dV [keys][ld], row major. Columns up
- * to a multiple of 16 exist. packed   an operand in the layout that the tier likes, made by `pack` from rows of the
- * caller's tensor.
+ * - rows: queries of a tile, up to its q. A tile may hold the same queries of several heads of a group.
+ * - keys: keys of a tile, up to its k. Tiles start at multiples of that k of the sequence.
+ * - S, P: float32 [rows][ld], row major. Columns keys .. fa_round_up(keys, key_step) - 1 exist: they are scratch for
+ *   `scores`, and hold 0 in P.
+ * - O, dQ: float32 accumulators [rows][ld], and dK, dV [keys][ld], row major. Columns up to a multiple of 16 exist.
+ * - packed: an operand in the layout that the tier likes, made by `pack` from rows of the caller's tensor.
  *
  * Every row's result depends on that row and the keys alone, never on which rows share its tile: tiles are grouped by
  * what is good for the load. All pointers to tiles are 64-byte aligned and so are their rows.
@@ -36,7 +36,7 @@ static inline int64_t fa_round_up(int64_t n, int64_t step) { return (n + step - 
 
 /* ---- operands ---- */
 
-/* Rows of one head of a tensor, wherever they lie. A NULL row is a row of zeros. */
+/* Rows of one head of a tensor, wherever they lie. */
 typedef struct fa_rows {
     const void *const *row; /* [count] first element of each */
     int                count, cols;

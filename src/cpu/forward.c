@@ -129,8 +129,6 @@ static void place_tile(const block *b, int first, int t)
     tile->head         = b->at.head_k * p->call->group + head;
     tile->heads        = fa_min_int(shape->heads_per_tile, (int)p->call->group - head);
     tile->queries      = (fa_range){query, fa_min_int(query + shape->tile.q, b->at.seq.seqlen_q)};
-    if (tile->queries.end < query)
-        tile->queries.end = query;
 }
 
 static fa_partial tile_result(const block *b, int t, bool sum)

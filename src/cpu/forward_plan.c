@@ -215,6 +215,11 @@ plan fa_forward_plan(const fa_cpu *cpu, const fa_call *call, int threads)
     return p;
 }
 
+static int64_t tasks_of(const fa_call *call, const fa_sequence *seq, const shape *s)
+{
+    return seq->rows_q > 0 ? fa_forward_tasks_per_head(s) * fa_forward_head_groups(call, s) : 0;
+}
+
 int64_t fa_forward_count_tasks(run *r)
 {
     const fa_call *call  = r->plan.call;
@@ -223,7 +228,7 @@ int64_t fa_forward_count_tasks(run *r)
         fa_sequence seq   = fa_sequence_at(call, b);
         shape       shape = fa_forward_shape(&r->plan, seq.seqlen_q, seq.seqlen_k);
         r->task_begin[b]  = total;
-        total += seq.rows_q > 0 ? fa_forward_tasks_per_head(&shape) * fa_forward_head_groups(call, &shape) : 0;
+        total += tasks_of(call, &seq, &shape);
     }
     r->task_begin[call->batch] = total;
     r->pack_tasks              = 2 * call->batch * call->heads_k * r->plan.shared_tiles;
@@ -297,14 +302,14 @@ size_t fa_forward_bytes(const fa_cpu *cpu, const fa_call *call, int threads)
 
 void fa_forward_explain(const fa_cpu *cpu, const fa_call *call, int threads, flash_attn_explanation *explanation)
 {
-    run         r   = {.plan = fa_forward_plan(cpu, call, threads)};
-    fa_sequence seq = {0};
+    run         r     = {.plan = fa_forward_plan(cpu, call, threads)};
+    fa_sequence seq   = {0};
+    int64_t     count = fa_num_lengths(call);
     fa_forward_carve_run(&r, NULL);
-    for (int64_t b = 0; b < call->batch; b++) {
+    for (int64_t b = 0; b < count; b++) {
         fa_sequence one   = fa_sequence_at(call, b);
         shape       shape = fa_forward_shape(&r.plan, one.seqlen_q, one.seqlen_k);
-        explanation->num_tasks +=
-            one.rows_q > 0 ? fa_forward_tasks_per_head(&shape) * fa_forward_head_groups(call, &shape) : 0;
+        explanation->num_tasks += tasks_of(call, &one, &shape) * (call->batch / count);
         if ((int64_t)one.seqlen_q * one.seqlen_k >= (int64_t)seq.seqlen_q * seq.seqlen_k)
             seq = one;
     }
