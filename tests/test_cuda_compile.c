@@ -157,6 +157,18 @@ static void set_deterministic(flash_attn_problem *p, flash_attn_grads *g)
     p->deterministic = true;
 }
 
+/* So many sequences that a block has all parts of its rows. */
+static void set_split_many(flash_attn_problem *p, flash_attn_grads *g)
+{
+    set_split(p, g);
+    p->q.shape[0] = p->k.shape[0] = p->v.shape[0] = 64;
+}
+static void set_split_pages(flash_attn_problem *p, flash_attn_grads *g)
+{
+    set_split_many(p, g);
+    set_paged(p, g);
+    p->pages.pages_per_seq = 512;
+}
 /* The backward in one launch, and in three where a row for few queries would take one. */
 static void set_small(flash_attn_problem *p, flash_attn_grads *g)
 {
@@ -179,6 +191,7 @@ static const option options[] = {
     {"sinks", true, true, set_sinks, HEAD_DIM_64}, {"dropout", true, true, set_dropout, EVERY_ROW},
     {"slices", true, true, set_slices, HEAD_DIM_64}, {"varlen", true, true, set_varlen, HEAD_DIM_64},
     {"paged", true, false, set_paged, ROWS_OF_16_BIT}, {"split", true, false, set_split, ROWS_OF_16_BIT},
+    {"split_many", true, false, set_split_many, ROWS_OF_16_BIT}, {"split_pages", true, false, set_split_pages, HEAD_DIM_64},
     {"few_heads_k", true, true, set_few_heads_k, ROWS_OF_16_BIT}, {"uneven_d", true, true, set_uneven, ROWS_OF_16_BIT},
     {"odd_d", true, true, set_odd, ROWS_OF_16_BIT}, {"o_f32", true, true, set_o_f32, HEAD_DIM_64},
     {"deterministic", false, true, set_deterministic, HEAD_DIM_64}, {"small", false, true, set_small, EVERY_ROW},

@@ -329,10 +329,11 @@ static bool merges_itself(const fa_key *key, fa_args *args, int64_t tiles)
     return true;
 }
 
-/* The launch that merges the parts of `main`; its bits are the same by one warp a row or by eight. */
+/* The launch that merges the parts of `main`; its bits are the same by one warp a row or by eight. A warp has one row where that makes one wave of
+ * blocks, two on each of 132 multiprocessors, else up to four. */
 flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const fa_key *main)
 {
-    enum { FEW_PARTS = 4, SOME_PARTS = 64, MANY_ROWS = 2048 };
+    enum { FEW_PARTS = 4, SOME_PARTS = 64, MANY_ROWS = 256, WAVE = 264, WARP_ROWS = 4 };
     fa_args *args    = &plan->args;
     fa_key   combine = helper_key(FA_KERNEL_COMBINE, main);
     int64_t  rows    = call->q.shape[0] * call->q.shape[1] * call->heads_q;
@@ -340,7 +341,10 @@ flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const 
     combine.warps    = FA_COMBINE_WARPS;
     bool alone       = args->num_splits <= FEW_PARTS || (args->num_splits <= SOME_PARTS && rows > MANY_ROWS);
     args->row_warps  = alone ? 1 : FA_COMBINE_WARPS;
-    return fa_plan_add(plan, &combine, alone ? ceil_div(rows, FA_COMBINE_WARPS) : rows);
+    int64_t blocks = ceil_div(rows, FA_COMBINE_WARPS);
+    if (blocks > WAVE)
+        blocks = largest(WAVE, ceil_div(rows, FA_COMBINE_WARPS * WARP_ROWS));
+    return fa_plan_add(plan, &combine, alone ? blocks : rows);
 }
 
 static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key *key)
@@ -358,8 +362,8 @@ static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key
     }
     int64_t tiles = args->tiles_q * heads * call->batch;
     if (merges_itself(key, args, tiles)) {
-        key->one_launch = 1;
-        int64_t runs = ceil_div(args->num_splits, args->run_parts);
+        int64_t runs    = ceil_div(args->num_splits, args->run_parts);
+        key->one_launch = runs > 1 ? 1 : 2;
         return add_clusters(plan, key, tiles * runs, (int)runs);
     }
     FA_TRY(fa_plan_add(plan, key, tiles * args->num_splits));

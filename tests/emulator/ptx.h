@@ -52,6 +52,9 @@ FA_DEVICE void later(unsigned to, const void *from, unsigned bytes, bool valid)
 }
 
 FA_DEVICE void copy_async(unsigned to, const void *from, bool valid) { later(to, from, 16, valid); }
+FA_DEVICE void copy_async_once(unsigned to, const void *from, bool valid) { copy_async(to, from, valid); }
+FA_DEVICE void prefetch(const void *from) { *(const volatile char *)from; }
+FA_DEVICE unsigned multiprocessors() { return 1; }
 FA_DEVICE void copy_async_8(unsigned to, const void *from, bool valid) { later(to, from, 8, valid); }
 FA_DEVICE void copy_async_4(unsigned to, const void *from, bool valid) { later(to, from, 4, valid); }
 FA_DEVICE void cluster_barrier() { emulator.cluster_barrier(); }

@@ -119,7 +119,7 @@ typedef struct fa_args {
  *                       then with FA_HAS_DBIAS dbias_extent[0] * [1] * [2] rows of dbias -> dbias_out
  *   backward_dsinks     head: one block sums over all rows, in a fixed order
  *   values_sm90         tile of k, key head, entry = tiles_k * heads_k * batch
- *   combine             row_warps warps a row: tokens * heads_q rows
+ *   combine             row_warps warps a row, or one for up to four rows, a grid's warps apart: tokens * heads_q rows
  */
 #define FA_COMBINE_WARPS 8
 

@@ -16,40 +16,9 @@
  * all heads that share a key head, so that K and V are read once, and so many warps share a row, each with its own keys of a tile
  * (decision 0058); FA_STAGES - 1 tiles are on their way while one is worked on.
  */
-#include "forward_work.cuh"
-#include "merge_parts.cuh"
-#include "tile.cuh"
-
-constexpr int  ROW_WARPS = FA_WARPS / KEY_WARPS;      /* warps with rows of their own */
-constexpr int  ROWS16 = FA_TILE_Q / (16 * ROW_WARPS); /* blocks of 16 rows of a warp */
-constexpr int  WARP_KEYS = FA_TILE_K / KEY_WARPS, KEYS8 = WARP_KEYS / 8;
-constexpr int  DIM16  = FA_HEAD_DIM / 16;
-constexpr int  COLS8  = FA_HEAD_DIM_V / 8;
-constexpr bool Q_STAYS = FA_VARIANT & 1;
-/* A tile's pages are looked up a step before it is copied. */
-constexpr bool LOOKED_UP = PACKED && FA_HAS_PAGED && tile<FA_HEAD_DIM>::GROUP == tile<FA_HEAD_DIM_V>::GROUP &&
-                           THREADS >= FA_TILE_K;
-
-constexpr int Q_BYTES = PLANES * FA_TILE_Q * 2 * (FA_HEAD_DIM > FA_HEAD_DIM_V ? FA_HEAD_DIM : FA_HEAD_DIM_V); /* O leaves through it */
-constexpr int Q_PLANE = FA_TILE_Q * 2 * FA_HEAD_DIM;
-constexpr int K_PLANE = FA_TILE_K * 2 * FA_HEAD_DIM, K_BYTES = PLANES * K_PLANE;
-constexpr int V_PLANE = FA_TILE_K * 2 * FA_HEAD_DIM_V, V_BYTES = PLANES * V_PLANE;
-static_assert(PLANES == 1 || !Q_STAYS, "three planes of Q do not fit into registers");
-
-static_assert(!PACKED || FA_STAGES > 1, "the last step's buffers are filled while this one's are read");
-constexpr int TILES_BYTES = Q_BYTES + FA_STAGES * (K_BYTES + V_BYTES);
-
-/* PACKED: what warps leave to each other where a part of the keys ends: each row's maximum and sum, and of ROUND rows at a time O. A row is eight
- * floats longer than O's, so that lanes of eight rows meet different banks. With 16 rows it lies behind the tiles, for those of the next part are on
- * their way; 64 rows leave no room, and take that of the tiles. */
-constexpr bool RUNS = PACKED && FA_TILE_Q == 16;
-constexpr int  ROUND = RUNS ? 4 : FA_TILE_Q, SHARE_PITCH = FA_HEAD_DIM_V + 8, SHARE_ROWS = PACKED ? KEY_WARPS * FA_TILE_Q : 0;
-constexpr int  SHARE_BYTES = 4 * (2 * SHARE_ROWS + (PACKED ? KEY_WARPS * ROUND * SHARE_PITCH : 0));
-constexpr int  SHARE_AT = RUNS ? TILES_BYTES : 0;
+#include "forward_few.cuh"
 
 extern "C" __constant__ int fa_shared_bytes = TILES_BYTES > SHARE_AT + SHARE_BYTES ? TILES_BYTES : SHARE_AT + SHARE_BYTES;
-
-using q_fragments = unsigned[ROWS16][DIM16][4];
 
 FA_DEVICE fa_range keys_of_tile(int n) { return {n * FA_TILE_K, (n + 1) * FA_TILE_K}; }
 
@@ -77,7 +46,7 @@ FA_DEVICE void copy_k(const fa_args &args, unsigned to, const work &w, const key
     int first = n * FA_TILE_K;
     if (!wanted)
         return;
-    copy_tile<FA_TILE_K, FA_HEAD_DIM>(to, rows_of_tile(args, w, w.k, args.k, place.k, n), w.run.begin - first, w.run.end - first,
+    copy_tile<FA_TILE_K, FA_HEAD_DIM, ONCE>(to, rows_of_tile(args, w, w.k, args.k, place.k, n), w.run.begin - first, w.run.end - first,
                                             args.head_dim, args.k.stride[3]);
 }
 
@@ -86,7 +55,7 @@ FA_DEVICE void copy_v(const fa_args &args, unsigned to, const work &w, const key
     int first = n * FA_TILE_K;
     if (!wanted)
         return;
-    copy_tile<FA_TILE_K, FA_HEAD_DIM_V>(to, rows_of_tile(args, w, w.v, args.v, place.v, n), w.run.begin - first, w.run.end - first,
+    copy_tile<FA_TILE_K, FA_HEAD_DIM_V, ONCE>(to, rows_of_tile(args, w, w.v, args.v, place.v, n), w.run.begin - first, w.run.end - first,
                                               args.head_dim_v, args.v.stride[3]);
 }
 
@@ -137,13 +106,6 @@ FA_DEVICE void add_values(float (&o)[ROWS16][COLS8][4], const float (&p)[ROWS16]
         });
     }
 }
-
-/* This warp's place among those that share a tile's rows, and among those that share its keys. */
-FA_DEVICE int row_warp() { return PACKED ? threadIdx.x / 32 % ROW_WARPS : threadIdx.x / 32; }
-FA_DEVICE int key_warp() { return PACKED ? threadIdx.x / 32 / ROW_WARPS : 0; }
-
-/* Row of the tile that this lane's element (m, upper or lower half h) lies in. */
-FA_DEVICE int row_of(int m, int h) { return row_warp() * 16 * ROWS16 + m * 16 + h * 8 + threadIdx.x % 32 / 4; }
 
 /* Scores in units of log2 (softcap, bias, ALiBi), and -inf where the mask hides. */
 template <bool MASKED>
@@ -232,17 +194,6 @@ FA_DEVICE bool store_result(float (&o)[ROWS16][COLS8][4], float (&maximum)[2 * R
     return far;
 }
 
-/* A block's operands in shared memory and its running state. */
-struct block_state {
-    score_terms terms;
-    bool        cleared;    /* V had Inf or NaN in an edge tile */
-    unsigned    k_shared, v_shared;
-    int         tile, stage; /* the present key tile and its buffer */
-    key_place   place;       /* LOOKED_UP: in the next tile to be copied */
-    float       maximum[2 * ROWS16], sum[2 * ROWS16];
-    float       o[ROWS16][COLS8][4];
-};
-
 FA_DEVICE void wait_for_k(unsigned k_tile)
 {
     copy_wait<0>();
@@ -316,108 +267,6 @@ FA_DEVICE void step(block_state &state, const fa_args &args, const work &w, cons
     state.tile = next;
 }
 
-/* PACKED: the warps' parts of each row into one, in their order, and out of the block, a warp a row. True if a row is far. */
-FA_DEVICE bool store_shared_rows(const block_state &state, const fa_args &args, work &w, unsigned shared)
-{
-    unsigned tops = shared + SHARE_AT, sums = tops + SHARE_ROWS * 4, parts = sums + SHARE_ROWS * 4;
-    int      lane = threadIdx.x % 32;
-    bool     far  = false;
-    if (!RUNS)
-        copy_wait<0>();
-    for (int first = 0; first < w.rows; first += ROUND) {
-        __syncthreads(); /* nobody reads the rows before, or tiles, any more */
-#pragma unroll
-        for (int r = 0; r < 2 * ROWS16; r++) {
-            int   row = row_of(r / 2, r % 2), at = key_warp() * FA_TILE_Q + row;
-            float sum = quad_sum(state.sum[r]);
-            if (RUNS && row / ROUND != first / ROUND)
-                continue;
-            if (lane % 4 == 0) {
-                shared_store(tops + at * 4, state.maximum[r] * w.unit);
-                shared_store(sums + at * 4, sum);
-            }
-#pragma unroll
-            for (int n = 0; n < COLS8; n++)
-                shared_store(parts + ((key_warp() * ROUND + row % ROUND) * SHARE_PITCH + n * 8 + lane % 4 * 2) * 4,
-                             make_float2(state.o[r / 2][n][r % 2 * 2], state.o[r / 2][n][r % 2 * 2 + 1]));
-        }
-        __syncthreads();
-        for (int row = first + threadIdx.x / 32; row < fa_min_int(first + ROUND, w.rows); row += FA_WARPS) {
-            int   i = query_of(args, w, row), head = head_of(args, w, row);
-            float top = -infinity(), total = 0.0f, factor[KEY_WARPS];
-#pragma unroll
-            for (int n = 0; n < KEY_WARPS; n++) {
-                factor[n] = shared_load_float(tops + (n * FA_TILE_Q + row) * 4);
-                top       = fmaxf(top, factor[n]);
-            }
-#pragma unroll
-            for (int n = 0; n < KEY_WARPS; n++) { /* a warp that saw nothing has -inf and 0 */
-                factor[n] = factor[n] == -infinity() ? 0.0f : exp2_fast(factor[n] - top);
-                total += factor[n] * shared_load_float(sums + (n * FA_TILE_Q + row) * 4);
-            }
-            row_end end = end_of_row(top, total, sink_log2_of(args, head), i >= w.seq.seqlen_q);
-            if (lane == 0) {
-                store_lse(args, w, head, i, end.lse);
-                w.far[row] = is_far(top);
-            }
-            far |= is_far(top);
-            bool empty = end.lse == -infinity(); /* then O is 0, whatever V holds; an empty part's is not read */
-            if (FA_HAS_SPLIT && empty)
-                continue;
-            for (int col = lane * 4; col < args.head_dim_v; col += 128) {
-                float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-                for (int n = 0; n < (empty ? 0 : KEY_WARPS); n++) {
-                    float4 part = shared_load_float4(parts + ((n * ROUND + row % ROUND) * SHARE_PITCH + col) * 4);
-                    o = make_float4(o.x + factor[n] * part.x, o.y + factor[n] * part.y, o.z + factor[n] * part.z, o.w + factor[n] * part.w);
-                }
-                store_four(FA_HAS_SPLIT ? args.o_partial : args.o.data, o_place(args, w, head, i, col), FA_HAS_SPLIT ? FA_F32 : FA_DTYPE_O, o,
-                           end.scale * descale_of(args.descale_v, w.b, w.kv_head));
-            }
-        }
-    }
-    return !MODIFIED && far;
-}
-
-FA_DEVICE void begin_rows(block_state &state)
-{
-    state.cleared = false;
-    clear(state.o);
-#pragma unroll
-    for (int r = 0; r < 2 * ROWS16; r++) {
-        state.maximum[r] = -infinity();
-        state.sum[r]     = 0.0f;
-    }
-}
-
-/* PACKED: a part's result. */
-FA_DEVICE void finish_part(block_state &state, const fa_args &args, work &w, unsigned shared, int part)
-{
-    if (RUNS && FA_HAS_SPLIT && threadIdx.x == 0) { /* nobody reads these between here and the next barrier */
-        w.split = part;
-        w.keys  = {fa_max_int(w.run.begin, part * w.part_keys), fa_min_int(w.run.end, (part + 1) * w.part_keys)};
-    }
-    bool far = store_shared_rows(state, args, w, shared);
-    if (!MODIFIED && __syncthreads_or(far))
-        redo_far_rows(args, w);
-    if (state.cleared)
-        add_nonfinite(args, w);
-}
-
-/* PACKED: parts in which the block's rows see nothing. */
-FA_DEVICE void empty_parts(const fa_args &args, const work &w)
-{
-    bool all = w.run.begin >= w.run.end;
-    for (int n = threadIdx.x; n < w.rows * w.parts; n += THREADS) {
-        int row = n % w.rows, part = n / w.rows;
-        if (all || w.split + part < w.run.begin / w.part_keys || w.split + part > (w.run.end - 1) / w.part_keys)
-            args.lse_partial[partial_row(args, w, head_of(args, w, row), query_of(args, w, row)) +
-                             part * ((fa_i64)args.heads_q * args.q_entries * args.q_rows)] = -infinity();
-    }
-}
-
-constexpr int TILES_AHEAD = PACKED ? FA_STAGES - 1 : 1;
-
 /* All key tiles, right to left (lines 6-11). */
 FA_DEVICE void walk_tiles(block_state &state, const fa_args &args, work &w, unsigned shared)
 {
@@ -485,49 +334,6 @@ FA_DEVICE void walk_tiles(block_state &state, const fa_args &args, work &w, unsi
         __syncthreads(); /* a warp's staging must not cover rows of Q that another still reads */
 }
 
-/* FA_ONE_LAUNCH: the parts of this tile's rows into one, a row by a warp of one of the cluster's `blocks`; eight lanes have a row's LSE of each part. */
-FA_DEVICE void merge_parts(const fa_args &args, const work &w, int block, int blocks)
-{
-    int    lane = threadIdx.x % 32, apart = blocks * FA_WARPS;
-    fa_i64 part_rows = (fa_i64)args.q_entries * args.q_rows * args.heads_q;
-    cluster_barrier();
-    for (int first = block * FA_WARPS + threadIdx.x / 32; first < w.rows; first += 4 * apart) {
-        int    row = first + lane / 8 * apart, i = query_of(args, w, row), head = head_of(args, w, row);
-        bool   mine = row < w.rows;
-        fa_i64 n = ((fa_i64)head * args.q_entries + w.seq.q_entry) * args.q_rows + w.seq.q_row + i;
-        fa_i64 o_at = w.seq.q_entry * args.o.stride[0] + (w.seq.q_row + i) * args.o.stride[1] + head * args.o.stride[2];
-        float  sink = -infinity(), own = -infinity();
-        if (mine && lane % 8 < args.num_splits)
-            own = args.lse_partial[lane % 8 * part_rows + n];
-        if (args.sinks.data && mine && i < w.seq.seqlen_q)
-            sink = load_element(args.sinks.data, head * args.sinks.stride[1], args.sinks.dtype);
-        float lse = lse_of_lanes<8>(own, sink, [&](float shift) { return expf(own - shift); });
-        if (lane % 8 == 0 && mine && args.lse.data)
-            ((float *)args.lse.data)[w.seq.q_entry * args.lse.stride[0] + head * args.lse.stride[1] + (w.seq.q_row + i) * args.lse.stride[2]] = lse;
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
-            if (first + r * apart >= w.rows)
-                break;
-            fa_i64 its_n = __shfl_sync(~0u, n, r * 8), its_o = __shfl_sync(~0u, o_at, r * 8);
-            float  its_lse = __shfl_sync(~0u, lse, r * 8), part_lse[8];
-#pragma unroll
-            for (int p = 0; p < 8; p++)
-                part_lse[p] = __shfl_sync(~0u, own, r * 8 + p);
-            for (int col = lane * 4; col < args.head_dim_v; col += 128) {
-                float4 sum[8] = {};
-                add_parts<8, 1>(sum, args, 0, part_rows, its_n, col, its_lse, [&](int p) { return part_lse[p]; });
-                store_columns(args, its_o, col, sum_of(sum));
-            }
-        }
-    }
-}
-
-/* PACKED, which may begin before the launch in front of it has ended: work_of reads device memory. */
-FA_DEVICE bool reads_lengths(const fa_args &args)
-{
-    return FA_DTYPE == FA_F8E4M3 || args.cu_seqlens_q || args.cu_seqlens_k || args.seqused_q || args.seqused_k || args.leftpad_k || args.cache_batch_idx;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) forward_sm80(const __grid_constant__ fa_args args)
 {
     extern __shared__ __align__(128) char shared_memory[];
@@ -536,6 +342,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) forward_sm8
         if (PACKED && reads_lengths(args))
             wait_for_launch_before();
         w = work_of(args);
+    }
+    /* While the launch before ends. Not where a grid is so small that the one before still reads its own keys. */
+    unsigned wave = multiprocessors() * FA_MIN_BLOCKS;
+    if (ASKS_AHEAD && blockIdx.x < wave && !(FA_ONE_LAUNCH && gridDim.x <= wave) && !reads_lengths(args)) {
+        __syncthreads();
+        prefetch_tiles(args, w);
     }
     if (PACKED)
         wait_for_launch_before();
@@ -551,6 +363,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) forward_sm8
     state.v_shared = state.k_shared + FA_STAGES * K_BYTES;
     state.stage    = 0;
     begin_rows(state);
+    state.kept = {true, -infinity()};
     state.tile = w.keys.begin < w.keys.end ? next_tile(args, w, (w.keys.end - 1) / FA_TILE_K, w.first_tile) : -1;
     bool walks = state.tile >= w.first_tile;
     if constexpr (PACKED) {
@@ -562,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) forward_sm8
         if (RUNS ? !walks && !FA_HAS_SPLIT : walks || !FA_HAS_SPLIT)
             finish_part(state, args, w, shared, 0);
         if constexpr (FA_HAS_SPLIT && FA_ONE_LAUNCH)
-            merge_parts(args, w, block, (args.num_splits + args.run_parts - 1) / args.run_parts);
+            merge_parts(state, args, w, block, (args.num_splits + args.run_parts - 1) / args.run_parts);
         return;
     }
     if (walks)

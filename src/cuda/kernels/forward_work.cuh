@@ -52,6 +52,8 @@ FA_DEVICE work work_of(const fa_args &args)
     int      tile;
     int      runs = (args.num_splits + args.run_parts - 1) / args.run_parts;
     auto     take = [&](unsigned count) { /* the next digit of the block's number */
+        if (count == 1) /* a division is a hundred cycles */
+            return 0;
         unsigned digit = n % count;
         n /= count;
         return (int)digit;
@@ -83,8 +85,8 @@ FA_DEVICE work work_of(const fa_args &args)
         w.head *= args.group;
         w.first_row = tile * FA_TILE_Q;
         w.rows      = fa_min_int(FA_TILE_Q, w.seq.rows_q * args.group - w.first_row);
-        w.first_q   = w.first_row / args.group;
-        w.queries   = {w.first_q, fa_min_int((w.first_row + w.rows - 1) / args.group + 1, w.seq.seqlen_q)};
+        w.first_q   = tile == 0 ? 0 : w.first_row / args.group;
+        w.queries   = {w.first_q, args.tiles_q == 1 ? w.seq.seqlen_q : fa_min_int((w.first_row + w.rows - 1) / args.group + 1, w.seq.seqlen_q)};
     } else {
         w.first_q = tile * FA_TILE_Q;
         w.queries = {w.first_q, fa_min_int(w.first_q + FA_TILE_Q, w.seq.seqlen_q)};

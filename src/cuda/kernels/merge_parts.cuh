@@ -14,30 +14,38 @@ FA_DEVICE float4 sum_of(const float4 (&sums)[FA_COMBINE_WARPS])
     return sum;
 }
 
-/* Parts first, first + STEP, ... of O, columns col to col + 3, each added to its sum. All are asked for before one is used. lse_of(p): a part's. */
-template <int COUNT, int STEP, int SUMS, class LSE>
-FA_DEVICE void add_parts(float4 (&sums)[SUMS], const fa_args &args, int first, fa_i64 part_rows, fa_i64 n, int col, float lse, const LSE &lse_of)
+/* Each part of O to its sum. factor: exp(its LSE - LSE), or below 0 if it is empty, whose O may be anything. */
+template <int COUNT, int SUMS> FA_DEVICE void add_each(float4 (&sums)[SUMS], const float (&factor)[COUNT], const float4 (&part)[COUNT])
 {
-    float  weight[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        float   f   = factor[i] < 0.0f ? 0.0f : factor[i]; /* NaN stays */
+        float4 &sum = sums[i % SUMS];
+        sum = make_float4(sum.x + f * part[i].x, sum.y + f * part[i].y, sum.z + f * part[i].z, sum.w + f * part[i].w);
+    }
+}
+
+/* Columns col to col + 3 of parts first, first + STEP, ..., which are all asked for before one is used. */
+template <int COUNT, int STEP, int SUMS>
+FA_DEVICE void add_parts(float4 (&sums)[SUMS], const fa_args &args, int first, fa_i64 part_rows, fa_i64 n, int col, const float (&factor)[COUNT])
+{
     float4 part[COUNT];
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
-        int p     = first + i * STEP;
-        weight[i] = p < args.num_splits ? lse_of(p) : -infinity();
-    }
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
         part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (weight[i] != -infinity()) /* an empty part's O may be anything */
+        if (!(factor[i] < 0.0f))
             part[i] = *(const float4 *)&args.o_partial[((first + i * STEP) * part_rows + n) * FA_HEAD_DIM_V + col];
     }
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        float   factor = weight[i] == -infinity() ? 0.0f : expf(weight[i] - lse);
-        float4 &sum    = sums[i % SUMS];
-        sum = make_float4(sum.x + factor * part[i].x, sum.y + factor * part[i].y, sum.z + factor * part[i].z, sum.w + factor * part[i].w);
-    }
+    add_each(sums, factor, part);
 }
+
+/* LSE of part p of row n, -inf past the last of `parts`. */
+FA_DEVICE float lse_of_part(const fa_args &args, fa_i64 part_rows, fa_i64 n, int p, int parts)
+{
+    return p < parts ? args.lse_partial[p * part_rows + n] : -infinity();
+}
+
+FA_DEVICE float factor_of_part(float lse_of_part, float lse) { return lse_of_part == -infinity() ? -1.0f : expf(lse_of_part - lse); }
 
 FA_DEVICE void store_columns(const fa_args &args, fa_i64 at, int col, float4 v)
 {
@@ -51,20 +59,96 @@ FA_DEVICE void store_columns(const fa_args &args, fa_i64 at, int col, float4 v)
             store_element(args.o.data, at + (col + c) * args.o.stride[3], FA_DTYPE_O, each[c]);
 }
 
-/* LSE of a row whose parts are dealt to LANES neighbouring lanes. maximum: of this lane's; sum_from(shift): of its exp(LSE_p - shift). */
-template <int LANES, class SUM> FA_DEVICE float lse_of_lanes(float maximum, float sink, const SUM &sum_from)
+/* LSE of row n, whose parts are dealt to eight neighbouring lanes. own: of the lane's first; FEW: it has no other. */
+template <bool FEW> FA_DEVICE float merged_lse(const fa_args &args, fa_i64 part_rows, fa_i64 n, int parts, float own, float sink)
 {
+    int   next = threadIdx.x % 8 + 8;
+    float maximum = own; /* fmaxf passes NaN over; the sum does not */
+    for (int p = next; !FEW && p < parts; p += 8)
+        maximum = fmaxf(maximum, lse_of_part(args, part_rows, n, p, parts));
 #pragma unroll
-    for (int step = LANES / 2; step > 0; step /= 2)
+    for (int step = 4; step > 0; step /= 2)
         maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, step));
     maximum = fmaxf(maximum, sink);
     /* A row that saw nothing has maximum -inf; subtract 0 instead, or exp(-inf + inf) is NaN. */
-    float shift = maximum == -infinity() ? 0.0f : maximum, sum = sum_from(shift);
+    float shift = maximum == -infinity() ? 0.0f : maximum, sum = expf(own - shift);
+    for (int p = next; !FEW && p < parts; p += 8)
+        sum += expf(lse_of_part(args, part_rows, n, p, parts) - shift);
 #pragma unroll
-    for (int step = LANES / 2; step > 0; step /= 2)
+    for (int step = 4; step > 0; step /= 2)
         sum += __shfl_xor_sync(~0u, sum, step);
     sum += expf(sink - shift);
     return sum == 0.0f ? -infinity() : shift + logf(sum);
+}
+
+FA_DEVICE float sink_of(const fa_args &args, int head)
+{
+    return args.sinks.data ? load_element(args.sinks.data, head * args.sinks.stride[1], args.sinks.dtype) : -infinity();
+}
+
+FA_DEVICE void store_merged_lse(const fa_args &args, int entry, int row, int head, float lse)
+{
+    if (args.lse.data)
+        ((float *)args.lse.data)[entry * args.lse.stride[0] + head * args.lse.stride[1] + row * args.lse.stride[2]] = lse;
+}
+
+FA_DEVICE fa_i64 row_of_o(const fa_args &args, int entry, int row, int head)
+{
+    return entry * args.o.stride[0] + row * args.o.stride[1] + head * args.o.stride[2];
+}
+
+/* At most four rows by a warp. Eight neighbouring lanes know each and have its parts p, p + 8, ...; `mine`: theirs is one. counts: of the queries that
+ * count, others have no sink. FEW: at most eight parts. */
+template <bool FEW> FA_DEVICE void merge_rows(const fa_args &args, bool mine, int head, int entry, int row, bool counts)
+{
+    constexpr int LANES = FA_HEAD_DIM_V <= 32 ? 8 : FA_HEAD_DIM_V <= 64 ? 16 : 32; /* of a row's columns */
+    int           lane = threadIdx.x % 32, parts = mine ? args.num_splits : 0;
+    fa_i64        part_rows = (fa_i64)args.q_entries * args.q_rows * args.heads_q;
+    fa_i64        n         = mine ? ((fa_i64)head * args.q_entries + entry) * args.q_rows + row : 0;
+    float         own       = lse_of_part(args, part_rows, n, lane % 8, parts);
+    float         lse       = merged_lse<FEW>(args, part_rows, n, parts, own, mine && counts ? sink_of(args, head) : -infinity());
+    if (lane % 8 == 0 && mine)
+        store_merged_lse(args, entry, row, head, lse);
+    fa_i64 o_at = row_of_o(args, entry, row, head);
+#pragma unroll
+    for (int r = 0; r < 4; r += 32 / LANES) {
+        int    from  = (r + lane / LANES) * 8; /* a lane that knows the row */
+        fa_i64 its_n = __shfl_sync(~0u, n, from), its_o = __shfl_sync(~0u, o_at, from);
+        bool   is_one = __shfl_sync(~0u, parts, from) > 0;
+        if (!__any_sync(~0u, is_one))
+            break;
+        for (int first = 0; first < FA_HEAD_DIM_V; first += 128) {
+            int    col    = first + lane % LANES * 4;
+            float4 sum[8] = {};
+            for (int p = 0; FEW ? p == 0 : p < args.num_splits; p += 8) {
+                float of_lane = factor_of_part(p == 0 ? own : lse_of_part(args, part_rows, n, p + lane % 8, parts), lse), factor[8];
+#pragma unroll
+                for (int e = 0; e < 8; e++)
+                    factor[e] = __shfl_sync(~0u, of_lane, from + e);
+                if (is_one && col < args.head_dim_v)
+                    add_parts<8, 1>(sum, args, p, part_rows, its_n, col, factor);
+            }
+            if (is_one && col < args.head_dim_v)
+                store_columns(args, its_o, col, sum_of(sum));
+        }
+    }
+}
+
+/* As merge_rows, of one row whose parts a warp has kept: lse in lane p and those 8 apart, o in the lanes' columns. */
+template <int COUNT>
+FA_DEVICE void merge_kept(const fa_args &args, float own, const float4 (&o)[COUNT], int head, int entry, int row, bool counts)
+{
+    int   lane = threadIdx.x % 32;
+    float lse = merged_lse<true>(args, 0, 0, 0, own, counts ? sink_of(args, head) : -infinity()), of_lane = factor_of_part(own, lse), factor[COUNT];
+#pragma unroll
+    for (int e = 0; e < COUNT; e++)
+        factor[e] = __shfl_sync(~0u, of_lane, e);
+    float4 sum[8] = {};
+    add_each(sum, factor, o);
+    if (lane == 0)
+        store_merged_lse(args, entry, row, head, lse);
+    if (lane * 4 < args.head_dim_v)
+        store_columns(args, row_of_o(args, entry, row, head), lane * 4, sum_of(sum));
 }
 
 #endif

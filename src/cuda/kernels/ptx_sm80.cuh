@@ -27,6 +27,27 @@ FA_DEVICE void copy_async(unsigned to, const void *from, bool valid)
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
+/* As copy_async, of what is read once: it leaves L2 first. `to` must not be a sum with a number that all threads share: ptxas 13.0 makes an illegal
+ * instruction of that (decision 0058). */
+FA_DEVICE void copy_async_once(unsigned to, const void *from, bool valid)
+{
+    int                bytes = valid ? 16 : 0;
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(bytes), "l"(policy) : "memory");
+}
+
+/* The line that holds `from`, into L2. */
+FA_DEVICE void prefetch(const void *from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
+/* At least as many as there are. */
+FA_DEVICE unsigned multiprocessors()
+{
+    unsigned count;
+    asm("mov.u32 %0, %%nsmid;" : "=r"(count));
+    return count;
+}
+
 FA_DEVICE void copy_async_8(unsigned to, const void *from, bool valid)
 {
     int bytes = valid ? 8 : 0;

@@ -93,24 +93,29 @@ FA_DEVICE void store_chunk(unsigned at, int plane_bytes, const float (&e)[8])
 /* FP8 arrives as it is, each chunk's eight bytes in the chunk's first half, and expand_tile makes float16 of it. */
 constexpr bool AS_BYTES = FA_DTYPE == FA_F8E4M3 && FA_ALIGNED;
 
+/* The same number, of which the compiler cannot know that a part of it is all threads'. */
+FA_DEVICE unsigned apart_from_others(unsigned x) { return __shfl_sync(~0u, x, (int)(threadIdx.x % 32)); }
+
 /*
  * All threads copy rows [0, ROWS) of `source` to a tile. Rows outside [begin, end) and columns from `cols` on are zeros,
  * which keeps what lies there (NaN too) out of the products. No branch: the compiler may spread the copies over the
  * products around them. Needs copy_commit, copy_wait and expand_tile; without FA_ALIGNED it is done on return.
  */
-template <int ROWS, int COLS, class SOURCE>
+template <int ROWS, int COLS, bool ONCE = false, class SOURCE>
 FA_DEVICE void copy_tile(unsigned to, const SOURCE &source, int begin, int end, int cols, fa_i64 inner_stride)
 {
     using layout               = tile<COLS>;
     constexpr int LANES        = layout::GROUP; /* threads that copy one row side by side */
     constexpr int ROWS_AT_ONCE = THREADS / LANES;
     int           lane = threadIdx.x % LANES, first_row = threadIdx.x / LANES;
+    static_assert(!ONCE || ROWS_AT_ONCE % 8 == 0, "a lane's chunks keep their places");
     constexpr int     STEPS = SOURCE::PLAIN ? 1 : (ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     const fa_element *found[STEPS]; /* page table or division: all rows at once, for nothing passes a copy */
 #pragma unroll
     for (int n = 0; n < STEPS; n++)
         found[n] = source.row(first_row + n * ROWS_AT_ONCE);
     const fa_element *from = found[0]; /* moved on by a step, so that no row keeps an address in registers */
+    unsigned          own  = ONCE ? apart_from_others(to + layout::offset(first_row, lane)) : 0;
 #pragma unroll
     for (int r = 0; r < ROWS; r += ROWS_AT_ONCE) {
         int row = first_row + r;
@@ -125,9 +130,11 @@ FA_DEVICE void copy_tile(unsigned to, const SOURCE &source, int begin, int end, 
 #pragma unroll
         for (int group = 0; group < layout::CHUNKS; group += LANES) {
             int      chunk = group + lane;
-            unsigned at    = to + layout::offset(row, chunk);
+            unsigned at    = ONCE ? own + r * layout::ROW_BYTES + group * 16 : to + layout::offset(row, chunk);
             if constexpr (AS_BYTES) {
                 copy_async_8(at, from + chunk * 8, valid && (FA_EVEN_D || chunk * 8 < cols));
+            } else if constexpr (ONCE) {
+                copy_async_once(at, from + chunk * 8, valid && (FA_EVEN_D || chunk * 8 < cols));
             } else if constexpr (FA_ALIGNED && PLANES == 1) {
                 copy_async(at, from + chunk * 8, valid && (FA_EVEN_D || chunk * 8 < cols));
             } else {
