@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time flashattn and PyTorch's attention on the CPU by turns, on the same inputs, and check every answer.
 
-    make && python3 bench/compare_torch.py [--quick] [--threads 1,2] [--json FILE [--append]]
+    make && python3 bench/compare_torch.py [--quick] [--threads 1,2] [--rounds N] [--json FILE [--append]]
 
 Training: batch 1, 512 / d heads, no mask and causal, forward and backward; GFLOP/s count 4 s^2 d h, half of it when
 causal, 2.5 times for the backward. Inference, only where asked for: the forward without gradients, ours without LSE.
@@ -15,7 +15,9 @@ or 5e-3 for float32, float16, bfloat16, twice that for gradients), or the exit s
 beside ours.
 
 Percentages are of the best multiply-adds, AMX products and memory reads that `flashattn info --measure` saw between
-the cells of this run. A long grid may be run in pieces: --append keeps what FILE has of other cells.
+the cells of this run. A long grid may be run in pieces: --append keeps what FILE has of other cells. On a machine that
+others share, where each is fast in its own minutes, --rounds goes through the grid several times: fastest and median
+are then of all turns that a side has had.
 """
 
 import argparse
@@ -421,17 +423,24 @@ def run_cell(report, options, make, tiers, threads_list):
         times = take_turns(runs, options.seconds, options.turns)
         report.peaks.measure(threads, cell.work()[1])
         for tier in [t for t in tiers if t in runs]:
-            for row in rows_of(cell, threads, tier, runs, times):
+            for row in rows_of(cell, threads, tier, runs, report.with_earlier(cell, threads, tier, times)):
                 show(row, report.peaks.of(threads, row["kv_bytes"]))
-                report.rows.append(row)
+                report.rows[identity(row)] = row
             runs[tier].close()
         report.write()
 
 
 class Report:
     def __init__(self, peaks):
-        self.peaks, self.rows, self.wrong = peaks, [], 0
+        self.peaks, self.rows, self.turns, self.wrong = peaks, {}, {}, 0
         self.path = None
+
+    def with_earlier(self, cell, threads, tier, times):
+        """The turns of `tier` and PyTorch in this cell, those of earlier rounds too."""
+        kept = self.turns.setdefault((cell.dtype, *cell.q.shape, *cell.k.shape, cell.causal, cell.backward, threads, tier), {})
+        for name in {tier, "torch"} & set(times):
+            kept.setdefault(name, []).extend(times[name])
+        return kept
 
     def keep(self, path, append, about):
         """From now on write() writes to path, after the rows of other cells that it has if `append`."""
@@ -445,7 +454,7 @@ class Report:
     def write(self):
         """After each cell, so that a run which is cut short leaves what it has."""
         if self.path:
-            rows = [{**row, "peaks": self.peaks.of(row["threads"], row["kv_bytes"])} for row in self.rows]
+            rows = [{**row, "peaks": self.peaks.of(row["threads"], row["kv_bytes"])} for row in self.rows.values()]
             mine = {identity(row) for row in rows}
             rows = [row for row in self.old if identity(row) not in mine] + rows
             self.path.write_text(json.dumps({"schema": SCHEMA, **self.about, "rows": rows}, indent=1) + "\n")
@@ -493,6 +502,7 @@ def arguments():
     parser.add_argument("--no-torch", action="store_true", help="ours alone")
     parser.add_argument("--seconds", type=float, default=2.0, help="to time each cell for, all together")
     parser.add_argument("--turns", type=int, default=3, help="the least turns of each side")
+    parser.add_argument("--rounds", type=int, default=1, help="how often to go through the grid")
     parser.add_argument(
         "--quick", action="store_true", help="float32 and bfloat16, 1024 and 4096, half a second a cell"
     )
@@ -514,25 +524,9 @@ def arguments():
     return options
 
 
-def main():
-    options = arguments()
-    cpu = _native.device_info()
-    more = {"float32": ["avx512"]} if cpu["isa"].startswith("amx") else {}
-    if cpu["isa"] == "amx" and hides_amx_fp16():
-        more["float16"] = ["amx-fp16"]
-    torch.manual_seed(0)
-    about = {
-        "cpu": {name: cpu[name] for name in ("name", "isa", "features", "num_cores")},
-        "torch": torch.__version__,
-        "flashattn": _native.version,
-    }
-    print(
-        f"flashattn {_native.version} and PyTorch {torch.__version__} on {cpu['name']}, tier {cpu['isa']}, {cpu['num_cores']} cores"
-    )
-    print(HEADER, "-" * len(HEADER), sep="\n")
-    report, inference = Report(Peaks(options.command)), options.only == "inference"
-    if options.json:
-        report.keep(options.json, options.append, about)
+def go_through_grid(report, options, more):
+    """`more`: tiers to time beside the one that a dtype takes by itself."""
+    inference = options.only == "inference"
     for dtype in options.dtypes:
         tiers = options.tiers or ["auto", *more.get(dtype, [])]
         for d in options.head_dims if options.only != "decode" else []:
@@ -549,8 +543,31 @@ def main():
         if options.only not in ("training", "inference"):
             shape = (DECODE["head_dim"], 1, options.decode_seqlen, DECODE["heads"], DECODE["heads_k"], False, False)
             run_cell(report, options, lambda: Cell(dtype, *shape), tiers if dtype == "float16" else ["auto"], options.threads)
+
+
+def main():
+    options = arguments()
+    cpu = _native.device_info()
+    more = {"float32": ["avx512"]} if cpu["isa"].startswith("amx") else {}
+    if cpu["isa"] == "amx" and hides_amx_fp16():
+        more["float16"] = ["amx-fp16"]
+    torch.manual_seed(0)
+    about = {
+        "cpu": {name: cpu[name] for name in ("name", "isa", "features", "num_cores")},
+        "torch": torch.__version__,
+        "flashattn": _native.version,
+    }
+    print(
+        f"flashattn {_native.version} and PyTorch {torch.__version__} on {cpu['name']}, tier {cpu['isa']}, {cpu['num_cores']} cores"
+    )
+    print(HEADER, "-" * len(HEADER), sep="\n")
+    report = Report(Peaks(options.command))
+    if options.json:
+        report.keep(options.json, options.append, about)
+    for _ in range(options.rounds):
+        go_through_grid(report, options, more)
     print()
-    geometric(report.rows)
+    geometric(list(report.rows.values()))
     report.write()
     return 1 if report.wrong else 0
 

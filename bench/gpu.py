@@ -10,11 +10,12 @@ standard attention; efficient; flash, which is FlashAttention-2; cuDNN) and with
 through Triton, anew for each shape and pass. With --varlen sequences are packed (cu_seqlens), the longest as long as said and the
 others of random lengths, and the peers are the calls that take such: PyTorch's varlen_attn (flash) and cuDNN's. With --deterministic
 the backward's sums have a fixed order, ours and the peers' that can. --portable adds our kernels for any GPU, --fp8 our forward with FP8 inputs;
-then all have the same inputs, numbers that FP8 holds. --softcap and --alibi are options of ours and FlexAttention's alone, Q then 4 times as large;
---pages, of the forward alone, puts our K and V into shuffled pages of so many keys, while the peers have theirs in one piece. --dropout drops pairs: ours those
-that Philox names, written here once more; which ones the peers drop nobody knows, so they are timed and not checked. TFLOP/s count 4 s^2 d h b, half when causal, 2.5 times for the backward. Each answer
-is compared with float64 on one head first; a wrong one is shown as WRONG and makes the exit status 1. Every time is the median of
-several groups of launches between two events; ours and the peers take turns. FILE is written anew after each line.
+then all have the same inputs, numbers that FP8 holds. --fa3 adds FlashAttention-3 from its library (fa3.py says where to get one). --softcap
+and --alibi are options of ours and FlexAttention's alone, Q then 4 times as large; --pages, of the forward alone, puts our K and V into shuffled
+pages of so many keys, while the peers have theirs in one piece, and so has `whole`, ours again. --dropout drops pairs, ours those that Philox names,
+written here once more; which ones the peers drop is not known, so they are timed and not checked. TFLOP/s count 4 s^2 d h b, half when causal, 2.5
+times for the backward. Each other answer is compared with float64 on one head first; a wrong one is shown as WRONG and makes the exit status 1. Every
+time is the median of several groups of launches between two events; ours and the peers take turns, in random order. FILE is written anew after each line.
 
 --decode: few queries of 32 heads on the keys of 8, no mask. GB/s count K and V once (and Q and O), beside what reading as many bytes
 (a sum) and copying half of them reach. Keys lie in one piece or in pages of 16, 64 and 256, shuffled. Calls are replayed by a CUDA
@@ -43,6 +44,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 
 import flashattn.torch_ops  # noqa: E402, F401 - so that kernels are compiled as for any user of PyTorch
+import fa3  # noqa: E402
 from flashattn import _call, _native  # noqa: E402
 
 DEVICE, TOKENS, HIDDEN, FP8 = "cuda", 16384, 2048, torch.float8_e4m3fn
@@ -161,6 +163,14 @@ def ours(cell, context=None):
     return forward, backward
 
 
+def whole(cell):
+    """Ours, where the cell has pages, with keys in one piece."""
+    page, cell.page = cell.page, 0
+    runs = ours(cell)
+    cell.page = page
+    return runs
+
+
 def fp8(cell):
     """Ours with FP8 inputs; there is no backward."""
     call = _call.Call(*(t.to(FP8) for t in (cell.q, cell.k, cell.v)), causal=cell.causal)
@@ -276,10 +286,10 @@ def milliseconds(run, launches):
 def time_by_turns(runs, groups):
     """Median milliseconds of each run; about 20 ms of launches a group."""
     launches = {name: max(1, min(50, int(20 / max(milliseconds(run, 2), 1e-3)))) for name, run in runs.items()}
-    times = {name: [] for name in runs}
+    times, order = {name: [] for name in runs}, random.Random(0)
     for _ in range(groups):
-        for name, run in runs.items():
-            times[name].append(milliseconds(run, launches[name]))
+        for name in order.sample(list(runs), len(runs)):  # or who comes behind a slow one has a cooler card, with higher clocks
+            times[name].append(milliseconds(runs[name], launches[name]))
     return {name: statistics.median(found) for name, found in times.items()}
 
 
@@ -339,6 +349,12 @@ class Decode:
         run()
         return run, self.wrong(out, table, page)
 
+    def fa3(self):
+        def run():
+            return [fa3.few_queries(self.q, k, v) for k, v in self.kv][-1]
+
+        return run, self.wrong(run())
+
     def peer(self, backend):
         q, kv = self.q.transpose(1, 2), [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in self.kv]
 
@@ -360,7 +376,7 @@ class Decode:
         return lambda: [to.copy_(k) for to, k in pairs], None
 
     def run_of(self, name):
-        own = {"ours": self.ours, "read": self.read, "copy": self.copy}
+        own = {"ours": self.ours, "read": self.read, "copy": self.copy, "fa3": self.fa3}
         return own[name]() if name in own else self.ours(self.PAGES[name]) if name in self.PAGES else self.peer(PEERS[name])
 
     def graph(self, name):
@@ -383,7 +399,7 @@ def decode_row(cell, names, groups):
             graphs[name] = cell.graph(name)
         except Exception as problem:  # no kernel or no memory
             row[name] = None
-            if name not in ("flash", "cudnn", "copy"):
+            if name not in ("flash", "cudnn", "fa3", "copy"):
                 print(f"  {name}: {first_line(problem)}")
     row.update({name: graph for name, graph in graphs.items() if isinstance(graph, str)})
     runs = {name: graph.replay for name, graph in graphs.items() if not isinstance(graph, str)}
@@ -394,17 +410,17 @@ def decode_row(cell, names, groups):
 
 def decode(options, seqlens, groups):
     """The table of --decode. Returns its rows."""
-    names = ["read", "copy", "ours", *Decode.PAGES, "flash", "cudnn"]
+    names = ["read", "copy", "ours", *Decode.PAGES, "flash", "cudnn", *(["fa3"] if options.fa3 else [])]
     heads, rows = [int(n) for n in options.head_dims.split(",")], []
     largest = 4 * max(seqlens) * max(map(int, options.batches.split(","))) * Decode.HEADS_K * max(heads)
     pool = torch.empty(max(largest, 1 << 29), device=DEVICE, dtype=torch.bfloat16).normal_()
-    header = f"{'d':>3} {'q':>2} {'b':>2} {'keys':>6} | " + " ".join(f"{n:>8}" for n in names) + " |     us  /read /flash /cudnn"
+    header = f"{'d':>3} {'q':>2} {'b':>2} {'keys':>6} | " + " ".join(f"{n:>8}" for n in names) + " |     us  /read /flash /cudnn" + ("   /fa3" if options.fa3 else "")
     print(header, "-" * len(header), sep="\n")
     for d, queries, batch, keys in itertools.product(heads, *(map(int, x.split(",")) for x in (options.queries, options.batches)), seqlens):
         cell = Decode(pool, d, queries, batch, keys)
         row = decode_row(cell, names, groups)
         speeds = {n: x for n, x in row.items() if isinstance(x, float)}
-        over = [speeds["ours"] / speeds[n] if "ours" in speeds and n in speeds else None for n in ("read", "flash", "cudnn")]
+        over = [speeds["ours"] / speeds[n] if "ours" in speeds and n in speeds else None for n in ("read", *names[names.index("flash") :])]
         shown = [f"{x:8.0f}" if isinstance(x, float) else f"{x or '-':>8}" for x in map(row.get, names)]
         print(f"{d:3} {queries:2} {batch:2} {keys:6} | " + " ".join(shown) + f" | {cell.bytes / speeds.get('ours', 1e99) / 1e3:6.1f}  " +
               "  ".join(f"{x:5.2f}" if x else "    -" for x in over), flush=True)
@@ -422,11 +438,11 @@ def runs_of(cell, names):
     runs = {}
     for name in names:
         try:
-            own = {"ours": ours, "flex": flex, "portable": portable, "fp8": fp8}.get(name)
+            own = {"ours": ours, "flex": flex, "portable": portable, "fp8": fp8, "whole": whole, "fa3": fa3.peer}.get(name)
             runs[name] = own(cell) if own else packed_peer(cell, name) if cell.packed else peer(cell, PEERS[name])
         except Exception as problem:  # no kernel, no memory, or a compiler that gave up
             runs[name] = None
-            if name in ("ours", "flex"):
+            if name in ("ours", "flex", "fa3"):
                 print(f"  {name}: {first_line(problem)}")
     return runs
 
@@ -443,7 +459,7 @@ def bench_pass(cell, backward, runs, groups):
             checked = not cell.dropout or name in ("ours", "portable")
             error = cell.wrong(results, 1 if backward else 0, 5e-2 if name == "fp8" else 1e-2) if checked else None
         except Exception as problem:
-            if name in ("ours", "flex"):
+            if name in ("ours", "flex", "fa3"):
                 print(f"  {name}: {first_line(problem)}")
             continue
         if error is None:
@@ -482,6 +498,7 @@ def main():
     parser.add_argument("--groups", type=int, default=7, help="timed groups of launches")
     parser.add_argument("--math", action="store_true", help="standard attention too, up to 2048 keys")
     parser.add_argument("--flex", action="store_true", help="FlexAttention too; needs Triton, and seconds a shape to compile")
+    parser.add_argument("--fa3", metavar="LIBRARY", help="FlashAttention-3 too, by the operators of this library: see fa3.py")
     parser.add_argument("--varlen", action="store_true", help="packed sequences of random lengths up to the one given")
     parser.add_argument("--deterministic", action="store_true", help="sums of the backward in a fixed order")
     parser.add_argument("--portable", action="store_true", help="our kernels for any GPU too")
@@ -499,8 +516,8 @@ def main():
     own_options = options.softcap or options.alibi or options.pages or options.dropout
     if own_options and (options.varlen or options.fp8 or options.decode):
         parser.error("--softcap, --alibi, --pages and --dropout are for plain calls: leave out --varlen, --fp8 and --decode")
-    if not 0 <= options.dropout < 1 or (options.dropout and options.flex):
-        parser.error("--dropout is at least 0 and less than 1; --flex has none")
+    if not 0 <= options.dropout < 1 or (options.dropout and (options.flex or options.fa3)):
+        parser.error("--dropout is at least 0 and less than 1; --flex and --fa3 have none")
     if not has_card():
         print("skipped: no CUDA device")
         return 0
@@ -510,6 +527,8 @@ def main():
     groups = 3 if options.quick else options.groups
     if options.softcap < 0 or options.pages < 0 or (options.pages and any(seqlen % options.pages for seqlen in seqlens)):
         parser.error("--softcap and --pages are at least 0, and every length is whole pages")
+    if options.fa3:
+        fa3.load(options.fa3)
     torch.manual_seed(0)
     card = state_of_card()
     print(f"before: {card}; PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
@@ -522,10 +541,11 @@ def main():
     own_terms = options.softcap > 0 or options.alibi
     if options.pages:
         options.passes = "forward"
-    names = ["ours", *(["fp8"] if options.fp8 else []), *(["portable"] if options.portable else []), *(["math"] if options.math else []), *several,
-             *(["flex"] if options.flex else []), "flash", "cudnn"]
+    names = ["ours", *(["fp8"] if options.fp8 else []), *(["whole"] if options.pages else []), *(["portable"] if options.portable else []), *(["math"] if options.math else []), *several,
+             *(["flex"] if options.flex else []), "flash", "cudnn",
+             *(["fa3"] if options.fa3 else [])]
     if own_terms:
-        names = [n for n in names if n in ("ours", "portable", "flex")]
+        names = [n for n in names if n in ("ours", "whole", "portable", "flex")]
     if options.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # it would be timed
@@ -540,7 +560,7 @@ def main():
                 for backward in {"forward": [False], "backward": [True], "both": [False, True]}[options.passes]:
                     row = bench_pass(cell, backward, runs, groups)
                     speeds = {n: x for n, x in row.items() if isinstance(x, float)}
-                    best = max((x for n, x in speeds.items() if n not in ("ours", "portable", "fp8")), default=None)
+                    best = max((x for n, x in speeds.items() if n not in ("ours", "portable", "fp8", "whole")), default=None)
                     over = [speeds["ours"] / x if "ours" in speeds and x else None for x in (speeds.get("flash"), best)]
                     if over[0]:
                         ratios.append(over[0])

@@ -22,6 +22,7 @@ SERIES = {
     "efficient": ("PyTorch efficient", "#e8b96a"),
     "flash": ("PyTorch FlashAttention-2", "#7da7d9"),
     "cudnn": ("cuDNN", "#8bbf8b"),
+    "fa3": ("FlashAttention-3", "#4b5f9e"),
     "flex": ("FlexAttention", "#b79bd0"),
     "torch": ("PyTorch SDPA", "#7da7d9"),
     "read": ("plain read of memory", "#c9c9c9"),

@@ -17,6 +17,7 @@ def load(name):
     spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     before = list(sys.path)
+    sys.path.insert(0, str(BENCH))  # as for a script
     spec.loader.exec_module(module)
     sys.path[:] = before
     return module
@@ -90,6 +91,16 @@ def test_every_pass_is_timed_and_appending_keeps_other_cells(compare, monkeypatc
     assert run(compare, monkeypatch, *SMALL, "--dtypes", "bfloat16", "--json", file, "--append") == 0
     assert len(json.loads(file.read_text())["rows"]) == count  # the same cells again take their places
     assert "WRONG" not in capsys.readouterr().out
+
+
+def test_rounds_add_turns_to_a_cell_and_no_rows(compare, monkeypatch, tmp_path):
+    file = tmp_path / "report.json"
+    words = (*SMALL, "--dtypes", "float32", "--masks", "full", "--threads", "1", "--json", file)
+    for rounds in (1, 3):
+        assert run(compare, monkeypatch, *words, "--rounds", rounds) == 0
+        rows = json.loads(file.read_text())["rows"]
+        names = [(row["pass"], row["tier"]) for row in rows]
+        assert len(set(names)) == len(names) and {row["turns"] for row in rows} == {2 * rounds}
 
 
 def test_a_wrong_or_missing_result_is_found(compare):
@@ -325,7 +336,51 @@ def test_the_gpu_bench_times_options(gpu, monkeypatch, tmp_path, capsys, words):
     assert {row["pass"] for row in rows} == ({"forward"} if paged else {"backward"} if alone else {"forward", "backward"})
     for row in rows:
         assert row["pages"] == (int(words[-1]) if paged else 0) and row["alibi"] == ("--alibi" in words)
-        assert all(row["tflops"][name] > 0 for name in ("ours", "flex")) and ("flash" in row["tflops"]) == (words == ["--pages", "64"])
+        assert all(row["tflops"][name] > 0 for name in ("ours", "flex", *(["whole"] if paged else []))) and ("flash" in row["tflops"]) == (words == ["--pages", "64"])
+
+
+@pytest.fixture
+def flash_attn_3(monkeypatch):
+    """FlashAttention-3's operators, computed by PyTorch for plain calls."""
+    import torch
+
+    def attention(q, k, v, causal):
+        group = q.shape[2] // k.shape[2]
+        k, v = (t.repeat_interleave(group, 2) for t in (k, v))
+        return torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=causal).transpose(1, 2)
+
+    def fwd(q, k, v, is_causal=False, **named):
+        assert named == {}
+        return attention(q, k, v, is_causal), None, None, None
+
+    def bwd(dout, q, k, v, out, lse, dq, dk, dv, is_causal=False, deterministic=False):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        for to, found in zip((dq, dk, dv), torch.autograd.grad(attention(*leaves, is_causal), leaves, dout)):
+            to.copy_(found)
+
+    loaded = []
+    monkeypatch.setattr(torch.ops, "flash_attn_3", argparse.Namespace(fwd=fwd, bwd=bwd), raising=False)
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    return loaded
+
+
+def test_the_gpu_bench_takes_flash_attention_3_from_a_library(gpu, flash_attn_3, monkeypatch, tmp_path, capsys):
+    file = tmp_path / "gpu.json"
+    assert run(gpu, monkeypatch, "--head-dims", "16", "--seqlens", "64", "--groups", "1", "--fa3", "some.so", "--json", file) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert flash_attn_3 == ["some.so"] and len(rows) == 4 and all(row["tflops"]["fa3"] > 0 for row in rows)
+    monkeypatch.setattr(gpu.fa3.torch.ops.flash_attn_3, "fwd", lambda q, *others, **named: [q, None])
+    assert run(gpu, monkeypatch, "--head-dims", "16", "--seqlens", "64", "--groups", "1", "--passes", "forward", "--fa3", "some.so", "--json", file) == 1
+    assert all(row["tflops"]["fa3"].startswith("WRONG") for row in json.loads(file.read_text())["rows"])
+
+
+def test_few_queries_beside_flash_attention_3(gpu, flash_attn_3, monkeypatch):
+    import torch
+
+    cell = gpu.Decode(torch.randn(1 << 19).to(torch.bfloat16), 64, 2, 1, 128)
+    assert cell.run_of("fa3")[1] is None
+    monkeypatch.setattr(torch.ops.flash_attn_3, "fwd", lambda q, *others: [q, None])
+    assert cell.run_of("fa3")[1] > 1e-2
 
 
 @pytest.mark.parametrize("words", [["--alibi", "--varlen"], ["--pages", "24", "--seqlens", "64"], ["--softcap", "-1"]])

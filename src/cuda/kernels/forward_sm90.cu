@@ -1,7 +1,7 @@
 /*
  * FlashAttention-3's forward for Hopper: TMA brings tiles, WGMMA multiplies them, warps have roles. float16, bfloat16 and FP8.
  *
- *     warpgroup 0, warp 0    planner: one thread finds this block's tiles of queries (struct work) and fetches Q ahead
+ *     warpgroup 0, warp 0    planner: one thread finds this block's tiles of queries (struct work) and fetches Q ahead; with pages all fetch V
  *                  warp 1    producer: one thread, with pages all, keeps the rings of K and V tiles full
  *                  warps 2-3 inspectors: in tiles on the mask's edge they clear from V what only some rows, or none, may see
  *     warpgroup 1..          consumers: 64 queries each. They take turns at the tensor cores (ping-pong):
@@ -26,7 +26,6 @@
  */
 #include "dropout_sm90.cuh"
 #include "kept_sm90.cuh"
-#include "pages_sm90.cuh"
 #include "rare_sm90.cuh"
 #include "scores_sm90.cuh"
 #include "softmax_sm90.cuh"
@@ -101,29 +100,36 @@ FA_DEVICE unsigned q_tile(unsigned n) { return shared_address(shared) + n % Q_ST
 FA_DEVICE unsigned k_tile(unsigned n) { return shared_address(shared) + K_AT + n % FA_STAGES * K_BYTES; }
 FA_DEVICE unsigned v_tile(unsigned n) { return shared_address(shared) + V_AT + n % V_STAGES * V_BYTES; }
 
-/* ---- planner and producer: one thread each, with pages a warp that produces ---- */
+/* ---- planner and producer: one thread each; with pages a warp each, and the planner's fetches V ---- */
+
+FA_DEVICE void find_item(const fa_args &args, unsigned item)
+{
+    find_work(args, item, work_at(item)); /* its last readers are done: nobody is so many items behind */
+    barrier_arrive(found(item));
+}
+
+FA_DEVICE void fetch_queries(const fa_maps &maps, unsigned item)
+{
+    const work &w = work_at(item);
+    barrier_wait(q_empty(item), freed<Q_STAGES>(item));
+    if (w.tiles == 0) {
+        barrier_arrive(q_full(item));
+        return;
+    }
+    barrier_expect(q_full(item), Q_BYTES);
+    fetch_tile<FA_TILE_Q, FA_HEAD_DIM>(q_tile(item), maps.q, q_full(item), w.seq.q_entry, w.head, w.seq.q_row + w.first_q);
+}
+
+#if FA_HAS_PAGED
+#include "pages_sm90.cuh"
+#else
 
 FA_DEVICE void plan(const fa_args &args, const fa_maps &maps)
 {
     for (unsigned item = 0; has_item(args, item); item++) {
-        work &w = work_at(item); /* its last readers are done: nobody is WORKS - Q_STAGES items behind */
-        find_work(args, item, w);
-        barrier_arrive(found(item));
-        barrier_wait(q_empty(item), freed<Q_STAGES>(item));
-        if (w.tiles == 0) {
-            barrier_arrive(q_full(item));
-            continue;
-        }
-        barrier_expect(q_full(item), Q_BYTES);
-        fetch_tile<FA_TILE_Q, FA_HEAD_DIM>(q_tile(item), maps.q, q_full(item), w.seq.q_entry, w.head, w.seq.q_row + w.first_q);
+        find_item(args, item);
+        fetch_queries(maps, item);
     }
-}
-
-/* By the thread that fetches, or the first of the warp that does. */
-FA_DEVICE void expect(unsigned barrier, unsigned bytes)
-{
-    if (!FA_HAS_PAGED || threadIdx.x % 32 == 0)
-        barrier_expect(barrier, bytes);
 }
 
 FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
@@ -133,28 +139,17 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
         barrier_wait(found(item), filled<WORKS>(item));
         const work &w   = work_at(item);
         int         row = w.seq.kv_row + w.right * FA_TILE_K, entry = w.seq.kv_entry, head = w.kv_head, tiles = w.tiles;
-        page_piece  piece, before; /* FA_HAS_PAGED: of K's tile and of V's */
         for (int n = 0; n <= tiles && tiles > 0; n++) { /* K of a step is needed before V of the one before */
-            if constexpr (FA_HAS_PAGED) {
-                before = piece;
-                if (n < tiles)
-                    piece = piece_of_lane(args, w, n); /* comes while a stage is waited for */
-            }
             if (n < tiles) {
                 barrier_wait(k_empty(k), freed<FA_STAGES>(k));
-                expect(k_full(k), K_BYTES);
-                if constexpr (FA_HAS_PAGED)
-                    fetch_pages<FA_HEAD_DIM>(args, k_tile(k), maps.k, k_full(k), piece, head);
-                else
-                    fetch_tile<FA_TILE_K, FA_HEAD_DIM>(k_tile(k), maps.k, k_full(k), entry, head, row - n * FA_TILE_K);
+                barrier_expect(k_full(k), K_BYTES);
+                fetch_tile<FA_TILE_K, FA_HEAD_DIM>(k_tile(k), maps.k, k_full(k), entry, head, row - n * FA_TILE_K);
                 k++;
             }
             if (n > 0) {
                 barrier_wait(v_empty(v), freed<V_STAGES>(v));
-                expect(v_full(v), V_BYTES);
-                if constexpr (FA_HAS_PAGED)
-                    fetch_pages<FA_HEAD_DIM_V>(args, v_tile(v), maps.v, v_full(v), before, head);
-                else if constexpr (FP8 && !TURNS_V)
+                barrier_expect(v_full(v), V_BYTES);
+                if constexpr (FP8 && !TURNS_V)
                     bulk_load(v_tile(v), args.v_turned + (((fa_i64)entry * args.heads_k + head) * args.tiles_k + w.right - (n - 1)) * V_BYTES,
                               V_BYTES, v_full(v));
                 else if constexpr (FP8)
@@ -166,6 +161,8 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
         }
     }
 }
+
+#endif
 
 /* ---- inspectors ---- */
 
@@ -581,9 +578,9 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, FA_MIN_BLOCKS)
     __syncthreads(); /* the barriers are set up */
     if (threadIdx.x < 128) {
         registers_down<PRODUCER_REGISTERS>();
-        if (threadIdx.x == 0)
+        if (threadIdx.x < (FA_HAS_PAGED ? 32 : 1))
             plan(args, maps);
-        else if (FA_HAS_PAGED ? threadIdx.x / 32 == 1 : threadIdx.x == 32)
+        else if (FA_HAS_PAGED ? threadIdx.x < 64 : threadIdx.x == 32)
             produce(args, maps);
         else if (threadIdx.x >= 64)
             inspect(args);

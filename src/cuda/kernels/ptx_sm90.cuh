@@ -82,6 +82,14 @@ FA_DEVICE void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, 
 
 /* ---- TMA ---- */
 
+/* True for one lane of a whole warp. The compiler knows that of this instruction alone: else it puts a loop over the lanes around whatever asks TMA. */
+FA_DEVICE bool elected()
+{
+    unsigned is;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p; }" : "=r"(is));
+    return is != 0;
+}
+
 /* One panel: columns from `column`, rows from `row`, of one head of one batch entry. Rows past the end arrive as zeros, and
  * all bytes of the box are counted. */
 FA_DEVICE void tma_load(unsigned to, const fa_map &map, unsigned barrier, int column, int row, int head, int entry)

@@ -3,6 +3,7 @@
 #define FA_RARE_SM90_CUH
 
 #include "far_rows.cuh"
+#include "rows.cuh"
 #include "work_sm90.cuh"
 
 FA_DEVICE fa_i64 offset_of_o(const fa_args &args, const work &w, int i)
@@ -24,13 +25,7 @@ FA_DEVICE float sink_log2_of(const fa_args &args, const work &w)
     return load_element(args.sinks.data, w.head * args.sinks.stride[1], args.sinks.dtype) * FA_LOG2E;
 }
 
-/* A row of K or V, and the work as far_rows.cuh wants to see it. */
-struct kv_row {
-    const fa_element *data;
-
-    __device__ __forceinline__ const fa_element *row(int) const { return data; }
-};
-
+/* The work as far_rows.cuh wants to see it. */
 struct plain_work {
     int      b, head, kv_head;
     sequence seq;
@@ -40,15 +35,15 @@ struct plain_work {
 
 FA_DEVICE plain_work plain_work_of(const work &w) { return {w.b, w.head, w.kv_head, w.seq, w.keys, {0, 0}, 0, 0}; }
 
-FA_DEVICE kv_row rows_from(const fa_args &args, const plain_work &w, int, const fa_view &view, int j)
+/* Row j of the sequence and those after it. */
+FA_DEVICE auto rows_from(const fa_args &args, const plain_work &w, int, const fa_view &view, int j)
 {
-#if FA_HAS_PAGED
-    int page = args.page_table[w.b * args.page_row_stride + j / args.kv_rows];
-    page     = (unsigned)page < (unsigned)args.kv_entries ? page : 0;
-    return {(const fa_element *)view.data + page * view.stride[0] + j % args.kv_rows * view.stride[1] + w.kv_head * view.stride[2]};
-#endif
-    return {(const fa_element *)view.data + w.seq.kv_entry * view.stride[0] + (fa_i64)(w.seq.kv_row + j) * view.stride[1] +
-            w.kv_head * view.stride[2]};
+    const fa_element *data = (const fa_element *)view.data;
+    if constexpr (FA_HAS_PAGED)
+        return rows_of_pages{data + w.kv_head * view.stride[2], args.page_table + w.b * args.page_row_stride, view.stride[0], view.stride[1], j, args.kv_rows,
+                             args.kv_entries, w.seq.rows_k};
+    else
+        return rows_of{data + w.seq.kv_entry * view.stride[0] + (fa_i64)(w.seq.kv_row + j) * view.stride[1] + w.kv_head * view.stride[2], view.stride[1]};
 }
 
 /* Inf and NaN of V that the inspectors took away, for the rows that see them. */
