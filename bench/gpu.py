@@ -2,7 +2,7 @@
 """Time flashattn and its peers on one GPU over the FlashAttention papers' grid, in one run, and check every answer.
 
     make && python3 bench/gpu.py [--json FILE] [--head-dims 64,128,256] [--seqlens 512,...,16384] [--passes forward] [--quick]
-                                 [--math] [--flex] [--varlen] [--deterministic] [--portable] [--fp8] [--softcap 30] [--alibi] [--pages 64]
+                                 [--math] [--flex] [--varlen] [--deterministic] [--portable] [--fp8] [--softcap 30] [--alibi] [--pages 64] [--dropout 0.1]
     make && python3 bench/gpu.py --decode [--head-dims 128,64] [--queries 1,4,16] [--batches 1,8,64] [--seqlens 1024,...,131072]
 
 bfloat16, hidden dimension 2048, 16384 tokens, no mask and causal, forward and backward. Peers: PyTorch's SDPA backends (math:
@@ -12,8 +12,9 @@ others of random lengths, and the peers are the calls that take such: PyTorch's 
 the backward's sums have a fixed order, ours and the peers' that can. --portable adds our kernels for any GPU, --fp8 our forward with FP8 inputs;
 then all have the same inputs, numbers that FP8 holds. --fa3 adds FlashAttention-3 from its library (fa3.py says where to get one). --softcap
 and --alibi are options of ours and FlexAttention's alone, Q then 4 times as large; --pages, of the forward alone, puts our K and V into shuffled
-pages of so many keys, while the peers have theirs in one piece, and so has `whole`, ours again. TFLOP/s count 4 s^2 d h b, half when causal, 2.5
-times for the backward. Each answer is compared with float64 on one head first; a wrong one is shown as WRONG and makes the exit status 1. Every
+pages of so many keys, while the peers have theirs in one piece, and so has `whole`, ours again. --dropout drops pairs, ours those that Philox names,
+written here once more; which ones the peers drop is not known, so they are timed and not checked. TFLOP/s count 4 s^2 d h b, half when causal, 2.5
+times for the backward. Each other answer is compared with float64 on one head first; a wrong one is shown as WRONG and makes the exit status 1. Every
 time is the median of several groups of launches between two events; ours and the peers take turns, in random order. FILE is written anew after each line.
 
 --decode: few queries of 32 heads on the keys of 8, no mask. GB/s count K and V once (and Q and O), beside what reading as many bytes
@@ -59,6 +60,30 @@ def packed_lengths(longest):
     return [*lengths[1 : len(lengths) // 2 + 1], longest, *lengths[len(lengths) // 2 + 1 :]]
 
 
+SEED, WORD = 1234567890123, 0xFFFFFFFF
+
+
+def philox(counter, key):
+    """Philox4x32-10 of Salmon et al. (SC 2011), four numbers of 32 bits in int64."""
+    a, b, c, d = counter
+    for n in range(10):
+        at, by = 0xD2511F53 * a, 0xCD9E8D57 * c
+        keys = [k + n * step & WORD for k, step in zip(key, (0x9E3779B9, 0xBB67AE85))]
+        a, b, c, d = (by >> 32 & WORD) ^ b ^ keys[0], by & WORD, (at >> 32 & WORD) ^ d ^ keys[1], at & WORD
+    return a, b, c, d
+
+
+def kept_pairs(seqlen, p):
+    """What dropout multiplies P of head 0 of batch 0 with: 0 or 1 / (1 - p), p in units of 2^-16. A call's numbers of 16 bits go to rows i, i + 8 and columns
+    j, j + 1, j + 8, j + 9 of a block of 16 x 16."""
+    threshold, blocks = round(p * 65536), seqlen // 16
+    block, lane = torch.arange(blocks, device=DEVICE), torch.arange(32, device=DEVICE)
+    zero = torch.zeros(blocks, blocks, 32, dtype=torch.int64, device=DEVICE)
+    words = torch.stack(philox((block[None, :, None] + zero, block[:, None, None] * 32 + lane + zero, zero, zero), (SEED & WORD, SEED >> 32)))
+    numbers = torch.stack((words & 0xFFFF, words >> 16)).view(2, 2, 2, blocks, blocks, 8, 4)  # i // 8, j // 8, j % 2, blocks, i % 8, j % 8 // 2
+    return (numbers >= threshold).permute(3, 0, 5, 4, 1, 6, 2).reshape(seqlen, seqlen) / (1 - threshold / 65536)
+
+
 class Cell:
     """One problem: inputs [batch, seqlen, heads, d], or packed [tokens, heads, d], and what is expected of head 0 of batch 0, or of the
     longest sequence."""
@@ -66,7 +91,7 @@ class Cell:
     def __init__(self, d, seqlen, causal, options):
         packed, fp8 = options.varlen, options.fp8
         self.d, self.seqlen, self.causal, self.packed, self.deterministic = d, seqlen, causal, packed, options.deterministic
-        self.softcap, self.page, self.slopes = options.softcap, options.pages, None
+        self.softcap, self.page, self.slopes, self.dropout = options.softcap, options.pages, None, options.dropout
         self.heads, self.lengths = HIDDEN // d, packed_lengths(seqlen) if packed else [seqlen] * (TOKENS // seqlen)
         shape = (TOKENS, self.heads, d) if packed else (len(self.lengths), seqlen, self.heads, d)
         if packed:
@@ -88,7 +113,8 @@ class Cell:
             scores = scores - self.slopes[0].double() * (position[:, None] - position).abs()
         if causal:
             scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(1), float("-inf"))
-        out = torch.softmax(scores, -1) @ v
+        weights = torch.softmax(scores, -1)
+        out = (weights * kept_pairs(seqlen, self.dropout) if self.dropout else weights) @ v
         self.truth = [out.detach(), *torch.autograd.grad(out, (q, k, v), self.one(self.dout).double())]
 
     def one(self, tensor):
@@ -120,7 +146,7 @@ def ours(cell, context=None):
             to[table] = t.view_as(to)
         (k, v), table = paged, table.to(torch.int32).view(-1, count)
     call = _call.Call(q, k, v, causal=cell.causal, deterministic=cell.deterministic, softcap=cell.softcap, alibi_slopes=cell.slopes, block_table=table,
-                      **lengths)
+                      dropout_p=cell.dropout, seed=SEED, **lengths)
     call.context = context
     out = torch.full_like(q, float("nan"))
     grads = [torch.full_like(q, float("nan")) for _ in range(3)]
@@ -162,12 +188,12 @@ def peer(cell, backend):
     leaves = [t.detach().requires_grad_() for t in (cell.q, cell.k, cell.v)]
     q, k, v = (t.transpose(1, 2) for t in leaves)
     with sdpa_kernel(backend):
-        out = scaled_dot_product_attention(q, k, v, is_causal=cell.causal)
+        out = scaled_dot_product_attention(q, k, v, dropout_p=cell.dropout, is_causal=cell.causal)
     dout = cell.dout.transpose(1, 2)
 
     def forward():
         with sdpa_kernel(backend), torch.no_grad():
-            return [scaled_dot_product_attention(q, k, v, is_causal=cell.causal).transpose(1, 2)]
+            return [scaled_dot_product_attention(q, k, v, dropout_p=cell.dropout, is_causal=cell.causal).transpose(1, 2)]
 
     def backward():
         return torch.autograd.grad(out, leaves, dout, retain_graph=True)
@@ -429,7 +455,9 @@ def bench_pass(cell, backward, runs, groups):
         if pair is None or pair[backward] is None:
             continue
         try:
-            error = cell.wrong(pair[backward](), 1 if backward else 0, 5e-2 if name == "fp8" else 1e-2)
+            results = pair[backward]()
+            checked = not cell.dropout or name in ("ours", "portable")
+            error = cell.wrong(results, 1 if backward else 0, 5e-2 if name == "fp8" else 1e-2) if checked else None
         except Exception as problem:
             if name in ("ours", "flex", "fa3"):
                 print(f"  {name}: {first_line(problem)}")
@@ -478,14 +506,18 @@ def main():
     parser.add_argument("--softcap", type=float, default=0.0, help="scores become X tanh(score / X)")
     parser.add_argument("--alibi", action="store_true", help="ALiBi, slopes of 2^-8/h to 2^-8")
     parser.add_argument("--pages", type=int, default=0, help="our keys in pages of so many; the forward alone")
+    parser.add_argument("--dropout", type=float, default=0.0, help="pairs are dropped with this probability")
     parser.add_argument("--decode", action="store_true", help="few queries on many keys, in GB/s")
     parser.add_argument("--queries", default="1,4,16", help="--decode: queries of a sequence")
     parser.add_argument("--batches", default="1,8,64", help="--decode: sequences")
     parser.add_argument("--quick", action="store_true", help="three lengths, three groups")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    if (options.softcap or options.alibi or options.pages) and (options.varlen or options.fp8 or options.decode):
-        parser.error("--softcap, --alibi and --pages are for plain calls: leave out --varlen, --fp8 and --decode")
+    own_options = options.softcap or options.alibi or options.pages or options.dropout
+    if own_options and (options.varlen or options.fp8 or options.decode):
+        parser.error("--softcap, --alibi, --pages and --dropout are for plain calls: leave out --varlen, --fp8 and --decode")
+    if not 0 <= options.dropout < 1 or (options.dropout and (options.flex or options.fa3)):
+        parser.error("--dropout is at least 0 and less than 1; --flex and --fa3 have none")
     if not has_card():
         print("skipped: no CUDA device")
         return 0
@@ -538,7 +570,7 @@ def main():
                           " | " + "  ".join(f"{x:5.2f}" if x else "    -" for x in over), flush=True)
                     rows.append({"pass": "backward" if backward else "forward", "head_dim": d, "causal": causal, "seqlen": seqlen,
                                  "varlen": options.varlen, "deterministic": options.deterministic, "softcap": options.softcap, "alibi": options.alibi,
-                                 "pages": options.pages, "tflops": row})
+                                 "pages": options.pages, "dropout": options.dropout, "tflops": row})
                     write_report(options, card, rows)
                 del cell, runs
     print(f"after: {state_of_card()}")

@@ -49,8 +49,15 @@ static const asked calls[] = {
     {"bias", FORWARD, ANY_F, .bias = true},
     {"bias", BACKWARD, ANY_B, .bias = true},
     {"bias's gradient", BACKWARD, ANY_B, .bias = true, .dbias = true},
-    {"dropout", FORWARD, ANY_F, .dropout = true},
-    {"dropout", BACKWARD, ANY_B, .dropout = true},
+    {"dropout", FORWARD, OWN_F, .dropout = true},
+    {"dropout, causal, groups, varlen", FORWARD, OWN_F, .mask = FLASH_ATTN_CAUSAL, .heads_k = 2, .dropout = true, .varlen = true},
+    {"dropout, softcap, ALiBi, sinks, window", FORWARD, OWN_F, .mask = FLASH_ATTN_WINDOW, .softcap = 30, .alibi = true, .sinks = true, .dropout = true},
+    {"dropout, bias", FORWARD, ANY_F, .bias = true, .dropout = true},
+    {"dropout, few queries", FORWARD, ANY_F, .dropout = true, .queries = 128},
+    {"dropout", BACKWARD, OWN_B, .dropout = true},
+    {"dropout, causal, groups, varlen", BACKWARD, OWN_B, .mask = FLASH_ATTN_CAUSAL, .heads_k = 4, .dropout = true, .varlen = true},
+    {"dropout, softcap, ALiBi, sinks, deterministic", BACKWARD, OWN_B, .softcap = 30, .alibi = true, .sinks = true, .dropout = true, .deterministic = true},
+    {"dropout, bias", BACKWARD, ANY_B, .bias = true, .dropout = true},
     {"block mask", BACKWARD, ANY_B, .slices = true},
     {"dO in float32", BACKWARD, ANY_B, .f32_dout = true},
     {"float32", BACKWARD, ANY_B, .f32 = true},
@@ -121,7 +128,7 @@ static void hoppers_own_kernels_take_the_calls_that_they_have_options_for(void *
             const fa_key *key = &plan.launch[plan.main].key;
             if ((enum fa_kernel_id)key->kernel != x->kernel)
                 fail_msg("%s, %s, head_dim %d runs %s, not %s", x->name, pass, head_dim, fa_kernels[key->kernel].name, fa_kernels[x->kernel].name);
-            if (key->has_softcap != (x->softcap > 0) || key->has_alibi != x->alibi)
+            if (key->has_softcap != (x->softcap > 0) || key->has_alibi != x->alibi || key->has_dropout != x->dropout)
                 fail_msg("%s, %s, head_dim %d: the kernel is built without the option", x->name, pass, head_dim);
             assert_int_equal(fa_plan_make(&call, 80, NULL, &plan), FLASH_ATTN_OK); /* nobody else has these kernels */
             assert_true(plan.launch[plan.main].key.kernel == ANY_F || plan.launch[plan.main].key.kernel == ANY_B);

@@ -91,6 +91,20 @@ static const test_case shapes[] = {
     {.name = "pages, used lengths, many", .batch = 150, .seqlen_q = 140, .seqlen_k = 64, .heads_q = 8, .page_size = 16, .seqused_k = LENGTHS_HOLES, .mask = C},
     {.name = "pages, far logits", .seqlen_q = 150, .seqlen_k = 200, .page_size = 8, .seqused_k = LENGTHS_FULL, .logit_size = 3e9f, .mask = C,
      .head_dim = 64},
+    {.name = "dropout", .batch = 2, .seqlen_q = 333, .seqlen_k = 395, .heads_q = 4, .heads_k = 2, .dropout = 0.1f},
+    {.name = "dropout, causal", .batch = 2, .seqlen_q = 500, .seqlen_k = 600, .heads_q = 3, .mask = C, .dropout = 0.3f},
+    {.name = "dropout, window", .seqlen_q = 500, .seqlen_k = 600, .heads_q = 2, .mask = W, .window_left = 130, .window_right = 20, .dropout = 0.7f},
+    {.name = "dropout, varlen", .batch = 6, .seqlen_q = 400, .seqlen_k = 500, .heads_q = 4, .heads_k = 1, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_MIXED,
+     .mask = C, .dropout = 0.2f},
+    {.name = "dropout near 0", .seqlen_q = 300, .seqlen_k = 700, .dropout = 0.00002f},
+    {.name = "dropout near 1", .seqlen_q = 300, .seqlen_k = 700, .mask = C, .dropout = 0.98f},
+    {.name = "dropout, more queries", .batch = 2, .seqlen_q = 1100, .seqlen_k = 300, .dropout = 0.5f, .head_dim = 64},
+    {.name = "dropout, more keys", .seqlen_q = 200, .seqlen_k = 2200, .mask = C, .dropout = 0.5f, .head_dim = 64},
+    {.name = "dropout, softcap, ALiBi, sinks", .batch = 2, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 4, .mask = C, .softcap = 20, .alibi = true, .sinks = true,
+     .dropout = 0.1f},
+    {.name = "dropout, used lengths", .batch = 5, .seqlen_q = 400, .seqlen_k = 500, .mask = C, .seqused_q = LENGTHS_HOLES, .dropout = 0.4f, .head_dim = 128},
+    {.name = "dropout, pages", .batch = 3, .seqlen_q = 200, .seqlen_k = 500, .heads_q = 2, .page_size = 64, .seqused_k = LENGTHS_MIXED, .dropout = 0.2f, .head_dim = 128},
+    {.name = "dropout, far logits", .seqlen_q = 150, .seqlen_k = 200, .logit_size = 3e9f, .mask = C, .dropout = 0.5f, .head_dim = 64},
 };
 enum { NUM_SHAPES = sizeof shapes / sizeof *shapes };
 
@@ -132,10 +146,10 @@ static int run_shape(test_case shape, flash_attn_dtype dtype, flash_attn_context
     return failed;
 }
 
-/* FP8 leaves options, packed sequences, caches, pages and rows of no whole 16 bytes to the portable kernel. */
+/* FP8 leaves options (but sinks), packed sequences, caches, pages and rows of no whole 16 bytes to the portable kernel. */
 static bool is_for_fp8(const test_case *shape)
 {
-    return !shape->softcap && !shape->alibi && !shape->page_size && !shape->varlen_q && !shape->varlen_k && !shape->cache_batch_idx && shape->head_dim % 16 == 0 && shape->head_dim_v % 16 == 0;
+    return !shape->softcap && !shape->alibi && !shape->dropout && !shape->page_size && !shape->varlen_q && !shape->varlen_k && !shape->cache_batch_idx && shape->head_dim % 16 == 0 && shape->head_dim_v % 16 == 0;
 }
 
 /* Each shape in three head dims, where it names none, in bfloat16, the forward in one of them in FP8 too, by turns, and some in float16. The reference
@@ -249,6 +263,21 @@ static const test_case backward_shapes[] = {
     {.name = "sinks, used lengths", .batch = 4, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .mask = C, .sinks = true, .seqused_q = LENGTHS_MIXED,
      .seqused_k = LENGTHS_HOLES, .head_dim = 64},
     {.name = "ALiBi, softcap, causal", .batch = 2, .seqlen_q = 300, .seqlen_k = 200, .heads_q = 2, .alibi = true, .softcap = 10, .mask = C},
+    {.name = "dropout", .batch = 2, .seqlen_q = 133, .seqlen_k = 195, .heads_q = 2, .dropout = 0.1f},
+    {.name = "dropout, causal", .seqlen_q = 333, .seqlen_k = 395, .heads_q = 3, .mask = C, .dropout = 0.3f},
+    {.name = "dropout, window, odd lengths", .seqlen_q = 301, .seqlen_k = 403, .heads_q = 2, .mask = W, .window_left = 130, .window_right = 20, .dropout = 0.7f},
+    {.name = "dropout, queries that see nothing", .seqlen_q = 700, .seqlen_k = 211, .mask = C, .dropout = 0.2f},
+    {.name = "dropout, varlen", .batch = 6, .seqlen_q = 200, .seqlen_k = 300, .heads_q = 2, .mask = C, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_MIXED,
+     .dropout = 0.2f},
+    {.name = "dropout, groups, varlen", .batch = 75, .seqlen_q = 140, .seqlen_k = 260, .heads_q = 4, .heads_k = 2, .mask = C, .varlen_q = LENGTHS_MIXED,
+     .varlen_k = LENGTHS_MIXED, .dropout = 0.1f, .head_dim = 64},
+    {.name = "dropout, 256 columns, groups", .batch = 40, .seqlen_q = 140, .seqlen_k = 130, .heads_q = 16, .heads_k = 8, .dropout = 0.1f, .head_dim = 256},
+    {.name = "dropout near 0", .seqlen_q = 200, .seqlen_k = 300, .dropout = 0.00002f},
+    {.name = "dropout near 1", .seqlen_q = 200, .seqlen_k = 300, .mask = C, .dropout = 0.98f},
+    {.name = "dropout, softcap, ALiBi, sinks", .batch = 2, .seqlen_q = 200, .seqlen_k = 300, .heads_q = 2, .mask = C, .softcap = 20, .logit_size = 20, .alibi = true,
+     .sinks = true, .dropout = 0.1f},
+    {.name = "dropout, used lengths, softcap", .batch = 5, .seqlen_q = 300, .seqlen_k = 300, .softcap = 10, .seqused_q = LENGTHS_MIXED, .seqused_k = LENGTHS_MIXED,
+     .dropout = 0.4f},
 };
 
 static void every_backward_shape_is_right(void **state)
@@ -359,6 +388,47 @@ static void page_ids_out_of_range_are_bounded(void **state)
     gpu->free(device);
 }
 
+/* ---- dropout: pair by pair those that the reference drops ---- */
+
+static void set_to(uint16_t *matrix, uint16_t value)
+{
+    for (int i = 0; i < COUNT; i++)
+        matrix[i] = value;
+}
+
+/* Row first + c of zeros gets a 1 in column c. */
+static void set_identity(uint16_t *matrix, int first)
+{
+    for (int c = 0; c < HEAD_DIM && first + c < LENGTH; c++)
+        matrix[(first + c) * HEAD_DIM + c] = 0x3F80;
+}
+
+/* All scores are 0, and V hands out one key a column. */
+static void the_forward_drops_the_pairs_that_the_reference_drops(void **state)
+{
+    (void)state;
+    need_hopper();
+    static uint16_t host[4 * COUNT], got[COUNT];
+    char           *device = gpu->alloc(sizeof host);
+    assert_non_null(device);
+    for (int n = 0; n < 3 * (LENGTH + HEAD_DIM - 1) / HEAD_DIM; n++) {
+        flash_attn_problem want = problem_at((char *)host, (flash_attn_mask)(n % 3)), p = problem_at(device, (flash_attn_mask)(n % 3));
+        want.device.type        = FLASH_ATTN_REFERENCE;
+        p.device.type           = FLASH_ATTN_CUDA;
+        want.dropout = p.dropout = (flash_attn_dropout){.p = 0.4f, .seed = 12345678912345u, .offset = 1ull << 40 | 17};
+        memset(host, 0, sizeof host);
+        set_identity(host + 2 * COUNT, n / 3 * HEAD_DIM);
+        assert_true(gpu->to_device(device, host, sizeof host));
+        expect_ok(flash_attn_forward(NULL, &want, NULL));
+        expect_ok(flash_attn_forward(context, &p, NULL));
+        assert_true(gpu->to_host(got, device + 3 * COUNT * 2, sizeof got));
+        for (int i = 0; i < COUNT; i++)
+            if ((got[i] == 0) != (host[3 * COUNT + i] == 0))
+                fail_msg("mask %d, query %d, key %d + %d: %#x, expected %#x", n % 3, i / HEAD_DIM, n / 3 * HEAD_DIM, i % HEAD_DIM, got[i], host[3 * COUNT + i]);
+    }
+    gpu->free(device);
+}
+
 /* ---- NaN in one row of Q, K, V or dO reaches the gradients that depend on it and no other ---- */
 
 enum { GRADS = 3 * COUNT, LSE_AT = 8 * COUNT, LENGTHS_AT = 2 * LSE_AT + LENGTH * 4, BACKWARD_BYTES = LENGTHS_AT + 16 };
@@ -439,6 +509,46 @@ static void nan_reaches_only_gradients_that_depend_on_it(void **state)
     gpu->free(device);
 }
 
+/* All scores are 0. dO hands out one query a column of dV; and as all of dP is 1 and K hands out one key a column of dQ, that is below 0 where it is dropped,
+ * by more than rounding where eight keys are seen. */
+static void the_backward_drops_the_pairs_that_the_reference_drops(void **state)
+{
+    (void)state;
+    need_hopper();
+    static _Alignas(16) uint16_t host[BACKWARD_BYTES / 2];
+    static uint16_t              got[GRADS];
+    char                        *device = gpu->alloc(sizeof host);
+    assert_non_null(device);
+    for (int n = 0; n < 6 * ((LENGTH + HEAD_DIM - 1) / HEAD_DIM); n++) {
+        flash_attn_mask    mask = (flash_attn_mask)(n % 3);
+        int                first = n / 6 * HEAD_DIM, of_dv = n / 3 % 2;
+        flash_attn_grads   want_grads, grads;
+        flash_attn_problem want = backward_at((char *)host, mask, false, &want_grads), p = backward_at(device, mask, false, &grads);
+        want.device.type        = FLASH_ATTN_REFERENCE;
+        p.device.type           = FLASH_ATTN_CUDA;
+        want.dropout = p.dropout = (flash_attn_dropout){.p = 0.4f, .seed = 12345678912345u, .offset = 1ull << 40 | 17};
+        memset(host, 0, sizeof host);
+        set_to(host + 2 * COUNT, 0x3C80); /* V: 1 / 64 */
+        if (of_dv)
+            set_identity(host + 4 * COUNT, first);
+        else {
+            set_identity(host + COUNT, first);
+            set_to(host + 4 * COUNT, 0x3F80);
+        }
+        expect_ok(flash_attn_forward(NULL, &want, NULL));
+        assert_true(gpu->to_device(device, host, sizeof host));
+        expect_ok(flash_attn_backward(NULL, &want, &want_grads, NULL));
+        expect_ok(flash_attn_backward(backward_context, &p, &grads, NULL));
+        assert_true(gpu->to_host(got, device + 5 * COUNT * 2, sizeof got));
+        for (int i = of_dv ? 0 : 8 * HEAD_DIM, at = of_dv ? 2 * COUNT : 0; i < COUNT; i++) {
+            float x = value_of(got[at + i]), expected = value_of(host[5 * COUNT + at + i]);
+            if (of_dv ? (x == 0) != (expected == 0) : (x < -1e-4f) != (expected < -1e-4f))
+                fail_msg("mask %d, %s, row %d, column %d + %d: %g, expected %g", n % 3, of_dv ? "dV" : "dQ", i / HEAD_DIM, first, i % HEAD_DIM, (double)x, (double)expected);
+        }
+    }
+    gpu->free(device);
+}
+
 static void find_hopper(void)
 {
     flash_attn_options options = {.kernel = "forward_sm90"}, backward = {.kernel = "backward_sm90"};
@@ -477,8 +587,10 @@ int main(int argc, char **argv)
         cmocka_unit_test(every_shape_is_right),
         cmocka_unit_test(nonfinite_values_reach_only_who_sees_them),
         cmocka_unit_test(page_ids_out_of_range_are_bounded),
+        cmocka_unit_test(the_forward_drops_the_pairs_that_the_reference_drops),
         cmocka_unit_test(every_backward_shape_is_right),
         cmocka_unit_test(nan_reaches_only_gradients_that_depend_on_it),
+        cmocka_unit_test(the_backward_drops_the_pairs_that_the_reference_drops),
     };
     int failed = cmocka_run_group_tests_name("cuda_sm90", tests, NULL, NULL);
     flash_attn_destroy(context);

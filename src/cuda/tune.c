@@ -167,7 +167,7 @@ static bool is_few(const fa_tune_row *row, const fa_call *call, bool plain)
     return row->tile_q == 16 ? tiles <= 1 : !plain || tiles < call->group;
 }
 
-/* The options that Hopper's own kernels have in 16 bits: softcap, ALiBi and, forward, pages. A softcap's error grows with it (decision 0061), and
+/* The options that Hopper's own kernels have in 16 bits: softcap, ALiBi, dropout and, forward, pages. A softcap's error grows with it (decision 0061), and
  * its slope is finite; a swizzle takes eight rows. */
 static bool has_own_options(const fa_tune_row *row, const fa_call *call)
 {
@@ -179,8 +179,8 @@ static bool has_own_options(const fa_tune_row *row, const fa_call *call)
 
 static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
-    bool plain = !(key->has_bias || key->has_dropout || key->has_slices) &&
-                 (!(key->has_softcap || key->has_alibi || key->has_paged) || has_own_options(row, call));
+    bool plain = !(key->has_bias || key->has_slices) &&
+                 (!(key->has_softcap || key->has_alibi || key->has_dropout || key->has_paged) || has_own_options(row, call));
     if (row->only >= FA_FOR_TMA && !fa_tune_takes_tma(call))
         return false;
     if (row->only == FA_FOR_FEW)

@@ -10,6 +10,7 @@
 /* BY_COLUMNS: both consumers have the same 64 keys, and each a half of the columns of dK, dV and dQ; one makes P, the other dS. */
 constexpr bool BY_COLUMNS = FA_HEAD_DIM == 256;
 constexpr int CONSUMERS = 2, STAGES = BY_COLUMNS ? 1 : 2 /* of dO */, Q_STAGES = BY_COLUMNS ? 2 : 3, WORKS = 8;
+constexpr bool HAS_NOTED = FA_HAS_SOFTCAP || FA_HAS_DROPOUT; /* dS is made of something else than P */
 constexpr int ADDERS = BY_COLUMNS ? 2 : 1; /* warps that add dQ */
 constexpr bool DK_FIRST = FA_HEAD_DIM >= 128; /* before dQ: measured (decision 0055) */
 constexpr int D_COLS = FA_HEAD_DIM / (BY_COLUMNS ? 2 : 1), DQ_ROUNDS = BY_COLUMNS ? 2 : 1; /* of dK and dV of a consumer; in which its dQ leaves */
@@ -22,7 +23,7 @@ constexpr int DQ_BYTES = 64 * 64 * 4 /* of a consumer */, STAT_BYTES = FA_TILE_Q
 constexpr int V_AT = KV_BYTES, Q_AT = V_AT + KV_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES, DS_AT = DO_AT + STAGES * Q_BYTES;
 constexpr int DQ_AT = DS_AT + 2 * DS_BYTES, LSE_AT = DQ_AT + CONSUMERS * DQ_BYTES, DELTA_AT = LSE_AT + Q_STAGES * STAT_BYTES;
 constexpr int PASSED_AT = DELTA_AT + STAGES * STAT_BYTES /* P from one consumer to the other, and what dS is made of instead */;
-constexpr int BARRIERS_AT = PASSED_AT + (BY_COLUMNS ? DS_BYTES * (1 + FA_HAS_SOFTCAP) : 0), BARRIERS = 4 + WORKS + 2 * (Q_STAGES + STAGES);
+constexpr int BARRIERS_AT = PASSED_AT + (BY_COLUMNS ? DS_BYTES * (1 + HAS_NOTED) : 0), BARRIERS = 4 + WORKS + 2 * (Q_STAGES + STAGES);
 constexpr int WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
 
 extern "C" __constant__ int fa_shared_bytes = WORKS_AT + WORKS * (int)sizeof(work);

@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_convert_sm9
             int    i  = place.tile * FA_TILE_Q + row + 8 * h;
             bool   in = i < s.rows_q;
             fa_i64 at = s.q_entry * args.dq.stride[0] + (s.q_row + i) * args.dq.stride[1] + head * args.dq.stride[2] + col;
-            float  f  = args.scale;
+            float  f  = args.scale * args.dropout.keep_scale;
             if (args.dq.dtype == FA_F32) {
 #pragma unroll
                 for (int j = 0; j < 8; j++)

@@ -5,14 +5,18 @@
 #define FA_BACKWARD_PRODUCTS_SM90_CUH
 
 #include "backward_block_sm90.cuh"
+#include "dropout_sm90.cuh"
 
 struct consumer {
     float    dk[D_COUNT], dv[D_COUNT];
     unsigned p[P_STEPS][4], ds[P_STEPS][4]; /* P^T and dS^T of the step before, as left operands */
-    unsigned sloped[P_STEPS][4];            /* under a softcap what dS is made of: P (1 - tanh^2) */
+    unsigned noted[P_STEPS][4];             /* HAS_NOTED: what dS is made of, P or under a softcap P (1 - tanh^2), negative where it is dropped */
     float    alibi_log2;                    /* the head's slope */
     int      group;
     unsigned n;                             /* query tiles since the kernel began */
+#if FA_HAS_DROPOUT
+    int batch_head;
+#endif
 };
 
 FA_DEVICE void wait_for_q(unsigned n) { barrier_wait(q_full(n), filled<Q_STAGES>(n)); }
@@ -113,7 +117,7 @@ FA_DEVICE void cap_four(float *x, float slope_log2)
         x[i] = x[i] * 2.0f - 1.0f;
 }
 
-/* P^T = exp(S^T - LSE), in place; c.sloped. ALiBi: of this thread's keys the second is eight behind the first, so it is as far from a column as the
+/* P^T = exp(S^T - LSE), in place; c.noted. ALiBi: of this thread's keys the second is eight behind the first, so it is as far from a column as the
  * first is from the column eight before. */
 FA_DEVICE void exponentials(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], const row_stats &lse, int tile)
 {
@@ -146,16 +150,43 @@ FA_DEVICE void exponentials(const fa_args &args, const work &w, consumer &c, flo
         if constexpr (FA_HAS_SOFTCAP)
 #pragma unroll
             for (int h = 0; h < 2; h++)
-                c.sloped[n / 8][n / 4 % 2 * 2 + h] = pack<FA_DTYPE>(s[n + 2 * h] * slope[2 * h], s[n + 2 * h + 1] * slope[2 * h + 1]);
+                c.noted[n / 8][n / 4 % 2 * 2 + h] = pack<FA_DTYPE>(s[n + 2 * h] * slope[2 * h], s[n + 2 * h + 1] * slope[2 * h + 1]);
     }
 }
 
-/* dS^T = P^T (dP^T - delta), in place of dP^T: 16 queries of it. */
+/* Delta; under dropout times the share that is kept, as dP is by which dropout does not make up for it: dQ and dK become larger at the end. */
+FA_DEVICE void load_delta(const fa_args &args, row_stats &rows, unsigned from)
+{
+    load_stats(rows, from);
+    if constexpr (FA_HAS_DROPOUT) {
+        float share = 1.0f - (float)args.dropout.threshold * 0x1p-16f; /* of pairs that are kept */
+#pragma unroll
+        for (int j = 0; j < FA_TILE_Q / 8; j++) {
+            rows.of[j].x *= share;
+            rows.of[j].y *= share;
+        }
+    }
+}
+
+/* Which pairs of a step are dropped, before S is there. */
+FA_DEVICE void find_dropped(const fa_args &args, const work &w, const consumer &c, dropped_bits<S_COUNT> &bits, int tile)
+{
+#if FA_HAS_DROPOUT
+    find_dropped(args, bits, c.batch_head, tile * (FA_TILE_Q / 16), (w.first_k + first_key_of(c.group)) / 16 + threadIdx.x % 128 / 32);
+#endif
+}
+
+/* dS^T = P^T (dP^T - delta), in place of dP^T: 16 queries of it. Where P is negative dP is dropped. */
 FA_DEVICE void score_gradients(const unsigned (&p)[4], float (&dp)[S_COUNT], const row_stats &delta, int step)
 {
 #pragma unroll
     for (int n = 8 * step; n < 8 * step + 8; n += 2) {
         float2 pair = unpack<FA_DTYPE>(p[n / 2 % 4]);
+        if constexpr (FA_HAS_DROPOUT) {
+            dp[n]     = fmaxf(pair.x, 0.0f) * dp[n] - fabsf(pair.x) * delta.of[n / 4].x;
+            dp[n + 1] = fmaxf(pair.y, 0.0f) * dp[n + 1] - fabsf(pair.y) * delta.of[n / 4].y;
+            continue;
+        }
         dp[n]       = pair.x * (dp[n] - delta.of[n / 4].x);
         dp[n + 1]   = pair.y * (dp[n + 1] - delta.of[n / 4].y);
     }
@@ -188,6 +219,19 @@ FA_DEVICE void pack_operand(unsigned (&a)[P_STEPS][4], const float (&s)[S_COUNT]
 #pragma unroll
     for (int n = 0; n < S_COUNT / 2; n++)
         a[n / 4][n % 4] = pack<FA_DTYPE>(s[2 * n], s[2 * n + 1]);
+}
+
+/* P^T as operands, c.p, and under dropout what dS is made of. */
+FA_DEVICE void pack_probabilities(consumer &c, const float (&s)[S_COUNT], const dropped_bits<S_COUNT> &bits)
+{
+    pack_operand(c.p, s);
+    if constexpr (FA_HAS_DROPOUT) {
+        if constexpr (!FA_HAS_SOFTCAP)
+#pragma unroll
+            for (int n = 0; n < S_COUNT / 2; n++)
+                c.noted[n / 4][n % 4] = c.p[n / 4][n % 4];
+        drop_pairs(c.p, c.noted, bits);
+    }
 }
 
 /* dS, queries down, for dQ: a consumer's 64 keys are one panel. */

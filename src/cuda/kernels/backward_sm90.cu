@@ -144,6 +144,7 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
 {
     float     s[S_COUNT], dp[S_COUNT], dq[DQ_COUNT];
     row_stats rows;
+    dropped_bits<S_COUNT> bits;
     wait_for_q(c.n);
     if (INSPECTED && masked)
         inspect<Q_BYTES, 128 * CONSUMERS>(q_tile(c.n), IS_CLEAN);
@@ -156,13 +157,14 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
         if (!DK_FIRST)
             start_gradient(c.dk, c.ds, q_tile(c.n - 1), c.group);
     }
+    find_dropped(args, w, c, bits, tile);
     wgmma_wait<FIRST ? 0 : 2>();
     hold(s);
     load_stats(rows, lse_at(c.n));
     exponentials(args, w, c, s, rows, tile);
     if (INSPECTED && masked)
         mask_elements(s, columns_of(args, w, tile, c.group));
-    pack_operand(c.p, s);
+    pack_probabilities(c, s, bits);
     if (FIRST)
         barrier_wait(v_full(), filled<1>(item));
     if constexpr (!FIRST) {
@@ -182,11 +184,11 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
     start_gradient(c.dv, c.p, dout_tile(c.n), c.group);
     wgmma_wait<1>();
     hold(dp);
-    load_stats(rows, delta_at(c.n));
+    load_delta(args, rows, delta_at(c.n));
 #pragma unroll
     for (int n = 0; n < P_STEPS; n++)
-        score_gradients(FA_HAS_SOFTCAP ? c.sloped[n] : c.p[n], dp, rows, n);
-    if constexpr (FA_HAS_SOFTCAP)
+        score_gradients(HAS_NOTED ? c.noted[n] : c.p[n], dp, rows, n);
+    if constexpr (HAS_NOTED)
         hold(dp);
     if (INSPECTED && masked)
         mask_elements(dp, columns_of(args, w, tile, c.group));
@@ -258,6 +260,9 @@ FA_DEVICE void any_step(const fa_args &args, const work &w, consumer &c, unsigne
     int tile = at.tile;
     if constexpr (FA_HAS_ALIBI && GROUP <= 0)
         c.alibi_log2 = score_terms_of(args, w.b, at.head).slope_log2;
+#if FA_HAS_DROPOUT
+    c.batch_head = w.b * args.heads_q + at.head;
+#endif
     if constexpr (!BY_COLUMNS)
         step<FIRST>(args, w, c, item, tile, masked);
     else if constexpr (GROUP == 0)
@@ -271,6 +276,7 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, int group)
     consumer c;
     c.group = group;
     c.n     = 0;
+    float factor = FA_HAS_DROPOUT ? args.dropout.keep_scale : 1.0f;
     for (unsigned item = 0; same_for_all(has_item(item)); item++) {
         const work &w     = work_at(item);
         int         steps = same_for_all(steps_of(w));
@@ -288,7 +294,7 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, int group)
             at.way    = FA_MASK == FA_MASK_CAUSAL ? same_for_all(at.way) : -1;
             at.number = same_for_all(at.number);
             int clean_begin = same_for_all(w.clean.begin), clean_end = same_for_all(w.clean.end);
-            if constexpr (FA_HAS_ALIBI)
+            if constexpr (FA_HAS_ALIBI || FA_HAS_DROPOUT)
                 at.head = same_for_all(at.head);
             any_step<GROUP, true>(args, w, c, item, at, at.tile < clean_begin || at.tile >= clean_end);
             for (int n = 1; n < steps; n++) {
@@ -308,8 +314,8 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, int group)
             release(k_empty());
             release(v_empty());
         }
-        store_gradient(w, args.dk, c.dk, args.scale, args.head_dim, group);
-        store_gradient(w, args.dv, c.dv, 1.0f, args.head_dim_v, group);
+        store_gradient(w, args.dk, c.dk, args.scale * factor, args.head_dim, group);
+        store_gradient(w, args.dv, c.dv, factor, args.head_dim_v, group);
     }
 }
 

@@ -66,6 +66,7 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
     constexpr int GROUP = 0;
     float         s[S_COUNT], dq[DQ_COUNT];
     row_stats     rows;
+    dropped_bits<S_COUNT> bits;
     wait_for_q(c.n);
     if (INSPECTED && masked)
         inspect<Q_BYTES, 128>(q_tile(c.n), OWN_IS_CLEAN + GROUP);
@@ -74,15 +75,18 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
         named_sync(DS_IS_THERE, 128 * CONSUMERS);
         start_dk_and_dq(c, dq, GROUP);
     }
+    find_dropped(args, w, c, bits, tile);
     wgmma_wait<FIRST ? 0 : 2>();
     hold(s);
     load_stats(rows, lse_at(c.n));
     exponentials(args, w, c, s, rows, tile);
-    if constexpr (FA_HAS_SOFTCAP)
-        pass(c.sloped, 1);
+    if constexpr (FA_HAS_SOFTCAP && !FA_HAS_DROPOUT)
+        pass(c.noted, 1);
     if (INSPECTED && masked)
         mask_elements(s, columns_of(args, w, tile, GROUP));
-    pack_operand(c.p, s);
+    pack_probabilities(c, s, bits);
+    if constexpr (FA_HAS_DROPOUT)
+        pass(c.noted, 1);
     if (INSPECTED && masked) {
         wait_for_dout(c.n);
         give_back_nonfinite(c.p, columns_of(args, w, tile, GROUP), delta_at(c.n));
@@ -133,7 +137,7 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
     }
     wgmma_wait<FIRST ? 0 : 1>();
     hold(dp);
-    load_stats(rows, delta_at(c.n));
+    load_delta(args, rows, delta_at(c.n));
     named_sync(P_IS_THERE, 128 * CONSUMERS);
 #pragma unroll
     for (int n = 0; n < P_STEPS; n++)
@@ -142,10 +146,10 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
     start_gradient(c.dv, c.p, dout_tile(c.n), GROUP);
 #pragma unroll
     for (int n = 0; n < P_STEPS; n++) {
-        if constexpr (FA_HAS_SOFTCAP)
-            take(c.sloped[n], P_STEPS + n);
-        score_gradients(FA_HAS_SOFTCAP ? c.sloped[n] : c.p[n], dp, rows, n);
-        if constexpr (FA_HAS_SOFTCAP) /* at once: registers are short */
+        if constexpr (HAS_NOTED)
+            take(c.noted[n], P_STEPS + n);
+        score_gradients(HAS_NOTED ? c.noted[n] : c.p[n], dp, rows, n);
+        if constexpr (HAS_NOTED) /* at once: registers are short */
             hold(dp);
     }
     if (INSPECTED && masked)

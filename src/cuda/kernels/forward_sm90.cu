@@ -24,6 +24,7 @@
  *
  * Shared memory: FA_Q stages of Q, FA_STAGES tiles of K, V_STAGES of V (panels as in ptx_sm90.cuh), barriers, works, in FP8 what is kept of O.
  */
+#include "dropout_sm90.cuh"
 #include "kept_sm90.cuh"
 #include "rare_sm90.cuh"
 #include "scores_sm90.cuh"
@@ -279,6 +280,14 @@ FA_DEVICE void blind_step(const work &w, consumer &c, unsigned item, int n)
     c.tile++;
 }
 
+/* After a step's softmax: the sum knows nothing of dropout. What it leaves is made larger on the way out. */
+FA_DEVICE void drop(const fa_args &args, const work &w, float (&p)[S_COUNT], int group, int step)
+{
+    if constexpr (FA_HAS_DROPOUT)
+        drop_elements(args, p, w.b * args.heads_q + w.head, w.first_q / 16 + group * 4 + threadIdx.x / 32 % 4,
+                      same_for_all(w.right - step) * (FA_TILE_K / 16));
+}
+
 /* Q K^T with nothing under way beside it. */
 FA_DEVICE void scores_alone(const work &w, float (&s)[S_COUNT], const consumer &c, unsigned item, int n)
 {
@@ -300,6 +309,7 @@ FA_DEVICE void first_tile(const fa_args &args, const work &w, consumer &c, unsig
     c.rows  = no_rows();
     c.fresh = true;
     softmax_step<true>(s, c.rows, alpha, unit_of(args, w));
+    drop(args, w, s, c.group, n);
     pack_p(c.p, s);
     if (n + 1 < w.tiles)
         wait_for_k(c.tile + 1);
@@ -344,6 +354,7 @@ template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, c
         release(q_empty(item));
     finish_scores(args, w, s, c.group, n, MASKED);
     bool moved = softmax_step<MASKED>(s, c.rows, alpha, unit_of(args, w));
+    drop(args, w, s, c.group, n);
     if (n + 1 < w.tiles) /* here, for a branch keeps the compiler from moving exponentials behind the wait that follows */
         wait_for_k(c.tile + 2);
     wgmma_wait<0>();
@@ -366,6 +377,7 @@ template <bool MASKED> FA_DEVICE void whole_step(const fa_args &args, const work
     finish_scores(args, w, s, c.group, n, MASKED);
     if (softmax_step<MASKED>(s, c.rows, alpha, unit_of(args, w)))
         scale_output(c.o, alpha);
+    drop(args, w, s, c.group, n);
     pack_p(c.p, s);
     wait_for_v(c.tile);
     if (FP8 && !c.fresh && n % KEPT_STEPS == 0)
@@ -416,7 +428,7 @@ FA_DEVICE far_rows store_result(const fa_args &args, const work &w, const float 
         float   top = rows.max[h] * unit_of(args, w) - (FA_HAS_SOFTCAP ? 0.5f * args.cap_unit : 0.0f);
         row_end end = end_of_row(top - P_LOG2, quad_sum(rows.sum[h]), sink_log2, i >= w.seq.seqlen_q);
         char   *to  = (char *)args.o.data + offset_of_o(args, w, i) * (FA_DTYPE_O == FA_F32 ? 4 : 2);
-        store_row(args, i < w.seq.rows_q ? to : nullptr, o, h, end.scale * descale_of_o(w));
+        store_row(args, i < w.seq.rows_q ? to : nullptr, o, h, end.scale * factor_of_o(args, w));
         if (threadIdx.x % 4 == 0 && i < w.seq.rows_q)
             store_lse(args, w, i, end.lse);
         far[h] = __ballot_sync(0xFFFFFFFFu, is_far(top) || (FP8 && !(unit_of(args, w) > 0.0f)));
@@ -456,6 +468,7 @@ template <bool NEXT> FA_DEVICE void last_tile(const fa_args &args, const work &w
             release(q_empty(item + 1));
         finish_scores(args, next, s, c.group, 0, is_masked(next, 0));
         softmax_step<true>(s, rows, alpha, unit_of(args, next));
+        drop(args, next, s, c.group, 0);
         if (next.tiles > 1)
             wait_for_k(c.tile + 2);
     }

@@ -56,7 +56,8 @@ static __device__ __noinline__ void add_nonfinite(const fa_args &args, const wor
             float total = 0.0f;
             for (int j = w.keys.begin; j < w.keys.end; j++) {
                 float value = load_element(rows_from(args, w, w.v, args.v, j).row(0), col, FA_DTYPE);
-                if (!finite(value) && sees(args, w.seq, w.slices, i, j))
+                if (!finite(value) && sees(args, w.seq, w.slices, i, j) &&
+                    (!FA_HAS_DROPOUT || fa_dropout_keeps(&args.dropout, w.b * args.heads_q + w.head, i, j)))
                     total += value;
             }
             fa_i64 at = offset_of_o(args, shared_work, i) + col;
@@ -88,6 +89,8 @@ static __device__ __noinline__ void redo_far_rows(const fa_args &args, const wor
         float  lse;
         far_row<COLS>(args, w, w.head, i, o, peak, total);
         float scale = end_far_row(peak, total, sink_log2_of(args, shared_work), lse) * descale_of(args.descale_v, w.b, w.kv_head);
+        if constexpr (FA_HAS_DROPOUT)
+            scale *= args.dropout.keep_scale;
         if (threadIdx.x % 32 == 0)
             store_lse(args, shared_work, i, lse);
         for (int c = 0, col = threadIdx.x % 32; c < COLS; c++, col += 32)

@@ -102,12 +102,13 @@ FA_DEVICE void find_work(const fa_args &args, unsigned n, work &w)
     w.end_clean    = fa_max_int(right + 1 - clean.begin, w.first_clean);
 }
 
-FA_DEVICE float descale_of_o(const work &w)
+/* What O is to be multiplied with besides. */
+FA_DEVICE float factor_of_o(const fa_args &args, const work &w)
 {
 #if FA_DTYPE == FA_F8E4M3
     return w.descale;
 #else
-    return 1.0f;
+    return FA_HAS_DROPOUT ? args.dropout.keep_scale : 1.0f;
 #endif
 }
 
