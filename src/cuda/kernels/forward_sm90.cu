@@ -4,10 +4,10 @@
  *     warpgroup 0, warp 0    planner: one thread finds this block's tiles of queries (struct work) and fetches Q ahead; with pages all fetch V
  *                  warp 1    producer: one thread, with pages all, keeps the rings of K and V tiles full
  *                  warps 2-3 inspectors: in tiles on the mask's edge they clear from V what only some rows, or none, may see
- *     warpgroup 1..          consumers: 64 queries each. They take turns at the tensor cores (ping-pong):
+ *     warpgroup 1..          consumers: 64 queries each. They take turns at the tensor cores (ping-pong). Lines are those of FlashAttention-2's Algorithm 1:
  *
- *         a step:  on this consumer's turn start S' = Q K^T of the next tile, then O += P V of this one, and pass the turn on
- *                  when S' is there: softmax of S', while P V runs
+ *         a step:  on this consumer's turn start S' = Q K^T of the next tile (line 8), then O += P V of this one (line 10), and pass the turn on
+ *                  when S' is there: softmax of S' (line 9), while P V runs
  *                  when O is there:  P = S'
  *
  * Key tiles are walked from right to left: those on the mask's right edge, then the clean ones in a loop without mask code, then
