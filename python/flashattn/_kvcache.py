@@ -4,7 +4,7 @@ import numpy as np
 
 from . import _native
 from ._arrays import is_torch, view
-from ._call import Call, append_kv, sides
+from ._call import Call, append_kv, int32_array, sides
 from ._variants import chunk_slices, host_list, join_qv
 
 
@@ -48,6 +48,9 @@ def _kvcache(q, k_cache, v_cache, k, v, *, rotary_cos=None, rotary_sin=None, rot
             raise _native.InvalidError(f"k has {len(k.shape)} dimensions {tuple(k.shape)}: expected {dims}")
         begin_k = _row_ends(batch, k, cu_seqlens_k_new)
         new = k.shape[1] if begin_k is None else cu_seqlens_k_new[1:] - cu_seqlens_k_new[:-1]
+    for name, array in (("cache_seqlens", cache_seqlens), ("cache_leftpad", cache_leftpad)):
+        if array is not None:  # the C call knows them by other names
+            int32_array(array, name, view(q), [], (batch,))
     held = cache_seqlens if k is None else cache_seqlens + new  # when q attends
     if attention_chunk:
         capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
