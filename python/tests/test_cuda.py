@@ -329,7 +329,7 @@ def test_arrays_on_different_devices_are_refused():
                       (lambda: flashattn.flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, q, q)), cu, cu.cpu(), 9, 9),
                        "cu_seqlens_k is on the CPU"),
                       (lambda: flashattn.flash_attn_with_kvcache(q, q, q, cache_seqlens=torch.ones(2, dtype=torch.int32, device="cpu")),
-                       "seqused_k is on the CPU"),
+                       "cache_seqlens is on the CPU"),
                       (lambda: flashattn.flash_attn_with_kvcache(q[:, :1], q, q, q[:, :1].cpu(), q[:, :1], cache_seqlens=4), "k_new is on")):
         with pytest.raises(flashattn.InvalidError, match=name):
             run()
