@@ -12,7 +12,6 @@ constexpr bool BY_COLUMNS = FA_HEAD_DIM == 256;
 constexpr int CONSUMERS = 2, STAGES = BY_COLUMNS ? 1 : 2 /* of dO */, Q_STAGES = BY_COLUMNS ? 2 : 3, WORKS = 8;
 constexpr bool HAS_NOTED = FA_HAS_SOFTCAP || FA_HAS_DROPOUT; /* dS is made of something else than P */
 constexpr int ADDERS = BY_COLUMNS ? 2 : 1; /* warps that add dQ */
-constexpr bool DK_FIRST = FA_HEAD_DIM >= 128; /* before dQ: measured (decision 0055) */
 constexpr int D_COLS = FA_HEAD_DIM / (BY_COLUMNS ? 2 : 1), DQ_ROUNDS = BY_COLUMNS ? 2 : 1; /* of dK and dV of a consumer; in which its dQ leaves */
 static_assert(FA_WARPS == 4 * (CONSUMERS + 1) && FA_TILE_K == 64 * (BY_COLUMNS ? 1 : CONSUMERS), "a consumer has 64 keys");
 static_assert(FA_TILE_Q * FA_HEAD_DIM == 2 * DQ_ROUNDS * 64 * 64 && FA_HEAD_DIM == FA_HEAD_DIM_V, "a consumer has 64 x 64 of dQ a round");
@@ -86,7 +85,7 @@ FA_DEVICE int first_column_of(int group) { return BY_COLUMNS ? D_COLS * group : 
 FA_DEVICE unsigned dq_at(int group) { return shared_address(shared) + DQ_AT + group * DQ_BYTES; }
 
 /* Named barriers; of DQ and OWN one a consumer, the last five BY_COLUMNS. */
-enum { DS_IS_THERE = 1, IS_CLEAN = 2, DQ_IS_THERE = 3, DQ_IS_FREE = 5, P_IS_THERE = 7, OWN_IS_CLEAN = 8, DOUT_IS_CLEAN = 10, DS_IS_WHOLE = 11 };
+enum { DS_IS_THERE = 1, IS_CLEAN = 2, DQ_IS_THERE = 3, DQ_IS_FREE = 5, P_IS_THERE = 7, OWN = 8, DOUT_IS_CLEAN = 10, DS_IS_WHOLE = 11 };
 
 /* ---- the block's tiles of keys ---- */
 

@@ -9,7 +9,7 @@
 
 struct consumer {
     float    dk[D_COUNT], dv[D_COUNT];
-    unsigned p[P_STEPS][4], ds[P_STEPS][4]; /* P^T and dS^T of the step before, as left operands */
+    unsigned p[P_STEPS][4], ds[P_STEPS][4]; /* P^T and dS^T, as left operands */
     unsigned noted[P_STEPS][4];             /* HAS_NOTED: what dS is made of, P or under a softcap P (1 - tanh^2), negative where it is dropped */
     float    alibi_log2;                    /* the head's slope */
     int      group;
@@ -23,15 +23,14 @@ FA_DEVICE void wait_for_q(unsigned n) { barrier_wait(q_full(n), filled<Q_STAGES>
 FA_DEVICE void wait_for_dout(unsigned n) { barrier_wait(dout_full(n), filled<STAGES>(n)); }
 
 /* In an edge tile P and dS are 0 where a query does not see a key, but 0 * NaN is NaN: K, and there Q and dO, must hold nothing that is not
- * finite. Who sees it has it from LSE and delta. By THREADS threads of consumers, all of whom come here; `id`: a named barrier. */
-template <int BYTES, int THREADS> FA_DEVICE void inspect(unsigned tile, int id)
+ * finite before they are multiplied by them; S and dP do no harm. Who sees it has it from LSE and delta. By THREADS threads of consumers, before a barrier of theirs. */
+template <int BYTES, int THREADS> FA_DEVICE void clear_if_nonfinite(unsigned tile)
 {
     unsigned from = tile + 16 * (threadIdx.x % THREADS);
     if (holds_nonfinite<BYTES, 16 * THREADS>(from)) {
         clear_nonfinite<BYTES, 16 * THREADS>(from);
         fence_async();
     }
-    named_sync(id, THREADS);
 }
 
 /* ---- the products: started here, finished by wgmma_wait ---- */
@@ -92,16 +91,43 @@ FA_DEVICE bool sees(const columns &seen, int h, int col)
     return col >= seen.first[h] && (FA_MASK != FA_MASK_WINDOW || col <= seen.last[h]);
 }
 
-/* LSE or delta of this thread's columns. */
+/* LSE or delta of this thread's columns, in shared memory until they are used: all that would be held are a third of the registers. SHUFFLED: loads of 8 bytes a
+ * lane would be a fifth of what shared memory does there, so each of the eight lanes that have the same columns holds an eighth of them. */
+constexpr bool SHUFFLED = FA_TILE_Q == 128;
+
 struct row_stats {
-    float2 of[FA_TILE_Q / 8];
+    unsigned from;
+    float2   own[FA_TILE_Q / 64];
 };
+
+/* This lane's 8 bytes of every 256. */
+FA_DEVICE void load_own(row_stats &rows)
+{
+#pragma unroll
+    for (int n = 0; n < FA_TILE_Q / 64; n++)
+        rows.own[n] = shared_load_float2(rows.from + threadIdx.x % 32 * 8 + n * 256);
+}
 
 FA_DEVICE void load_stats(row_stats &rows, unsigned from)
 {
-#pragma unroll
-    for (int j = 0; j < FA_TILE_Q / 8; j++)
-        rows.of[j] = shared_load_float2(from + threadIdx.x % 4 * 8 + 32 * j);
+    rows.from = from;
+    if (SHUFFLED)
+        load_own(rows);
+}
+
+/* x of the lane in quad `quad` that has this lane's place there. */
+FA_DEVICE float from_quad(float x, int quad)
+{
+    asm("shfl.sync.idx.b32 %0, %0, %1, 0x31f, 0xffffffff;" : "+f"(x) : "r"(4 * quad)); /* 0x31f: segments of every fourth lane */
+    return x;
+}
+
+/* Of this thread's columns 8 j and 8 j + 1. */
+FA_DEVICE float2 stats_of(const row_stats &rows, int j)
+{
+    if (!SHUFFLED)
+        return shared_load_float2(rows.from + threadIdx.x % 4 * 8 + 32 * j);
+    return make_float2(from_quad(rows.own[j / 8].x, j % 8), from_quad(rows.own[j / 8].y, j % 8));
 }
 
 /* Four dot products become tanh(dot * scale / softcap), which is 2 / (1 + exp(-2 x)) - 1. The sums stay below 2^30 or so, a NaN's too, for it must not
@@ -129,7 +155,8 @@ FA_DEVICE void exponentials(const fa_args &args, const work &w, consumer &c, flo
     }
 #pragma unroll
     for (int n = 0; n < S_COUNT; n += 4) {
-        float slope[4];
+        float  slope[4];
+        float2 row = stats_of(lse, n / 4);
         if constexpr (FA_HAS_SOFTCAP) {
             cap_four(s + n, args.cap_slope);
 #pragma unroll
@@ -144,27 +171,13 @@ FA_DEVICE void exponentials(const fa_args &args, const work &w, consumer &c, flo
             }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            float score = s[n + i] * unit - (i % 2 ? lse.of[n / 4].y : lse.of[n / 4].x);
+            float score = s[n + i] * unit - (i % 2 ? row.y : row.x);
             s[n + i]    = exp2_fast(FA_HAS_ALIBI ? score - less[i / 2][i % 2] : score);
         }
         if constexpr (FA_HAS_SOFTCAP)
 #pragma unroll
             for (int h = 0; h < 2; h++)
                 c.noted[n / 8][n / 4 % 2 * 2 + h] = pack<FA_DTYPE>(s[n + 2 * h] * slope[2 * h], s[n + 2 * h + 1] * slope[2 * h + 1]);
-    }
-}
-
-/* Delta; under dropout times the share that is kept, as dP is by which dropout does not make up for it: dQ and dK become larger at the end. */
-FA_DEVICE void load_delta(const fa_args &args, row_stats &rows, unsigned from)
-{
-    load_stats(rows, from);
-    if constexpr (FA_HAS_DROPOUT) {
-        float share = 1.0f - (float)args.dropout.threshold * 0x1p-16f; /* of pairs that are kept */
-#pragma unroll
-        for (int j = 0; j < FA_TILE_Q / 8; j++) {
-            rows.of[j].x *= share;
-            rows.of[j].y *= share;
-        }
     }
 }
 
@@ -176,19 +189,33 @@ FA_DEVICE void find_dropped(const fa_args &args, const work &w, const consumer &
 #endif
 }
 
-/* dS^T = P^T (dP^T - delta), in place of dP^T: 16 queries of it. Where P is negative dP is dropped. */
-FA_DEVICE void score_gradients(const unsigned (&p)[4], float (&dp)[S_COUNT], const row_stats &delta, int step)
+/* dS^T = P^T (dP^T - delta), in place of dP^T: 16 queries of it. Where P is negative dP is dropped; delta is multiplied by the share that is kept, as dP is by
+ * which dropout does not make up for it: dQ and dK become larger at the end. */
+FA_DEVICE void score_gradients(const fa_args &args, const unsigned (&p)[4], float (&dp)[S_COUNT], const row_stats &delta, int step)
 {
 #pragma unroll
     for (int n = 8 * step; n < 8 * step + 8; n += 2) {
-        float2 pair = unpack<FA_DTYPE>(p[n / 2 % 4]);
+        float2 pair = unpack<FA_DTYPE>(p[n / 2 % 4]), row = stats_of(delta, n / 4);
         if constexpr (FA_HAS_DROPOUT) {
-            dp[n]     = fmaxf(pair.x, 0.0f) * dp[n] - fabsf(pair.x) * delta.of[n / 4].x;
-            dp[n + 1] = fmaxf(pair.y, 0.0f) * dp[n + 1] - fabsf(pair.y) * delta.of[n / 4].y;
+            float share = 1.0f - (float)args.dropout.threshold * 0x1p-16f;
+            dp[n]     = fmaxf(pair.x, 0.0f) * dp[n] - fabsf(pair.x) * (row.x * share);
+            dp[n + 1] = fmaxf(pair.y, 0.0f) * dp[n + 1] - fabsf(pair.y) * (row.y * share);
             continue;
         }
-        dp[n]       = pair.x * (dp[n] - delta.of[n / 4].x);
-        dp[n + 1]   = pair.y * (dp[n + 1] - delta.of[n / 4].y);
+        dp[n]     = pair.x * (dp[n] - row.x);
+        dp[n + 1] = pair.y * (dp[n + 1] - row.y);
+    }
+}
+
+/* The same of P before it is rounded. */
+FA_DEVICE void score_gradients(const float (&p)[S_COUNT], float (&dp)[S_COUNT], const row_stats &delta)
+{
+#pragma unroll
+    for (int n = 0; n < S_COUNT; n += 4) {
+        float2 row = stats_of(delta, n / 4);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            dp[n + i] = p[n + i] * (dp[n + i] - (i % 2 ? row.y : row.x));
     }
 }
 
@@ -201,11 +228,18 @@ FA_DEVICE void mask_elements(float (&x)[S_COUNT], const columns &seen)
 }
 
 /* The dO of an edge tile has lost its Inf and NaN; delta has them, and dV gets them by P. */
-FA_DEVICE void give_back_nonfinite(unsigned (&p)[P_STEPS][4], const columns &seen, unsigned delta)
+FA_DEVICE void give_back_nonfinite(unsigned (&p)[P_STEPS][4], const columns &seen, row_stats delta)
 {
+    bool some = false;
+    load_own(delta);
+#pragma unroll
+    for (int n = 0; n < FA_TILE_Q / 64; n++)
+        some |= !finite(delta.own[n].x) || !finite(delta.own[n].y);
+    if (!__any_sync(~0u, some))
+        return;
 #pragma unroll
     for (int j = 0; j < FA_TILE_Q / 8; j++) {
-        float2 row = shared_load_float2(delta + threadIdx.x % 4 * 8 + 32 * j);
+        float2 row = stats_of(delta, j);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             unsigned &pair = p[j / 2][j % 2 * 2 + h]; /* 0x7FFF is NaN in both formats */
@@ -259,8 +293,7 @@ FA_DEVICE void clear_hidden_keys(const work &w, unsigned (&ds)[P_STEPS][4], int 
 FA_DEVICE void share_dq(const float (&dq)[DQ_COUNT], int group)
 {
     unsigned to = dq_at(group) + threadIdx.x % 128 * 16;
-    if (BY_COLUMNS)
-        named_sync(DQ_IS_FREE + group, 128 + 32);
+    named_sync(DQ_IS_FREE + group, 128 + 32);
 #pragma unroll
     for (int j = 0; j < DQ_COUNT / 4; j++)
         shared_store(to + j * (128 * 16), make_uint4(__float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]),
@@ -269,11 +302,11 @@ FA_DEVICE void share_dq(const float (&dq)[DQ_COUNT], int group)
     named_arrive(DQ_IS_THERE + group, 128 + 32);
 }
 
-/* Until dS of both consumers is there, and the memory of dQ free. */
+/* Until dS of both consumers is there. */
 FA_DEVICE void wait_for_ds()
 {
     fence_async();
-    named_sync(DS_IS_THERE, 128 * CONSUMERS + 32);
+    named_sync(DS_IS_THERE, 128 * CONSUMERS);
 }
 
 #endif

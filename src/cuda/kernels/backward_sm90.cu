@@ -9,18 +9,17 @@
  * A step, transposed as in backward_sm80.cu, so that P^T and dS^T are left operands where they lie. The tensor cores have the products
  * of a line while the right column is done:
  *
- *     S^T = K Q^T; of the step before dK += dS^T Q, dQ = dS K      P^T = exp(S^T - LSE), as soon as S is there
- *     dP^T = V dO^T                                                dQ to shared memory, for warp 1
- *     dV += P^T dO                                                 dS^T = P^T (dP^T - delta), to shared memory for dQ
+ *     S^T = K Q^T, dP^T = V dO^T      P^T = exp(S^T - LSE), as soon as S is there; dS^T = P^T (dP^T - delta), to shared memory for dQ
+ *     dV += P^T dO, dQ = dS K         the other consumer's dS is waited for
+ *     dK += dS^T Q                    dQ to shared memory, for warp 1
  *
  * dQ needs dS of both consumers: each makes 64 queries of 128 x 64, or 64 columns of 64 x 128. Its order in memory is that of the
  * registers, [64 queries or columns][8 columns][thread][4], undone by backward_convert_sm90.cu.
  *
  * At head_dim 256 (BY_COLUMNS) both consumers have the same 64 keys: backward_wide_sm90.cuh.
  *
- * Two things keep the products asynchronous, for the compiler serialises all where it runs out of registers: nothing is in flight
- * from one round of the loop to the next, and where registers are given from one accumulator to another a branch lies between, past which
- * nothing is moved (decision 0055).
+ * The compiler serialises all products where it runs out of registers: so nothing is in flight from one round of the loop to the next, and
+ * loops are as plain as they can be (decision 0055).
  *
  * Shared memory: K, V, three stages of Q and two of dO (BY_COLUMNS two and one), two of dS (panels as in ptx_sm90.cuh), dQ, LSE and delta of the stages, barriers, works.
  */
@@ -114,10 +113,8 @@ FA_DEVICE void add_dq(const fa_args &args, int adder)
                 if (asks)
                     bulk_added_was_read();
                 __syncwarp();
-                if (BY_COLUMNS)
-                    named_arrive(DQ_IS_FREE + adder, 128 + 32);
-                else
-                    named_arrive(DS_IS_THERE, 128 * CONSUMERS + 32);
+                for (int group = adder; group < CONSUMERS; group += ADDERS)
+                    named_arrive(DQ_IS_FREE + group, 128 + 32);
                 if (in_turns && round == 0) {
                     if (ends && before >= 0)
                         end_turn(args, before);
@@ -138,117 +135,133 @@ FA_DEVICE void add_dq(const fa_args &args, int adder)
         bulk_added_was_read();
 }
 
-/* Step `tile`. FIRST of an item: there is no step before. Ends with nothing in flight: else the compiler serialises all products. */
+/* Step `tile`. FIRST of an item: K and V may have just come. Begins and ends with nothing in flight: else the compiler serialises all products. */
 template <bool FIRST>
 FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned item, int tile, bool masked)
 {
     float     s[S_COUNT], dp[S_COUNT], dq[DQ_COUNT];
-    row_stats rows;
+    row_stats lse, delta;
+    columns   seen;
+    bool      edge = INSPECTED && masked;
     dropped_bits<S_COUNT> bits;
     wait_for_q(c.n);
-    if (INSPECTED && masked)
-        inspect<Q_BYTES, 128 * CONSUMERS>(q_tile(c.n), IS_CLEAN);
     start_scores(s, k_tile() + first_key_of(c.group) * 128, q_tile(c.n));
-    if constexpr (!FIRST) {
-        if (DK_FIRST)
-            start_gradient(c.dk, c.ds, q_tile(c.n - 1), c.group);
-        wait_for_ds();
-        start_dq(dq, ds_tile(c.n - 1), c.group);
-        if (!DK_FIRST)
-            start_gradient(c.dk, c.ds, q_tile(c.n - 1), c.group);
-    }
-    find_dropped(args, w, c, bits, tile);
-    wgmma_wait<FIRST ? 0 : 2>();
-    hold(s);
-    load_stats(rows, lse_at(c.n));
-    exponentials(args, w, c, s, rows, tile);
-    if (INSPECTED && masked)
-        mask_elements(s, columns_of(args, w, tile, c.group));
-    pack_probabilities(c, s, bits);
+    load_stats(lse, lse_at(c.n));
     if (FIRST)
         barrier_wait(v_full(), filled<1>(item));
-    if constexpr (!FIRST) {
-        wgmma_wait<0>();
-        hold(c.dk);
-        hold(c.ds);
-        hold(dq);
-        release(q_empty(c.n - 1));
-        share_dq(dq, c.group);
-    }
-    wait_for_dout(c.n); /* here, for a branch keeps products from being started before dQ's registers are free */
-    if (INSPECTED && masked) {
-        inspect<Q_BYTES, 128 * CONSUMERS>(dout_tile(c.n), IS_CLEAN);
-        give_back_nonfinite(c.p, columns_of(args, w, tile, c.group), delta_at(c.n));
-    }
+    wait_for_dout(c.n);
     start_scores(dp, v_tile() + first_key_of(c.group) * 128, dout_tile(c.n));
-    start_gradient(c.dv, c.p, dout_tile(c.n), c.group);
+    load_stats(delta, delta_at(c.n));
+    if (INSPECTED && FIRST)
+        clear_if_nonfinite<KV_BYTES, 128 * CONSUMERS>(k_tile());
+    if (edge) {
+        clear_if_nonfinite<Q_BYTES, 128 * CONSUMERS>(q_tile(c.n));
+        clear_if_nonfinite<Q_BYTES, 128 * CONSUMERS>(dout_tile(c.n));
+        seen = columns_of(args, w, tile, c.group);
+    }
+    find_dropped(args, w, c, bits, tile);
     wgmma_wait<1>();
-    hold(dp);
-    load_delta(args, rows, delta_at(c.n));
-#pragma unroll
-    for (int n = 0; n < P_STEPS; n++)
-        score_gradients(HAS_NOTED ? c.noted[n] : c.p[n], dp, rows, n);
+    hold(s);
+    exponentials(args, w, c, s, lse, tile);
+    if (edge)
+        mask_elements(s, seen);
     if constexpr (HAS_NOTED)
-        hold(dp);
-    if (INSPECTED && masked)
-        mask_elements(dp, columns_of(args, w, tile, c.group));
+        pack_probabilities(c, s, bits);
+    wgmma_wait<0>();
+    hold(dp);
+    if constexpr (HAS_NOTED) {
+#pragma unroll
+        for (int n = 0; n < P_STEPS; n++)
+            score_gradients(args, c.noted[n], dp, delta, n);
+        hold(dp); /* at once: registers are short */
+    } else {
+        score_gradients(s, dp, delta);
+        pack_probabilities(c, s, bits);
+    }
+    if (edge) {
+        give_back_nonfinite(c.p, seen, delta);
+        mask_elements(dp, seen);
+    }
     pack_operand(c.ds, dp);
     if (!INSPECTED && masked)
         clear_hidden_keys(w, c.ds, c.group);
     share_ds(ds_tile(c.n), c.ds, c.group);
-    wgmma_wait<0>();
+    if (edge) /* dO is clean when all have come here */
+        wait_for_ds();
+    start_gradient(c.dv, c.p, dout_tile(c.n), c.group);
+    if (!edge)
+        wait_for_ds();
+    start_dq(dq, ds_tile(c.n), c.group);
+    wgmma_wait<1>();
     hold(c.dv);
     hold(c.p);
     release(dout_empty(c.n));
+    start_gradient(c.dk, c.ds, q_tile(c.n), c.group);
+    wgmma_wait<1>();
+    hold(dq);
+    share_dq(dq, c.group);
+    wgmma_wait<0>();
+    hold(c.dk);
+    hold(c.ds);
+    release(q_empty(c.n));
     c.n++;
 }
 
-/* What the last step of an item has left. */
-FA_DEVICE void last_products(consumer &c)
+/* This consumer's keys of dK or dV; 0 past the sequence's last that counts. 16-bit ones go by warps through the memory of dS that nobody reads (BY_COLUMNS, where
+ * somebody may, by shuffles), for rows are 16 bytes a lane then. */
+FA_DEVICE void store_gradient(const work &w, const fa_view &view, const float (&x)[D_COUNT], float factor, int cols, const consumer &c)
 {
-    float dq[DQ_COUNT];
-    release(v_empty());
-    start_gradient(c.dk, c.ds, q_tile(c.n - 1), c.group);
-    wait_for_ds();
-    start_dq(dq, ds_tile(c.n - 1), c.group);
-    wgmma_wait<1>();
-    hold(c.dk);
-    hold(c.ds);
-    release(q_empty(c.n - 1));
-    wgmma_wait<0>();
-    hold(dq);
-    release(k_empty());
-    share_dq(dq, c.group);
-}
-
-/* This thread's keys of dK or dV; 0 past the sequence's last that counts. */
-FA_DEVICE void store_gradient(const work &w, const fa_view &view, const float (&x)[D_COUNT], float factor, int cols, int group)
-{
-    int lane = threadIdx.x % 4, col = first_column_of(group);
+    int    lane = threadIdx.x % 32, col = first_column_of(c.group), first = first_key_of(c.group) + threadIdx.x % 128 / 32 * 16;
+    fa_i64 from = w.seq.kv_entry * view.stride[0] + (w.seq.kv_row + w.first_k + first) * view.stride[1] + w.kv_head * view.stride[2] + col;
+    int    rows = w.seq.rows_k - w.first_k - first, counting = w.keys.end - w.first_k - first; /* of this warp's 16 */
     if (!view.data)
         return;
+    if (view.dtype == FA_F32) {
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        int    j  = w.first_k + first_key_of(group) + fragment_row() + 8 * h;
-        bool   in = j < w.seq.rows_k, counts = j < w.keys.end;
-        fa_i64 at = w.seq.kv_entry * view.stride[0] + (w.seq.kv_row + j) * view.stride[1] + w.kv_head * view.stride[2] + col;
-        if (view.dtype == FA_F32) {
-#pragma unroll
-            for (int n = 0; n < D_COLS / 8; n++)
-                if (in && col + 8 * n < cols)
-                    *(float2 *)((float *)view.data + at + 8 * n + 2 * lane) =
-                        counts ? make_float2(x[4 * n + 2 * h] * factor, x[4 * n + 2 * h + 1] * factor) : make_float2(0.0f, 0.0f);
-            continue;
+        for (int n = 0; n < D_COUNT; n += 2) {
+            int row = n / 2 % 2 * 8 + lane / 4, at = n / 4 * 8 + lane % 4 * 2;
+            if (row < rows && col + at < cols)
+                *(float2 *)((float *)view.data + from + row * view.stride[1] + at) =
+                    row < counting ? make_float2(x[n] * factor, x[n + 1] * factor) : make_float2(0.0f, 0.0f);
         }
+        return;
+    }
+    fa_u16 *to = (fa_u16 *)view.data + from;
+    if constexpr (BY_COLUMNS) {
 #pragma unroll
-        for (int n = 0; n < D_COLS / 8; n += 4) {
+        for (int n = 0; n < D_COUNT; n += 16)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                unsigned a[4];
+                int      row = 8 * h + lane / 4, at = n / 4 * 8 + lane % 4 * 8;
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    a[i] = pack<FA_DTYPE>(x[n + 4 * i + 2 * h] * factor, x[n + 4 * i + 2 * h + 1] * factor);
+                transpose_quad(a);
+                if (row < rows && col + at < cols)
+                    *(uint4 *)(to + row * view.stride[1] + at) = row < counting ? make_uint4(a[0], a[1], a[2], a[3]) : make_uint4(0, 0, 0, 0);
+            }
+        return;
+    }
+    unsigned stage = ds_tile(c.n) + c.group * (FA_TILE_Q * 128) + threadIdx.x % 128 / 32 * 2048; /* 16 rows of 64 columns */
+#pragma unroll
+    for (int panel = 0; panel < D_COLS; panel += 64) {
+        __syncwarp();
+#pragma unroll
+        for (int n = 0; n < 32; n += 8) {
             unsigned a[4];
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                a[i] = counts ? pack<FA_DTYPE>(x[4 * (n + i) + 2 * h] * factor, x[4 * (n + i) + 2 * h + 1] * factor) : 0;
-            transpose_quad(a);
-            if (in && col + 8 * (n + lane) < cols)
-                *(uint4 *)((fa_u16 *)view.data + at + 8 * (n + lane)) = make_uint4(a[0], a[1], a[2], a[3]);
+                a[i] = pack<FA_DTYPE>(x[panel / 2 + n + 2 * i] * factor, x[panel / 2 + n + 2 * i + 1] * factor);
+            store_matrix(stage + lane % 16 * 128 + ((n / 4 + lane / 16 ^ lane % 8) << 4), a);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 16; i += 4) {
+            int   row = i + lane / 8, at = panel + lane % 8 * 8;
+            uint4 piece = shared_load_16(stage + row * 128 + ((lane % 8 ^ row % 8) << 4));
+            if (row < rows && at < cols)
+                *(uint4 *)(to + row * view.stride[1] + at) = row < counting ? piece : make_uint4(0, 0, 0, 0);
         }
     }
 }
@@ -284,7 +297,7 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, int group)
         for (int i = 0; i < D_COUNT; i++)
             c.dk[i] = c.dv[i] = 0.0f;
         barrier_wait(k_full(), filled<1>(item));
-        if (INSPECTED && steps > 0)
+        if (BY_COLUMNS && INSPECTED && steps > 0)
             inspect<KV_BYTES, 128 * CONSUMERS>(k_tile(), IS_CLEAN);
         if (steps > 0) {
             walk at   = start_walk(args, w, item);
@@ -296,26 +309,32 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, int group)
             int clean_begin = same_for_all(w.clean.begin), clean_end = same_for_all(w.clean.end);
             if constexpr (FA_HAS_ALIBI || FA_HAS_DROPOUT)
                 at.head = same_for_all(at.head);
-            any_step<GROUP, true>(args, w, c, item, at, at.tile < clean_begin || at.tile >= clean_end);
-            for (int n = 1; n < steps; n++) {
-                advance(args, at);
-                bool masked = at.tile < clean_begin || at.tile >= clean_end;
-                if (INSPECTED && masked) /* code of its own: branches inside would part what the others have overlapped */
+            auto masked = [&] { return at.tile < clean_begin || at.tile >= clean_end; };
+            any_step<GROUP, true>(args, w, c, item, at, masked());
+            advance(args, at);
+            for (int left = steps - 1; left > 0;) { /* two loops, each as if the other were not: branches would part what the compiler overlaps */
+#pragma unroll 1
+                for (; left > 0 && masked(); left--, advance(args, at))
                     any_step<GROUP, false>(args, w, c, item, at, true);
-                else
-                    any_step<GROUP, false>(args, w, c, item, at, !INSPECTED && masked);
+#pragma unroll 1
+                for (; left > 0 && !masked(); left--, advance(args, at))
+                    any_step<GROUP, false>(args, w, c, item, at, false);
             }
             if constexpr (BY_COLUMNS)
                 last_by_columns<GROUP>(c);
-            else
-                last_products(c);
+            else {
+                release(k_empty());
+                release(v_empty());
+            }
         } else {
             barrier_wait(v_full(), filled<1>(item));
             release(k_empty());
             release(v_empty());
         }
-        store_gradient(w, args.dk, c.dk, args.scale * factor, args.head_dim, group);
-        store_gradient(w, args.dv, c.dv, factor, args.head_dim_v, group);
+        store_gradient(w, args.dk, c.dk, args.scale * factor, args.head_dim, c);
+        store_gradient(w, args.dv, c.dv, factor, args.head_dim_v, c);
+        if (!BY_COLUMNS)
+            named_sync(OWN + group, 128); /* before dS of the next item is where these were */
     }
 }
 

@@ -15,6 +15,13 @@
 
 #include "backward_products_sm90.cuh"
 
+/* Looks through a tile and clears it, before it is read again. `id`: a named barrier of THREADS threads. */
+template <int BYTES, int THREADS> FA_DEVICE void inspect(unsigned tile, int id)
+{
+    clear_if_nonfinite<BYTES, THREADS>(tile);
+    named_sync(id, THREADS);
+}
+
 /* dK += dS^T Q, both from shared memory: only consumer 1 has had dS^T in registers. */
 FA_DEVICE void start_dk(float (&c)[D_COUNT], unsigned ds, unsigned q, int group)
 {
@@ -69,7 +76,7 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
     dropped_bits<S_COUNT> bits;
     wait_for_q(c.n);
     if (INSPECTED && masked)
-        inspect<Q_BYTES, 128>(q_tile(c.n), OWN_IS_CLEAN + GROUP);
+        inspect<Q_BYTES, 128>(q_tile(c.n), OWN + GROUP);
     start_scores(s, k_tile(), q_tile(c.n));
     if constexpr (!FIRST) {
         named_sync(DS_IS_THERE, 128 * CONSUMERS);
@@ -89,7 +96,8 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
         pass(c.noted, 1);
     if (INSPECTED && masked) {
         wait_for_dout(c.n);
-        give_back_nonfinite(c.p, columns_of(args, w, tile, GROUP), delta_at(c.n));
+        load_stats(rows, delta_at(c.n));
+        give_back_nonfinite(c.p, columns_of(args, w, tile, GROUP), rows);
     }
     pass(c.p, 0);
     named_arrive(P_IS_THERE, 128 * CONSUMERS);
@@ -127,7 +135,7 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
     }
     wait_for_dout(c.n);
     if (INSPECTED && masked) {
-        inspect<Q_BYTES, 128>(dout_tile(c.n), OWN_IS_CLEAN + GROUP);
+        inspect<Q_BYTES, 128>(dout_tile(c.n), OWN + GROUP);
         named_arrive(DOUT_IS_CLEAN, 128 * CONSUMERS);
     }
     start_scores(dp, v_tile(), dout_tile(c.n));
@@ -137,7 +145,7 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
     }
     wgmma_wait<FIRST ? 0 : 1>();
     hold(dp);
-    load_delta(args, rows, delta_at(c.n));
+    load_stats(rows, delta_at(c.n));
     named_sync(P_IS_THERE, 128 * CONSUMERS);
 #pragma unroll
     for (int n = 0; n < P_STEPS; n++)
@@ -148,7 +156,7 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
     for (int n = 0; n < P_STEPS; n++) {
         if constexpr (HAS_NOTED)
             take(c.noted[n], P_STEPS + n);
-        score_gradients(HAS_NOTED ? c.noted[n] : c.p[n], dp, rows, n);
+        score_gradients(args, HAS_NOTED ? c.noted[n] : c.p[n], dp, rows, n);
         if constexpr (HAS_NOTED) /* at once: registers are short */
             hold(dp);
     }
