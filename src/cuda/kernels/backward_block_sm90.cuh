@@ -84,7 +84,7 @@ FA_DEVICE int first_column_of(int group) { return BY_COLUMNS ? D_COLS * group : 
 
 FA_DEVICE unsigned dq_at(int group) { return shared_address(shared) + DQ_AT + group * DQ_BYTES; }
 
-/* Named barriers; of DQ and OWN one a consumer, the last five BY_COLUMNS. */
+/* Named barriers; of DQ and OWN one a consumer. BY_COLUMNS alone: IS_CLEAN, P_IS_THERE and the last two. */
 enum { DS_IS_THERE = 1, IS_CLEAN = 2, DQ_IS_THERE = 3, DQ_IS_FREE = 5, P_IS_THERE = 7, OWN = 8, DOUT_IS_CLEAN = 10, DS_IS_WHOLE = 11 };
 
 /* ---- the block's tiles of keys ---- */
