@@ -371,7 +371,8 @@ typedef struct flash_attn_explanation {
     uint64_t reserved[8];
 } flash_attn_explanation;
 
-/* What a call would run; data pointers may be NULL except the length arrays, which are read if they are on the host. */
+/* What a call would run, or why it would be refused; data pointers may be NULL except the length arrays, which are read if they are on
+ * the host. */
 FLASH_ATTN_API flash_attn_status flash_attn_explain(flash_attn_context *context, const flash_attn_problem *problem,
                                                     flash_attn_pass pass, flash_attn_explanation *explanation);
 

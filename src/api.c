@@ -150,6 +150,17 @@ static void assume_longest(fa_call *call)
     call->leftpad_k = call->cache_batch_idx = call->pages.table = NULL;
 }
 
+/* A plan has addresses of its own where the caller gave none. A backward's gradients it never has. */
+static flash_attn_status check_given_memory(const flash_attn_problem *problem, fa_call call)
+{
+    const void        *given[] = {problem->q.data, problem->k.data, problem->v.data, problem->o.data, problem->lse.data};
+    flash_attn_tensor *views[] = {&call.q, &call.k, &call.v, &call.o, &call.lse};
+    for (int i = 0; i < 5; i++)
+        if (!given[i])
+            views[i]->data = NULL;
+    return call.pass == FLASH_ATTN_FORWARD ? fa_check_memory(&call, NULL, 0) : FLASH_ATTN_OK;
+}
+
 flash_attn_status flash_attn_explain(flash_attn_context *context, const flash_attn_problem *problem,
                                      flash_attn_pass pass, flash_attn_explanation *explanation)
 {
@@ -159,6 +170,7 @@ flash_attn_status flash_attn_explain(flash_attn_context *context, const flash_at
         return fa_fail(FLASH_ATTN_INVALID, "explanation is NULL, expected a place for it");
     FA_TRY(fa_context_of(&context));
     FA_TRY(fa_normalise(problem, NULL, pass, FA_PLAN_LENGTHS, &call));
+    FA_TRY(check_given_memory(problem, call));
     FA_TRY(workspace_on(context, problem->device, &call, &workspace_bytes));
     flash_attn_explanation result = {.num_splits = 1, .num_threads = 1, .num_tasks = 1, .tile_q = 1, .tile_k = 1};
     if (problem->device.type == FLASH_ATTN_CUDA) {

@@ -94,6 +94,22 @@ static void plans_need_no_data(void **state)
         }
 }
 
+static void a_plan_of_results_on_inputs_is_refused(void **state)
+{
+    (void)state;
+    static memory          m;
+    flash_attn_explanation untouched = {.num_splits = 77}, explanation = untouched;
+    for (int n = 0; n < 2; n++) {
+        flash_attn_problem p = make_problem(&m);
+        p.device             = hosts[n];
+        p.o.data             = (float *)p.k.data + 1;
+        ASSERT_FAILS(flash_attn_explain(NULL, &p, FLASH_ATTN_FORWARD, &explanation), FLASH_ATTN_INVALID, "o and k share memory");
+        assert_memory_equal(&explanation, &untouched, sizeof untouched);
+        ASSERT_OK(flash_attn_explain(NULL, &p, FLASH_ATTN_BACKWARD, &explanation)); /* which reads both */
+        explanation = untouched;
+    }
+}
+
 static void a_workspace_must_be_large_enough_and_suffices(void **state)
 {
     (void)state;
@@ -461,6 +477,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_status_has_a_name),
         cmocka_unit_test(plans_need_no_data),
+        cmocka_unit_test(a_plan_of_results_on_inputs_is_refused),
         cmocka_unit_test(a_workspace_must_be_large_enough_and_suffices),
         cmocka_unit_test(workspace_does_not_depend_on_lengths),
         cmocka_unit_test(bytes_count_each_element_once),

@@ -235,7 +235,7 @@ class Call:
         if out is not None:
             self._set_results(out, None)
         context = self.context or _native.context
-        if self.found_q.device == _native.CUDA:
+        if self.found_q.device == _native.CUDA and out is None:
             check(lib.flash_attn_workspace_size(context, self.address, _native.FORWARD, ctypes.byref(ctypes.c_size_t())))
         else:
             check(lib.flash_attn_explain(context, self.address, _native.FORWARD, ctypes.byref(_native.Explanation())))

@@ -4,6 +4,7 @@ import attention_math as math_
 import flashattn
 import pytest
 import torch
+from flashattn import interface3
 
 
 def rotate(x, cos, sin, positions, interleaved):
@@ -144,3 +145,12 @@ def test_what_attention_refuses_is_not_appended(nonsense, word, rotary):
     assert torch.equal(cache_k, before[0]) and torch.equal(cache_v, before[1])
     flashattn.flash_attn_with_kvcache(**call)
     assert not torch.equal(cache_k, before[0])
+
+
+def test_a_result_in_the_cache_is_refused_and_nothing_is_appended():
+    cache_k, cache_v = torch.randn(2, 1, 8, 2, 16)
+    before, new = cache_k.clone(), torch.randn(1, 1, 2, 16)
+    with pytest.raises(flashattn.InvalidError, match="o and k share memory"):
+        interface3._flash_attn_forward(torch.randn(1, 1, 2, 16), cache_k, cache_v, new, new, out_=cache_k[:, 5:6],
+                                       seqused_k=torch.tensor([3], dtype=torch.int32))
+    assert torch.equal(cache_k, before)
