@@ -68,7 +68,7 @@ static void the_forward_for_hopper_has_blocks_for_all_tiles(void **state)
                 assert_int_equal(main->stays, !varlen);
                 assert_int_equal(plan.args.order_heads > 0, varlen);
                 if (!varlen)
-                    assert_int_equal(main->blocks, (mask ? (tiles + 1) / 2 : tiles) * batch * 5);
+                    assert_int_equal(main->blocks, tiles * batch * 5);
                 else if (plan.args.block_tiles == 0)
                     assert_int_equal(main->blocks, tiles * batch * 5);
                 else { /* as packed_sm90.cuh numbers tiles: each sequence may end inside one */
@@ -119,12 +119,11 @@ static void the_backward_for_hopper_deals_every_head_once(void **state)
         assert_int_equal(args->own_heads + args->dealt_heads, heads);
         if (mask == FLASH_ATTN_CAUSAL) /* tiles are owned in pairs, of two heads where they are odd */
             assert_int_equal(args->own_heads % 2, 0);
-        if (kind == 0 && !args->first_stores)
-            assert_true(mask == FLASH_ATTN_CAUSAL ? args->dealt_heads > 0 : args->dealt_heads == 0);
-        if (kind != 0 && kind != 3)
+        assert_true(args->dealt_heads > 0);
+        if (mask == FLASH_ATTN_NONE || kind == 1 || kind == 2)
             assert_int_equal(args->own_heads, 0);
         if (kind != 0)
-            assert_int_equal(args->first_stores, 0);
+            assert_int_equal(args->dq_order, kind == 1 ? FA_DQ_IN_ORDER : FA_DQ_FIRST_COMES);
         assert_true(args->order_heads >= (args->dealt_heads > 0) && args->order_heads <= heads);
         assert_int_equal(args->dealt_tiles, kind == 2 ? args->all_tiles_k : tiles_k);
         assert_true(args->all_tiles_k >= tiles_k * 5 && args->all_tiles_q >= tiles_of(length, main_of(&plan)->key.tile_q) * 5);
@@ -135,25 +134,27 @@ static void the_backward_for_hopper_deals_every_head_once(void **state)
     }
 }
 
-/* dQ is not cleared where the first tile of keys writes it, so that tile must see every query. */
+/* The first tile of keys alone stores dQ where it sees every query, for dQ is not cleared. */
 static void the_first_keys_store_dq_only_if_all_queries_see_them(void **state)
 {
     (void)state;
     static const struct {
         int64_t         seqlen_q, seqlen_k;
         flash_attn_mask mask;
-        int             left, right, stores;
-    } calls[] = {{512, 512, FLASH_ATTN_NONE, 0, 0, 1},   {512, 512, FLASH_ATTN_CAUSAL, 0, 0, 1},     {513, 512, FLASH_ATTN_CAUSAL, 0, 0, 0},
-                 {512, 513, FLASH_ATTN_CAUSAL, 0, 0, 1}, {512, 512, FLASH_ATTN_WINDOW, 500, 0, 0},   {520, 512, FLASH_ATTN_WINDOW, -1, 8, 1},
-                 {521, 512, FLASH_ATTN_WINDOW, -1, 8, 0}, {512, 1 << 15, FLASH_ATTN_NONE, 0, 0, 0}};
+        int             left, right, deterministic, order;
+    } calls[] = {{512, 512, FLASH_ATTN_NONE, 0, 0, 0, FA_DQ_FIRST_KEYS},       {512, 512, FLASH_ATTN_CAUSAL, 0, 0, 0, FA_DQ_FIRST_COMES},
+                 {512, 512, FLASH_ATTN_WINDOW, 500, 0, 0, FA_DQ_FIRST_COMES},  {520, 512, FLASH_ATTN_WINDOW, -1, 8, 0, FA_DQ_FIRST_COMES},
+                 {512, 1 << 15, FLASH_ATTN_NONE, 0, 0, 0, FA_DQ_FIRST_COMES},  {512, 512, FLASH_ATTN_NONE, 0, 0, 1, FA_DQ_IN_ORDER},
+                 {512, 512, FLASH_ATTN_CAUSAL, 0, 0, 1, FA_DQ_IN_ORDER}};
     for (size_t n = 0; n < sizeof calls / sizeof *calls; n++) {
         fa_call            call;
         fa_plan            plan;
         flash_attn_problem p = problem_of((shape){2, calls[n].seqlen_q, calls[n].seqlen_k, 64, 64, 128}, FLASH_ATTN_BF16, calls[n].mask);
         p.window_left        = calls[n].left;
         p.window_right       = calls[n].right;
+        p.deterministic      = calls[n].deterministic;
         plan_it(&p, FLASH_ATTN_BACKWARD, 90, &call, &plan);
-        if (plan.args.first_stores != calls[n].stores)
+        if (plan.args.dq_order != calls[n].order)
             fail_msg("call %zu", n);
     }
 }
@@ -304,7 +305,7 @@ static void the_workspace_has_room_for_every_piece(void **state)
             assert_non_null(a->dq_accum);
             assert_int_equal(a->dk_accum != NULL, key->has_kv_accum);
             assert_int_equal(a->dbias.data != NULL, (n & 8) != 0);
-            assert_int_equal(a->dq_turn != NULL, p.deterministic || a->first_stores);
+            assert_int_equal(a->dq_turn != NULL, p.deterministic || tma);
         }
         if (a->dk_accum) /* what is added to is cleared */
             assert_true(plan.zero == (void *)a->dk_accum && (char *)plan.zero + plan.zero_bytes == base + plan.workspace_bytes);

@@ -285,8 +285,6 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
 {
     bool    alike = is_alike(call);
     int64_t tiles = plan->args.tiles_q;
-    if (alike && key->mask == FA_MASK_CAUSAL)
-        tiles = (tiles + 1) / 2; /* in pairs */
     plan->has_maps         = true;
     plan->args.page_piece  = fa_page_piece(call, key->tile_k);
     plan->args.cap_unit    = 2 * call->softcap * LOG2_E;
@@ -381,27 +379,29 @@ static bool is_small(const fa_call *call, const fa_key *key, const fa_args *args
            !key->has_dbias && !call->dsinks.data;
 }
 
-/* Backward for Hopper: key heads, of all sequences if they are not packed, whose queries' Q, dO and float dQ stay in L2 beside each other. */
+/* Backward for Hopper: without a mask and with few tiles of keys a head's first one stores dQ, else who comes first does. Measured: decision 0056, fourth round. */
+static int dq_order_of(const fa_call *call, const fa_key *key, const fa_args *args)
+{
+    enum { FEW_TILES = 32 };
+    bool first_keys = key->mask == FA_MASK_NONE && is_alike(call) && !call->leftpad_k && args->tiles_k > 0 && args->tiles_k <= FEW_TILES;
+    return call->deterministic ? FA_DQ_IN_ORDER : first_keys ? FA_DQ_FIRST_KEYS : FA_DQ_FIRST_COMES;
+}
+
+/* Key heads, of all sequences if they are not packed, whose queries' Q, dO and float dQ stay in L2 beside each other. */
 static int64_t key_heads_in_l2(const fa_call *call, const fa_key *key, const fa_args *args)
 {
     enum { BYTES_OF_ELEMENT = 2 + 2 + 4, MOST_COLUMNS = 4096 };
     int64_t l2_bytes = key->mask == FA_MASK_NONE ? 16 << 20 : 32 << 20; /* measured, as MOST_COLUMNS is: decision 0056 */
     int64_t bytes = call->max_seqlen_q * call->group * key->head_dim * BYTES_OF_ELEMENT, heads = bytes > 0 ? l2_bytes / bytes : 1;
-    int64_t most = args->first_stores ? MOST_COLUMNS / key->head_dim : heads, all = args->dealt_heads;
+    int64_t most = args->dq_order == FA_DQ_FIRST_KEYS ? MOST_COLUMNS / key->head_dim : heads, all = args->dealt_heads;
     heads = heads < most ? heads : most;
     return heads < 1 ? 1 : heads < all ? heads : all;
 }
 
-/* Tiles of keys of the backward for Hopper go to who is free: where lengths differ, and where blocks wait for each other. */
-static bool is_dealt(const fa_call *call, const fa_args *args) { return call->deterministic || args->first_stores || !is_alike(call); }
-
-/* The first tile of keys of each head sees all queries, so that no dQ need be cleared; with many tiles clearing costs less than waiting (measured: decision 0056). */
-static bool first_can_store(const fa_call *call, const fa_key *key, const fa_args *args)
+/* All tiles of keys go to who is free: where lengths differ, where blocks wait for those of earlier keys, and where tiles are all alike. */
+static bool is_dealt(const fa_call *call, const fa_key *key, const fa_args *args)
 {
-    enum { FEW_TILES = 32, FEW_WIDE_TILES = 16, WIDE = 256 };
-    int  few      = key->mask == FA_MASK_CAUSAL && key->head_dim == WIDE ? FEW_WIDE_TILES : FEW_TILES;
-    bool sees_all = key->mask == FA_MASK_NONE || (key->mask == FA_MASK_CAUSAL && call->max_seqlen_k - call->max_seqlen_q + call->window.right >= 0);
-    return sees_all && is_alike(call) && !call->leftpad_k && !call->deterministic && args->tiles_k > 0 && args->tiles_k <= few;
+    return args->dq_order != FA_DQ_FIRST_COMES || key->mask == FA_MASK_NONE || !is_alike(call);
 }
 
 /* Causal tiles in pairs alone would end with a round that some blocks have no pair for: the last heads' tiles, one and a half for each of 132
@@ -437,15 +437,15 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     args->apart_k     = fa_map_entry_rows(&call->k);
     args->apart_v     = fa_map_entry_rows(&call->v);
     args->apart_dout  = fa_map_entry_rows(&call->dout);
-    args->first_stores = first_can_store(call, key, args); /* is_dealt asks for it */
-    if (is_dealt(call, args))
+    args->dq_order    = dq_order_of(call, key, args); /* is_dealt asks for it */
+    if (is_dealt(call, key, args))
         own = 0;
     else if (key->mask == FA_MASK_CAUSAL)
         own = heads_of_pairs(args, heads);
     args->own_heads   = (int)own;
     args->dealt_tiles = call->cu_seqlens_k ? (int)all_k : args->tiles_k;
     args->dealt_heads = (int)(heads - own);
-    args->order_heads = is_dealt(call, args) ? (int)key_heads_in_l2(call, key, args) : args->dealt_heads;
+    args->order_heads = is_dealt(call, key, args) ? (int)key_heads_in_l2(call, key, args) : args->dealt_heads;
     rowsum.tile_q  = key->tile_q;
     rowsum.variant = 1;
     plan->has_maps = true;
@@ -535,7 +535,7 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         int64_t tiles   = call->heads_q * args->all_tiles_q, rows = tiles * key->tile_q; /* cleared by backward_rowsum */
         args->row_stats = take(&a, 2 * rows, sizeof(float));
         args->dq_accum  = take(&a, rows * key->head_dim, sizeof(float));
-        args->dq_turn   = take(&a, call->deterministic || args->first_stores ? tiles : 0, sizeof(int));
+        args->dq_turn   = take(&a, tiles, sizeof(int));
         args->next_item = take(&a, args->dealt_heads > 0, sizeof(int));
     } else if (call->pass == FLASH_ATTN_BACKWARD) {
         args->delta  = take(&a, key->one_launch ? 0 : call->heads_q * tokens, sizeof(float));

@@ -53,11 +53,11 @@ typedef struct fa_args {
     float *lse_partial; /* [num_splits][heads_q][tokens], natural log, -inf where the part saw nothing: always written */
     float *delta;       /* [heads_q][tokens]: rowsum(dO * O), by backward_rowsum.cu */
     float *dq_accum;    /* [heads_q][tokens][FA_HEAD_DIM] sum of dS K without the scale; zeroed by backward_rowsum.cu,
-                           FA_ONE_LAUNCH: by the cluster that adds to it */
+                           FA_ONE_LAUNCH: by the cluster that adds to it; backward_sm90: by nobody */
     float *dk_accum, *dv_accum; /* FA_HAS_KV_ACCUM: [heads_k][kv tokens][FA_HEAD_DIM], [...][FA_HEAD_DIM_V]; zeroed by
                                    launch.c; kv tokens = kv_entries * kv_rows */
     int   *dq_turn;     /* FA_DETERMINISTIC: [batch * heads_q][tiles of q], zeroed as dq_accum or by launch.c: key tiles added
-                           so far. backward_sm90: [heads_q][all_tiles_q], null unless the call asks for it */
+                           so far. backward_sm90: [heads_q][all_tiles_q], 0 where dq_accum was not written */
 
     fa_i64 page_row_stride;
 
@@ -91,8 +91,7 @@ typedef struct fa_args {
                                               backward_rowsum.cu. Null: each block knows its own */
     int own_heads;                         /* backward_sm90: key heads of all sequences, the first, whose tiles blocks have without being dealt them */
     int dealt_tiles, dealt_heads;          /* backward_sm90 with next_item: tiles and heads that order_heads is a part of, behind own_heads */
-    int first_stores;                      /* backward_sm90: the first tile of keys of a head sees all queries and stores its dQ, others wait
-                                              for dq_turn and add: dq_accum is not cleared */
+    int dq_order;                          /* backward_sm90: FA_DQ_FIRST_COMES ... below */
     int all_tiles_q, all_tiles_k;          /* of a head, over all sequences (packed_sm90.cuh): backward_sm90, and forward_sm90 with block_tiles */
     int row_warps;                         /* combine: warps of a row, 1 or FA_COMBINE_WARPS */
     int block_tiles;                       /* forward_sm90: neighbours of all_tiles_q that a block takes; 0: it has others */
@@ -157,6 +156,11 @@ typedef struct fa_upload_args {
     int           count; /* words used, at most FA_UPLOAD_WORDS */
     unsigned int  word[FA_UPLOAD_WORDS];
 } fa_upload_args;
+
+/* Who stores the dQ of a query tile, and who adds when: */
+#define FA_DQ_FIRST_COMES 0 /* the first tile of keys that comes to it; then all */
+#define FA_DQ_FIRST_KEYS 1  /* the head's first tile of keys, which must see all queries; then all */
+#define FA_DQ_IN_ORDER 2    /* the first that it sees; then the others, in order (deterministic) */
 
 /* For kernels that use the tensor memory accelerator: a second parameter, const __grid_constant__ fa_maps maps. */
 typedef struct fa_map {

@@ -84,8 +84,8 @@ FA_DEVICE int first_column_of(int group) { return BY_COLUMNS ? D_COLS * group : 
 
 FA_DEVICE unsigned dq_at(int group) { return shared_address(shared) + DQ_AT + group * DQ_BYTES; }
 
-/* Named barriers; of DQ and OWN one a consumer. BY_COLUMNS alone: IS_CLEAN, P_IS_THERE and the last two. */
-enum { DS_IS_THERE = 1, IS_CLEAN = 2, DQ_IS_THERE = 3, DQ_IS_FREE = 5, P_IS_THERE = 7, OWN = 8, DOUT_IS_CLEAN = 10, DS_IS_WHOLE = 11 };
+/* Named barriers; of DQ and OWN one a consumer. BY_COLUMNS alone: IS_CLEAN, P_IS_THERE and the last three. */
+enum { DS_IS_THERE = 1, IS_CLEAN = 2, DQ_IS_THERE = 3, DQ_IS_FREE = 5, P_IS_THERE = 7, OWN = 8, DOUT_IS_CLEAN = 10, DS_IS_WHOLE = 11, ADDERS_TOGETHER = 12 };
 
 /* ---- the block's tiles of keys ---- */
 
@@ -150,22 +150,24 @@ FA_DEVICE bool has_item(unsigned n)
 FA_DEVICE int steps_of(const work &w) { return (w.tiles.end - w.tiles.begin) * w.num_heads; }
 FA_DEVICE bool is_masked(const work &w, int tile) { return tile < w.clean.begin || tile >= w.clean.end; }
 
-/* Where a work's walk is: a query tile, and its number among those of all heads and sequences, by which its LSE, delta and float dQ are found. From the last
- * to the first: beside each other, blocks of a causal head or of a window then come to a tile in the order of their keys. Of a pair of causal tiles the second
- * goes upwards: as the first ones begin together, the second ones end together, so that blocks are at the same query tile all the time. */
+/* Where a work's walk is: a query tile, and its number among those of all heads and sequences, by which its LSE, delta and float dQ are found. With
+ * FA_DQ_FIRST_COMES blocks that have neighbouring keys begin at different query tiles, so that each finds some to which it comes first: without a mask as far apart
+ * as their keys and round the end, with one at its edge. Else they go downwards, to come to a tile in the order of their keys. */
 struct walk {
-    int begin, end, tile, number, head, way;
+    int begin, end, start, tile, number, head, way;
 };
 
-FA_DEVICE walk start_walk(const fa_args &args, const work &w, unsigned item)
+FA_DEVICE walk start_walk(const fa_args &args, const work &w)
 {
-    bool upwards = FA_MASK == FA_MASK_CAUSAL && item % 2 == 1 && args.own_heads > 0;
+    bool apart   = args.dq_order == FA_DQ_FIRST_COMES, upwards = FA_MASK != FA_MASK_WINDOW && apart;
     int  start   = upwards ? w.tiles.begin : w.tiles.end - 1;
-    int  first   = w.first_head * args.all_tiles_q + first_tile<FA_TILE_Q>(args.cu_seqlens_q, args.q_rows, args.tiles_q, w.b);
-    return {w.tiles.begin, w.tiles.end, start, first + start, w.first_head, upwards ? 1 : -1};
+    if (FA_MASK == FA_MASK_NONE && apart && w.tiles.end > w.tiles.begin)
+        start += w.first_k / FA_TILE_Q % (w.tiles.end - w.tiles.begin);
+    int first = w.first_head * args.all_tiles_q + first_tile<FA_TILE_Q>(args.cu_seqlens_q, args.q_rows, args.tiles_q, w.b);
+    return {w.tiles.begin, w.tiles.end, start, start, first + start, w.first_head, upwards ? 1 : -1};
 }
 
-/* The next query tile of the head; after its last the next head. */
+/* The next query tile of the head, round to the one where it began; then the next head. */
 FA_DEVICE void advance(const fa_args &args, walk &at)
 {
     at.tile += at.way;
@@ -173,7 +175,10 @@ FA_DEVICE void advance(const fa_args &args, walk &at)
     if (at.way < 0 ? at.tile < at.begin : at.tile >= at.end) {
         int back = at.way * (at.begin - at.end);
         at.tile += back;
-        at.number += args.all_tiles_q + back;
+        at.number += back;
+    }
+    if (at.tile == at.start) {
+        at.number += args.all_tiles_q;
         at.head++;
     }
 }

@@ -1,6 +1,6 @@
 /*
  * After backward_sm90.cu: its float dQ becomes the caller's. A block has a tile of queries of one head, a warp 16 rows x 64 columns at once, which
- * it finds in the order of an accumulator.
+ * it finds in the order of an accumulator. Where no key was seen there is none, and dQ is 0.
  */
 #include "fragment_sm90.cuh"
 #include "packed_sm90.cuh"
@@ -16,6 +16,7 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_convert_sm9
     int        lane  = threadIdx.x % 32, t = lane % 4;
     if (place.tile < 0 || place.tile * FA_TILE_Q >= s.rows_q)
         return;
+    bool there = args.dq_turn[(fa_i64)head * args.all_tiles_q + number] != 0;
     for (int piece = threadIdx.x / 32; piece < PIECES; piece += FA_WARPS) {
         int           group = piece / 4, row = piece % 4 * 16 + lane / 4, col = 0;
         const float4 *from  = (const float4 *)(args.dq_accum + ((fa_i64)head * args.all_tiles_q + number) * (FA_TILE_Q * FA_HEAD_DIM)) + group * 1024 + piece % 4 * 32 + lane;
@@ -26,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_convert_sm9
             col = 64 * group;
 #pragma unroll
         for (int j = 0; j < 8; j++)
-            x[j] = __ldcs(from + 128 * j);
+            x[j] = there ? __ldcs(from + 128 * j) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             int    i  = place.tile * FA_TILE_Q + row + 8 * h;

@@ -1,7 +1,7 @@
 /*
  * Before the backward: delta = rowsum(dO * O) for every query (Algorithm 2, line 4), and zeros in the float dQ that blocks
- * add to. Bound by memory: each row is read once, 16 bytes a lane. FA_VARIANT 1: for backward_sm90.cu, by its tiles of queries, with LSE,
- * and without zeros where args.first_stores.
+ * add to. Bound by memory: each row is read once, 16 bytes a lane. FA_VARIANT 1: for backward_sm90.cu, by its tiles of queries, with LSE
+ * and without those zeros.
  */
 #include "backward_rows.cuh"
 #include "packed_sm90.cuh"
@@ -10,20 +10,18 @@ constexpr int PIECES        = FA_HEAD_DIM_V / 8; /* of eight elements, one a lan
 constexpr int LANES         = PIECES > 16 ? 32 : PIECES > 8 ? 16 : PIECES > 4 ? 8 : 4; /* that share a row */
 constexpr int ROWS_AT_ONCE  = 32 * FA_WARPS / LANES;
 
-/* Row i of tile `tile`: delta and LSE to args.row_stats, zeros to a part of dQ as large as a row. Rows past the last have P = 0. */
+/* Row i of tile `tile`: delta and LSE to args.row_stats. Rows past the last have P = 0. */
 FA_DEVICE void store_in_tile(const fa_args &args, const sequence &s, fa_i64 tile, int head, int i, float delta)
 {
-    int lane = threadIdx.x % LANES, row = i % FA_TILE_Q;
-    if (lane == 0) {
-        float lse = infinity();
-        if (i < s.seqlen_q)
-            lse = ((const float *)args.lse.data)[s.q_entry * args.lse.stride[0] + head * args.lse.stride[1] +
-                                                 (s.q_row + i) * args.lse.stride[2]] * FA_LOG2E;
-        args.row_stats[(2 * tile) * FA_TILE_Q + row]     = lse;
-        args.row_stats[(2 * tile + 1) * FA_TILE_Q + row] = delta;
-    }
-    for (int col = args.first_stores ? FA_HEAD_DIM : lane * 4; col < FA_HEAD_DIM; col += LANES * 4)
-        *(float4 *)(args.dq_accum + (tile * FA_TILE_Q + row) * FA_HEAD_DIM + col) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    int   row = i % FA_TILE_Q;
+    float lse = infinity();
+    if (threadIdx.x % LANES != 0)
+        return;
+    if (i < s.seqlen_q)
+        lse = ((const float *)args.lse.data)[s.q_entry * args.lse.stride[0] + head * args.lse.stride[1] +
+                                             (s.q_row + i) * args.lse.stride[2]] * FA_LOG2E;
+    args.row_stats[(2 * tile) * FA_TILE_Q + row]     = lse;
+    args.row_stats[(2 * tile + 1) * FA_TILE_Q + row] = delta;
 }
 
 /* A tile of all heads and sequences; those that are nobody's are not looked at again. */
@@ -36,7 +34,7 @@ FA_DEVICE void fill_tile(const fa_args &args, unsigned n)
     if (threadIdx.x == 0 && n == 0 && args.next_item)
         *args.next_item = 0;
     n = head * args.all_tiles_q + number;
-    if (threadIdx.x == 0 && args.dq_turn)
+    if (threadIdx.x == 0)
         args.dq_turn[n] = 0;
     if (at.tile < 0 || first >= s.rows_q)
         return;

@@ -313,7 +313,7 @@ FA_DEVICE void end_turn(const fa_args &args, const work &w, place at)
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0)
-        add_one_release(turn_of(args, w, at));
+        add_release(turn_of(args, w, at), 1);
 }
 
 /* dQ += dS K (line 15) of the step before, from dS^T in shared memory. */

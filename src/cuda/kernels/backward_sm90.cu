@@ -53,7 +53,7 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
         if (!find_item(args, item, w))
             break;
         int  steps = steps_of(w), end = w.seq.kv_row + w.seq.seqlen_k, left = w.seq.seqlen_k - w.first_k;
-        walk at    = start_walk(args, w, item);
+        walk at    = start_walk(args, w);
         if (steps > 0) {
             fetch_q(args, maps, w, at, n);
             barrier_wait(k_empty(), freed<1>(item));
@@ -79,35 +79,61 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
 
 /* ---- the warp that adds dQ, BY_COLUMNS one for each consumer: once a step, from shared memory by TMA ---- */
 
-/* In the deterministic mode query tiles have a turn for each tile of keys that they see, in order. With first_stores all but the first wait for that one.
- * Each adder ends a turn. */
-FA_DEVICE void wait_for_turn(const fa_args &args, const work &w, const walk &at)
+/* Nobody clears the float dQ: one stores it, the others wait until it is there and add. FA_DQ_FIRST_COMES: of a query tile's dq_turn an adder has a bit by which
+ * who comes first says that it will store, and one by which it says that it has; blocks begin at different tiles (start_walk), so few ever wait. Else dq_turn counts
+ * turns that are over: one for each tile of keys that it sees, in order, or with FA_DQ_FIRST_KEYS that of the head's first tile of keys alone. */
+struct dq_turns {
+    int adder, open; /* open: the query tile of which others are still to be told, or -1 */
+};
+
+/* All that was asked for is there, but PENDING copies. */
+template <int PENDING> FA_DEVICE void tell(const fa_args &args, dq_turns &t)
 {
-    fa_range keys = fa_keys_seen(window_of(args), w.seq.diagonal, queries_of_tile(w, at.tile), {w.seq.key_begin, w.seq.seqlen_k});
-    int      wanted = args.first_stores ? w.first_k > 0 : w.first_k / FA_TILE_K - keys.begin / FA_TILE_K;
-    while (load_acquire(args.dq_turn + at.number) < ADDERS * wanted)
-        continue;
+    if (t.open < 0)
+        return;
+    bulk_added<PENDING>();
     fence_async_global();
+    add_release(args.dq_turn + t.open, args.dq_order == FA_DQ_FIRST_COMES ? 4 << t.adder : 1);
+    t.open = -1;
 }
 
-FA_DEVICE void end_turn(const fa_args &args, int number)
+/* True: store. Who waits has told before, or two could wait for each other. */
+FA_DEVICE bool begin_turn(const fa_args &args, const work &w, const walk &at, dq_turns &t)
 {
-    bulk_added();
+    int *turn = args.dq_turn + at.number;
+    if (args.dq_order == FA_DQ_FIRST_COMES) {
+        int will = 1 << t.adder, has = 4 << t.adder, now = or_acquire(turn, will);
+        if (!(now & will))
+            return true;
+        if (!(now & has)) {
+            tell<0>(args, t);
+            while (!(load_acquire(turn) & has))
+                continue;
+        }
+        fence_async_global();
+        return false;
+    }
+    fa_range keys  = fa_keys_seen(window_of(args), w.seq.diagonal, queries_of_tile(w, at.tile), {w.seq.key_begin, w.seq.seqlen_k});
+    int      turns = args.dq_order == FA_DQ_IN_ORDER ? w.first_k / FA_TILE_K - keys.begin / FA_TILE_K : w.first_k > 0;
+    tell<0>(args, t);
+    while (load_acquire(turn) < ADDERS * turns)
+        continue;
     fence_async_global();
-    add_one_release(args.dq_turn + number);
+    return turns == 0;
 }
 
 FA_DEVICE void add_dq(const fa_args &args, int adder)
 {
-    bool asks = threadIdx.x % 32 == 0, in_turns = asks && args.dq_turn;
+    constexpr int STEP_COPIES = CONSUMERS / ADDERS; /* of an adder */
+    bool          asks = threadIdx.x % 32 == 0;
+    dq_turns      t = {adder, -1};
     for (unsigned item = 0; has_item(item); item++) {
         const work &w  = work_at(item);
-        int    before = -1; /* the query tile whose turn is not over */
-        bool   stores = args.first_stores && w.first_k == 0, ends = in_turns && (stores || !args.first_stores);
-        walk        at = start_walk(args, w, item);
+        walk        at = start_walk(args, w);
 #pragma unroll 1
         for (int step = 0, steps = steps_of(w); step < steps; step++, advance(args, at)) {
-            float *to = args.dq_accum + (fa_i64)at.number * (FA_TILE_Q * FA_HEAD_DIM);
+            float *to     = args.dq_accum + (fa_i64)at.number * (FA_TILE_Q * FA_HEAD_DIM);
+            bool   stores = false;
 #pragma unroll 1
             for (int round = 0; round < DQ_ROUNDS; round++) {
                 if (asks)
@@ -115,21 +141,28 @@ FA_DEVICE void add_dq(const fa_args &args, int adder)
                 __syncwarp();
                 for (int group = adder; group < CONSUMERS; group += ADDERS)
                     named_arrive(DQ_IS_FREE + group, 128 + 32);
-                if (in_turns && round == 0) {
-                    if (ends && before >= 0)
-                        end_turn(args, before);
-                    wait_for_turn(args, w, at);
+                if (round == 0) {
+                    if (ADDERS > 1) { /* else one could be ahead, holding a tile, and its consumer wait for the other's, whose adder waits: a circle */
+                        if (asks)
+                            tell<0>(args, t);
+                        named_sync(ADDERS_TOGETHER, 32 * ADDERS);
+                    }
+                    if (asks)
+                        stores = begin_turn(args, w, at, t);
                 }
-                before = at.number;
                 for (int group = adder; group < CONSUMERS; group += ADDERS) {
                     named_sync(DQ_IS_THERE + group, 128 + 32);
                     if (asks)
                         bulk_add(to + (group * DQ_ROUNDS + round) * (DQ_BYTES / 4), dq_at(group), DQ_BYTES, stores);
                 }
             }
+            if (asks) {
+                tell<STEP_COPIES * DQ_ROUNDS>(args, t); /* a step later there is nothing to wait for */
+                t.open = stores || args.dq_order == FA_DQ_IN_ORDER ? at.number : -1;
+            }
         }
-        if (ends && before >= 0)
-            end_turn(args, before);
+        if (asks)
+            tell<0>(args, t);
     }
     if (asks)
         bulk_added_was_read();
@@ -300,11 +333,12 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, int group)
         if (BY_COLUMNS && INSPECTED && steps > 0)
             inspect<KV_BYTES, 128 * CONSUMERS>(k_tile(), IS_CLEAN);
         if (steps > 0) {
-            walk at   = start_walk(args, w, item);
+            walk at   = start_walk(args, w);
             at.begin  = same_for_all(at.begin);
             at.end    = same_for_all(at.end);
             at.tile   = same_for_all(at.tile);
-            at.way    = FA_MASK == FA_MASK_CAUSAL ? same_for_all(at.way) : -1;
+            at.start  = same_for_all(at.start);
+            at.way    = FA_MASK == FA_MASK_WINDOW ? -1 : same_for_all(at.way);
             at.number = same_for_all(at.number);
             int clean_begin = same_for_all(w.clean.begin), clean_end = same_for_all(w.clean.end);
             if constexpr (FA_HAS_ALIBI || FA_HAS_DROPOUT)

@@ -203,7 +203,14 @@ FA_DEVICE int load_acquire(const int *from)
     return value;
 }
 
-FA_DEVICE void add_one_release(int *to) { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(to) : "memory"); }
+FA_DEVICE int or_acquire(int *to, int bits)
+{
+    int before;
+    asm volatile("atom.acquire.gpu.global.or.b32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(bits) : "memory");
+    return before;
+}
+
+FA_DEVICE void add_release(int *to, int x) { asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory"); }
 
 /* A launch that may begin before the one in front of it has ended (launch.c): that one lets it, and it waits until all is written. Before Hopper
  * launches follow each other. */

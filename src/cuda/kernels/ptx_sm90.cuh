@@ -149,7 +149,7 @@ FA_DEVICE void bulk_add(float *to, unsigned from, unsigned bytes, bool stores)
                  : "memory");
 }
 
-FA_DEVICE void bulk_added() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+template <int PENDING> FA_DEVICE void bulk_added() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory"); }
 FA_DEVICE void bulk_added_was_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 /* ---- matrices of 8x8 from registers to shared memory, each turned round: what lane 4 g + t holds as row g, columns 2 t and
