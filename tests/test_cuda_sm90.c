@@ -105,6 +105,11 @@ static const test_case shapes[] = {
     {.name = "dropout, used lengths", .batch = 5, .seqlen_q = 400, .seqlen_k = 500, .mask = C, .seqused_q = LENGTHS_HOLES, .dropout = 0.4f, .head_dim = 128},
     {.name = "dropout, pages", .batch = 3, .seqlen_q = 200, .seqlen_k = 500, .heads_q = 2, .page_size = 64, .seqused_k = LENGTHS_MIXED, .dropout = 0.2f, .head_dim = 128},
     {.name = "dropout, far logits", .seqlen_q = 150, .seqlen_k = 200, .logit_size = 3e9f, .mask = C, .dropout = 0.5f, .head_dim = 64},
+    {.name = "maxima that jump", .seqlen_q = 300, .seqlen_k = 900, .logit_size = 200.0f, .sinks = true},
+    {.name = "maxima that jump, causal", .batch = 2, .seqlen_q = 500, .seqlen_k = 1000, .mask = C, .logit_size = 200.0f, .o_f32 = true},
+    {.name = "maxima that jump, dropout", .seqlen_q = 200, .seqlen_k = 900, .logit_size = 200.0f, .dropout = 0.3f, .head_dim = 128},
+    {.name = "maxima that jump, pages", .batch = 2, .seqlen_q = 200, .seqlen_k = 900, .page_size = 64, .seqused_k = LENGTHS_MIXED, .logit_size = 200.0f, .head_dim = 128},
+    {.name = "first row sees whole tiles", .seqlen_q = 300, .seqlen_k = 427, .mask = C},
 };
 enum { NUM_SHAPES = sizeof shapes / sizeof *shapes };
 

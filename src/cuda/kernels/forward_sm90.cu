@@ -353,7 +353,7 @@ template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, c
     if (n + 1 == w.tiles)
         release(q_empty(item));
     finish_scores(args, w, s, c.group, n, MASKED);
-    bool moved = softmax_step<MASKED>(s, c.rows, alpha, unit_of(args, w));
+    bool moved = MASKED || FA_HAS_ALIBI ? softmax_step<MASKED>(s, c.rows, alpha, unit_of(args, w)) : softmax_ahead(s, c.rows, alpha, unit_of(args, w));
     drop(args, w, s, c.group, n);
     if (n + 1 < w.tiles) /* here, for a branch keeps the compiler from moving exponentials behind the wait that follows */
         wait_for_k(c.tile + 2);
@@ -431,7 +431,7 @@ FA_DEVICE far_rows store_result(const fa_args &args, const work &w, const float 
         store_row(args, i < w.seq.rows_q ? to : nullptr, o, h, end.scale * factor_of_o(args, w));
         if (threadIdx.x % 4 == 0 && i < w.seq.rows_q)
             store_lse(args, w, i, end.lse);
-        far[h] = __ballot_sync(0xFFFFFFFFu, is_far(top) || (FP8 && !(unit_of(args, w) > 0.0f)));
+        far[h] = __ballot_sync(0xFFFFFFFFu, is_far(top) || (rows.lost >> h & 1) || (FP8 && !(unit_of(args, w) > 0.0f)));
     }
     return {far[0], far[1]};
 }

@@ -16,6 +16,47 @@ FA_DEVICE grid_place place_of_pair(unsigned tiles, unsigned heads, unsigned pair
     return {second ? n / 2 : tiles - 1 - n / 2, 2 * two + (n + second) % 2};
 }
 
+/* Rounds of whole pairs alone would leave some blocks without one in the last. So the last pairs, `first` and those after it, of an even number of heads, are taken
+ * apart: their n-th longest tile. That is, of two heads what is left of them, and all of the others. */
+FA_DEVICE grid_place place_of_rest(unsigned tiles, unsigned heads, unsigned first, unsigned n)
+{
+    unsigned two = first / tiles, gone = first % tiles, half = gone / 2, others = heads - 2 * two - 2; /* of the first head [half, tiles - 1 - half - odd] is left */
+    unsigned odd = gone % 2, longer = half * others;                                                  /* of the second [half + odd, tiles - 1 - half] */
+    if (n < longer)
+        return {tiles - 1 - n / others, 2 * two + 2 + n % others};
+    n -= longer;
+    if (odd) { /* the longest that is left is the second head's, the shortest the first's */
+        if (n <= others)
+            return {tiles - 1 - half, n == 0 ? 2 * two + 1 : 2 * two + 1 + n};
+        n -= others + 1;
+    }
+    unsigned both = tiles - 2 * half - 2 * odd, all = others + 2; /* tiles of which all heads have one */
+    if (n < both * all)
+        return {tiles - 1 - half - odd - n / all, 2 * two + n % all};
+    n -= both * all;
+    if (odd) {
+        if (n <= others)
+            return {half, n == 0 ? 2 * two : 2 * two + 1 + n};
+        n -= others + 1;
+    }
+    return {half - 1 - n / others, 2 * two + 2 + n % others};
+}
+
+/* Rounds of pairs before that; the more lengths there are, the more must be left to come out even. No end to them where heads are odd, or so short that many
+ * would be read at once (decision 0047, third round). */
+FA_DEVICE unsigned rounds_of_pairs(unsigned tiles, unsigned heads, unsigned pairs)
+{
+    unsigned rounds = pairs / gridDim.x, back = tiles < 48 ? 1 : 2;
+    return heads % 2 == 1 || tiles < 12 ? 1u << 30 : rounds > back ? rounds - back : 0;
+}
+
+/* Which of the rest is a block's n-th tile: one a round, in every second round from the last block to the first. */
+FA_DEVICE unsigned rest_of_block(unsigned rounds_of_pairs, unsigned n)
+{
+    unsigned round = n - 2 * rounds_of_pairs;
+    return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+}
+
 /* True if it is the tile in the middle of the last head, its own pair: then the first of the two has done it. */
 FA_DEVICE bool is_own_pair(unsigned tiles, unsigned heads, grid_place at, unsigned second)
 {

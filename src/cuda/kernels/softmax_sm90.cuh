@@ -9,7 +9,8 @@
 constexpr float P_LOG2 = FP8 ? 8.0f : 0.0f, P_LAG = FP8 ? 0.75f : MAX_LAG;
 
 struct row_state {
-    float max[2], sum[2]; /* of dot products; this thread's part of the sum of exponentials. Of rows h = 0, 1 */
+    float    max[2], sum[2]; /* of dot products; this thread's part of the sum of exponentials. Of rows h = 0, 1 */
+    unsigned lost;           /* bit h: softmax_ahead could not follow the maximum */
 };
 
 /* Line 9: S becomes P = exp2(unit * (S - max)), and the row's maximum and sum take it in. The maximum may lag behind (softmax.cuh), so lanes
@@ -58,6 +59,62 @@ FA_DEVICE bool softmax_step(float (&s)[S_COUNT], row_state &rows, float (&alpha)
     return moved;
 }
 
-FA_DEVICE row_state no_rows() { return {{-infinity(), -infinity()}, {0.0f, 0.0f}}; }
+/* The same where the rows have seen keys before: by the maximum as it was then, so that no exponential waits for this step's, whose comparisons lie among
+ * them. If a row has moved too far, P is multiplied as well; if so far that no float holds it before, the row is lost, and far_rows.cuh computes it again. Not for
+ * ALiBi, whose scores may rise by as much with each tile. */
+FA_DEVICE bool softmax_ahead(float (&s)[S_COUNT], row_state &rows, float (&alpha)[2], float unit)
+{
+    constexpr float MOST_LAG = 100.0f;
+    float           highest[2], shift[2], sum[2];
+    bool            far = false;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        shift[h]   = rows.max[h] * unit - P_LOG2;
+        highest[h] = s[2 * h];
+        sum[h]     = 0.0f;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int j = 0; j < FA_TILE_K / 8; j += 4) {
+#pragma unroll
+            for (int i = j; i < j + 4 && i < FA_TILE_K / 8; i++)
+                highest[h] = fmaxf(highest[h], fmaxf(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]));
+            asm volatile("" : "+f"(highest[h]));
+#pragma unroll
+            for (int i = j; i < j + 4 && i < FA_TILE_K / 8; i++)
+#pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; e++) {
+                    s[4 * i + e] = exp2_fast(s[4 * i + e] * unit - shift[h]);
+                    sum[h] += s[4 * i + e];
+                }
+        }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        rows.sum[h] += sum[h];
+        far |= (highest[h] - rows.max[h]) * unit > P_LAG;
+        alpha[h] = 1.0f;
+    }
+    bool moved = __any_sync(0xFFFFFFFFu, far);
+    if (moved)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float top = quad_max(highest[h]), lag = (top - rows.max[h]) * unit;
+            if (lag > P_LAG) {
+                rows.max[h] = top;
+                rows.lost |= lag > MOST_LAG ? 1u << h : 0;
+                alpha[h] = exp2_fast(-lag);
+                rows.sum[h] *= alpha[h];
+#pragma unroll
+                for (int j = 0; j < FA_TILE_K / 8; j++)
+#pragma unroll
+                    for (int e = 2 * h; e < 2 * h + 2; e++)
+                        s[4 * j + e] *= alpha[h];
+            }
+        }
+    return moved;
+}
+
+FA_DEVICE row_state no_rows() { return {{-infinity(), -infinity()}, {0.0f, 0.0f}, 0}; }
 
 #endif

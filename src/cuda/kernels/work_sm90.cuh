@@ -24,19 +24,21 @@ struct work {
 #endif
 };
 
-/* Where every sequence is as long as the others (args.order_heads 0), causal tiles come in pairs. Otherwise a block has one tile, and the
+/* Where every sequence is as long as the others (args.order_heads 0), causal tiles come in pairs, the last ones by their length. Otherwise a block has one tile, and the
  * longest come first over args.order_heads heads whose K and V stay in L2, then over the next heads; or, where sequences are short, it has
  * args.block_tiles neighbours of a head's list (packed_sm90.cuh), so that one is begun while the one before ends. */
 FA_DEVICE bool in_pairs(const fa_args &args) { return FA_MASK == FA_MASK_CAUSAL && args.order_heads == 0; }
 
-/* The block's n-th tile, or pair with its first and second tile. */
+/* The block's n-th tile; two are a pair, then come those of the rest. */
 FA_DEVICE bool has_item(const fa_args &args, unsigned n)
 {
     unsigned heads = args.heads_q * args.batch, tiles = args.tiles_q, own = args.block_tiles;
     if (own > 0)
         return n < own && blockIdx.x * own + n < (unsigned)args.all_tiles_q * args.heads_q;
-    if (in_pairs(args))
-        return n / 2 * gridDim.x + blockIdx.x < pairs_of(tiles, heads);
+    if (in_pairs(args)) {
+        unsigned pairs = pairs_of(tiles, heads), rounds = rounds_of_pairs(tiles, heads, pairs);
+        return n < 2 * rounds ? n / 2 * gridDim.x + blockIdx.x < pairs : rest_of_block(rounds, n) < 2 * (pairs - rounds * gridDim.x);
+    }
     return n * gridDim.x + blockIdx.x < tiles * heads;
 }
 
@@ -50,8 +52,12 @@ FA_DEVICE grid_place place_of(const fa_args &args, unsigned n)
         tile_place at     = place_of_queries(args, number - head * args.all_tiles_q);
         return {at.tile < 0 ? NO_TILE : at.tile, at.b * args.heads_q + head};
     }
-    if (in_pairs(args))
-        return place_of_pair(tiles, args.heads_q * args.batch, n / 2 * gridDim.x + blockIdx.x, n % 2);
+    if (in_pairs(args)) {
+        unsigned heads = args.heads_q * args.batch, rounds = rounds_of_pairs(tiles, heads, pairs_of(tiles, heads));
+        if (n >= 2 * rounds)
+            return place_of_rest(tiles, heads, rounds * gridDim.x, rest_of_block(rounds, n));
+        return place_of_pair(tiles, heads, n / 2 * gridDim.x + blockIdx.x, n % 2);
+    }
     unsigned number = n * gridDim.x + blockIdx.x;
     if (FA_MASK == FA_MASK_NONE || args.order_heads == 0)
         return {number % tiles, number / tiles};
@@ -99,6 +105,8 @@ FA_DEVICE void find_work(const fa_args &args, unsigned n, work &w)
     w.right        = right;
     w.tiles        = tiles;
     w.first_clean  = fa_min_int(fa_max_int(right + 1 - clean.end, 0), tiles);
+    if (w.first_clean > 0 && row_limits_of(window_of(args), w.seq, w.keys, w.first_q).last < clean.end * FA_TILE_K)
+        w.first_clean = fa_min_int(w.first_clean + 1, tiles); /* a clean step's rows have seen keys before (softmax_ahead): the first row has not */
     w.end_clean    = fa_max_int(right + 1 - clean.begin, w.first_clean);
 }
 
