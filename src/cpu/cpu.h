@@ -194,7 +194,7 @@ typedef struct fa_kernels {
      * multiple of few_cols and the type is not F8E4M3. Below few_least another table is faster. 0 and NULL: not there.
      */
     int few_rows, few_cols, few_least;
-    int few_keys; /* keys of a call where heads that lie side by side take turns */
+    int few_keys, few_keys_f32; /* keys of a call where heads that lie side by side take turns; float32's, 0: the same */
     void (*scores_few)(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_soon *soon);
     void (*accumulate_few)(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
                            const fa_soon *soon);
