@@ -141,6 +141,8 @@ typedef struct fa_kernels {
     const char    *name; /* "avx512" */
     flash_attn_isa isa;
     int            key_step; /* see S above: 1 .. 64 */
+    int            panel;    /* `scores` and `accumulate` may be called for the first keys of a packed tile alone, in
+                                multiples of this. 0: they may not */
 
     /* Bytes of a packed operand of up to `rows` rows and exactly `cols` columns; a multiple of 64. 0: this role needs
      * no copy of its own, Q's (or DO's) packed form serves (only for Q_RIGHT, DO_RIGHT). */
@@ -306,6 +308,7 @@ const char *fa_table_name(fa_table table);      /* "amx_bf16" */
 fa_tile_shape fa_usual_tile(fa_table table, flash_attn_pass pass, int64_t head_dim);
 fa_tile_shape fa_tiles(const fa_cpu *cpu, const fa_kernels *kernels, const fa_call *call);
 int           fa_block_l2_percent(const fa_cpu *cpu); /* of the second-level cache, for the forward's Q and O */
+int           fa_least_block_rows(const fa_cpu *cpu, const fa_kernels *kernels); /* of one packed tile of keys */
 int           fa_least_split_keys(const fa_cpu *cpu); /* the least keys of a part where few queries meet long keys */
 /* ", tiles measured on this machine", or "": for explain. */
 const char *fa_tiles_origin(const fa_cpu *cpu, const fa_kernels *kernels, const fa_call *call);
