@@ -13,8 +13,10 @@ typedef __m256 vf;
 
 #define V static inline __attribute__((always_inline))
 
-/* A register from here on, not loaded again where it is used. */
+/* In a register from here on, not loaded again where it is used. */
 #define V_KEEP(x) __asm__("" : "+x"(x))
+/* sum += a * b in sum's own register: the compiler takes others for it where few are free. */
+#define V_ADD_PRODUCT(sum, a, b) __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b))
 
 V vf    v_zero(void) { return _mm256_setzero_ps(); }
 V vf    v_set1(float x) { return _mm256_set1_ps(x); }

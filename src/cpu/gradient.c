@@ -29,7 +29,7 @@ static void gradient_of_diagonal(const fa_tile_gradient *t)
     const fa_kernels *k       = t->kernels;
     const fa_call    *call    = t->call;
     int               at_once = fa_rows_at_once(k, call, t->tile, t->visible, t->scale), all = fa_tile_rows(t->tile);
-    int               padded  = (int)fa_round_up(fa_tile_keys(t->tile), k->key_step);
+    int               padded = (int)fa_round_up(fa_tile_keys(t->tile), k->key_step);
     for (int row = 0; row < all; row += at_once) {
         fa_tile     tile;
         fa_visible  visible = fa_part_of_tile(k, call, t->tile, row, at_once, &tile);

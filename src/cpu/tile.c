@@ -123,7 +123,7 @@ int fa_rows_at_once(const fa_kernels *kernels, const fa_call *call, const fa_til
 {
     bool plain = !call->slices.count && !call->dropout.threshold && !fa_has_options(call, scale);
     return visible == FA_VISIBLE_SOME && kernels->panel && tile->heads == 1 && plain ? ROWS_OF_DIAGONAL
-                                                                                      : fa_tile_rows(tile);
+                                                                                     : fa_tile_rows(tile);
 }
 
 fa_visible fa_part_of_tile(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, int row, int at_once,
