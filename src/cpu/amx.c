@@ -508,6 +508,7 @@ static void fill_tables(void)
         t->name           = "amx";
         t->isa            = FLASH_ATTN_ISA_AMX;
         t->key_step       = 32;
+        t->panel          = 0;
         t->part_keys      = fa_amx_part_keys(n);
         t->accumulate_t   = NULL; /* the fused backward takes every step */
         t->few_rows       = 0;    /* one and two pieces: below */

@@ -13,6 +13,11 @@ typedef __m256 vf;
 
 #define V static inline __attribute__((always_inline))
 
+/* In a register from here on, not loaded again where it is used. */
+#define V_KEEP(x) __asm__("" : "+x"(x))
+/* sum += a * b in sum's own register: the compiler takes others for it where few are free. */
+#define V_ADD_PRODUCT(sum, a, b) __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b))
+
 V vf    v_zero(void) { return _mm256_setzero_ps(); }
 V vf    v_set1(float x) { return _mm256_set1_ps(x); }
 V vf    v_load(const float *p) { return _mm256_loadu_ps(p); }
@@ -64,8 +69,9 @@ V vf v_load_bf16(const uint16_t *p)
 V void v_load_bf16_apart(vf two[2], const uint16_t *p)
 {
     __m256i x = _mm256_loadu_si256((const __m256i *)p);
-    two[0]    = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
-    two[1]    = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xFFFF0000)));
+    V_KEEP(x);
+    two[0] = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+    two[1] = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xFFFF0000)));
 }
 V vf   v_swap_middle(vf x) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xD8)); }
 V void v_apart(vf two[2])
@@ -79,6 +85,22 @@ V void v_together(vf two[2])
     vf low = _mm256_unpacklo_ps(two[0], two[1]), high = _mm256_unpackhi_ps(two[0], two[1]);
     two[0] = _mm256_permute2f128_ps(low, high, 0x20);
     two[1] = _mm256_permute2f128_ps(low, high, 0x31);
+}
+/* out = the sums of vectors 0, 2, 4, 6 and then of 1, 3, 5, 7, each in v_reduce_add's order. */
+#define V_SUMS8
+V vf v_sums2(vf a, vf b)
+{
+    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+V vf v_sums4(const vf *of)
+{
+    vf ab = v_sums2(of[0], of[1]), cd = v_sums2(of[2], of[3]);
+    return _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xEE));
+}
+V void v_store_sums8(float *out, const vf *of)
+{
+    vf low = v_sums4(of), high = v_sums4(of + 4);
+    v_store(out, _mm256_add_ps(_mm256_shuffle_ps(low, high, 0x88), _mm256_shuffle_ps(low, high, 0xDD)));
 }
 /* fa_bf16_of_float on 8 lanes. */
 V void v_store_bf16(uint16_t *p, vf x)

@@ -82,6 +82,9 @@ static const int class_most[FA_HEAD_CLASSES] = {64, 128, 256};
 enum {
     /* Of the second-level cache, for the forward's Q and O; the rest is for packed keys and scores. */
     BLOCK_L2_PERCENT = 50,
+    /* But on processors with AVX2 that cache has 256 or 512 KB, and to read Q and O from the third level costs less than
+     * to pack keys for each 200 rows (0065). */
+    LEAST_BLOCK_ROWS_AVX2 = 1152,
     /* Where few queries meet long keys. Parts are short because tasks of the same keys follow one another: where heads
      * lie side by side, K and V of all heads over one part's keys then stay in the second-level cache, with what the
      * processor has read beside each row. Shorter ones cost more to hand out and fold than they bring. */
@@ -151,6 +154,11 @@ const char *fa_tiles_origin(const fa_cpu *cpu, const fa_kernels *kernels, const 
 int fa_block_l2_percent(const fa_cpu *cpu)
 {
     return cpu->tuning.block_l2_percent ? cpu->tuning.block_l2_percent : BLOCK_L2_PERCENT;
+}
+
+int fa_least_block_rows(const fa_cpu *cpu, const fa_kernels *kernels)
+{
+    return kernels->isa == FLASH_ATTN_ISA_AVX2 && !cpu->tuning.block_l2_percent ? LEAST_BLOCK_ROWS_AVX2 : 0;
 }
 
 int fa_least_split_keys(const fa_cpu *cpu)

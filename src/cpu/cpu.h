@@ -141,6 +141,8 @@ typedef struct fa_kernels {
     const char    *name; /* "avx512" */
     flash_attn_isa isa;
     int            key_step; /* see S above: 1 .. 64 */
+    int            panel;    /* `scores` and `accumulate` may be called for the first keys of a packed tile alone, in
+                                multiples of this. 0: they may not */
 
     /* Bytes of a packed operand of up to `rows` rows and exactly `cols` columns; a multiple of 64. 0: this role needs
      * no copy of its own, Q's (or DO's) packed form serves (only for Q_RIGHT, DO_RIGHT). */
@@ -194,7 +196,7 @@ typedef struct fa_kernels {
      * multiple of few_cols and the type is not F8E4M3. Below few_least another table is faster. 0 and NULL: not there.
      */
     int few_rows, few_cols, few_least;
-    int few_keys; /* keys of a call where heads that lie side by side take turns */
+    int few_keys, few_keys_f32; /* keys of a call where heads that lie side by side take turns; float32's, 0: the same */
     void (*scores_few)(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_soon *soon);
     void (*accumulate_few)(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
                            const fa_soon *soon);
@@ -306,6 +308,7 @@ const char *fa_table_name(fa_table table);      /* "amx_bf16" */
 fa_tile_shape fa_usual_tile(fa_table table, flash_attn_pass pass, int64_t head_dim);
 fa_tile_shape fa_tiles(const fa_cpu *cpu, const fa_kernels *kernels, const fa_call *call);
 int           fa_block_l2_percent(const fa_cpu *cpu); /* of the second-level cache, for the forward's Q and O */
+int           fa_least_block_rows(const fa_cpu *cpu, const fa_kernels *kernels); /* of one packed tile of keys */
 int           fa_least_split_keys(const fa_cpu *cpu); /* the least keys of a part where few queries meet long keys */
 /* ", tiles measured on this machine", or "": for explain. */
 const char *fa_tiles_origin(const fa_cpu *cpu, const fa_kernels *kernels, const fa_call *call);

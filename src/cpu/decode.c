@@ -99,7 +99,8 @@ bool fa_walk_turns(const block *b, int heads, fa_range keys)
     const fa_kernels *kernels = b->shape->kernels;
     scratch          *s       = b->s;
     fa_tile           next    = s->tiles[0];
-    int               rows = fa_tile_rows(s->tiles), lds = fa_score_ld(p->tile_k), step = kernels->few_keys;
+    int               rows = fa_tile_rows(s->tiles), lds = fa_score_ld(p->tile_k);
+    int step = call->k.dtype == FLASH_ATTN_F32 && kernels->few_keys_f32 ? kernels->few_keys_f32 : kernels->few_keys;
     for (int h = 0; h < heads; h++)
         b[h].s->tiles[0].keys = keys;
     if (fa_tile_visible(call, s->tiles) != FA_VISIBLE_ALL)

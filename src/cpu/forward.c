@@ -77,6 +77,29 @@ static void add_bad_rows_after_fused(const step *t, const scratch *s)
                     s->temp);
 }
 
+/* Packed keys, all rows of V in them. */
+static void plain_steps(const step *t, const scratch *s)
+{
+    const fa_kernels *k       = t->kernels;
+    const fa_call    *call    = t->call;
+    int               at_once = fa_rows_at_once(k, call, t->tile, t->visible, t->scale), all = fa_tile_rows(t->tile);
+    for (int row = 0; row < all; row += at_once) {
+        fa_tile     tile;
+        fa_visible  visible = fa_part_of_tile(k, call, t->tile, row, at_once, &tile);
+        int         rows = fa_tile_rows(&tile), keys = fa_tile_keys(&tile);
+        const char *q = (const char *)t->q + k->packed_bytes(FA_ROLE_Q, row, (int)call->head_dim);
+        if (visible == FA_VISIBLE_NONE)
+            continue;
+        k->scores(s->s, t->lds, q, s->keys.k, rows, keys, (int)call->head_dim);
+        fa_apply_options(k, call, &tile, visible, t->scale, s->s, NULL, t->lds);
+        k->softmax(s->s, t->lds, rows, keys, fa_multiplier(call, t->scale), t->m + row, t->l + row, s->rescale);
+        if (call->dropout.threshold)
+            fa_apply_dropout(k, call, &tile, s->s, NULL, t->lds);
+        k->accumulate(t->o + (int64_t)row * t->ldo, t->ldo, s->rescale, s->s, t->lds, s->keys.v, rows, keys,
+                      (int)call->head_dim_v, s->fused);
+    }
+}
+
 static void forward_step(const step *t, const scratch *s)
 {
     const fa_kernels *k    = t->kernels;
@@ -90,6 +113,10 @@ static void forward_step(const step *t, const scratch *s)
     if (t->fresh) {
         fa_partial empty = {t->o, t->m, t->l, rows, t->ldo};
         fa_partial_clear(&empty);
+    }
+    if (!t->in_place && *s->keys.num_bad == 0) {
+        plain_steps(t, s);
+        return;
     }
     if (t->in_place)
         k->scores_few(s->s, t->lds, t->q, &s->k_rows, rows, &s->k_soon);

@@ -183,11 +183,13 @@ static void choose_blocks(plan *p)
     int64_t        l2    = second_level_bytes(p);
     int64_t        bytes = (int64_t)p->q_bytes + (int64_t)p->tile_q * p->ldo * 4;
     int64_t        share = fa_block_l2_percent(p->cpu);
+    int64_t        least = fa_least_block_rows(p->cpu, fa_forward_table(p->cpu, call)) / p->tile_q;
     int64_t        fit = l2 * share / 100 / bytes, threads = p->cpu->num_threads;
     int64_t        all     = call->q.shape[0] * call->q.shape[1] * call->heads_q / p->tile_q;
     int64_t        longest = (call->max_seqlen_q / p->tile_q + 1) * call->group; /* no block has more */
     int64_t        tiles   = threads > 1 ? all / (2 * threads) : all;
     bool           several = call->group * call->max_seqlen_q > p->tile_q; /* tiles of a key head */
+    fit                    = fit > least ? fit : least;
     if (threads > 1 && several && tiles < fit && tiles < longest)
         make_room_to_share(p);
     if (threads > 1 && p->shared_tiles == 0)

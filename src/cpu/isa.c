@@ -115,6 +115,19 @@ static void detect_features(fa_isa *isa)
     }
 }
 
+/* The third-level cache that this core reaches, which glibc before 2.37 gave for all of an AMD processor's complexes
+ * together; 0: another maker's, or not told. Leaf 0x8000001D: line, partitions, ways and sets, each less one. */
+static int64_t third_level_bytes(void)
+{
+    enum { TOPOLOGY_EXTENSIONS = 22 };
+    if (cpuid_leaf(0x80000000, 0).reg[EAX] < 0x8000001D ||
+        !(cpuid_leaf(0x80000001, 0).reg[ECX] >> TOPOLOGY_EXTENSIONS & 1))
+        return 0;
+    leaf    l    = cpuid_leaf(0x8000001D, 3);
+    int64_t line = (l.reg[EBX] & 0xFFF) + 1, partitions = (l.reg[EBX] >> 12 & 0x3FF) + 1, ways = (l.reg[EBX] >> 22) + 1;
+    return (l.reg[EAX] >> 5 & 7) == 3 ? line * partitions * ways * ((int64_t)l.reg[ECX] + 1) : 0;
+}
+
 /* One product of float16 tiles, in a child of its own. Its marks of AddressSanitizer would stay where it dies. */
 static __attribute__((target("amx-tile"), no_sanitize("address"))) int try_amx_fp16(void *unused)
 {
@@ -146,7 +159,8 @@ static bool amx_fp16_runs(void)
 
 void fa_isa_try_amx_fp16(fa_isa *isa)
 {
-    if (isa->best == FLASH_ATTN_ISA_AMX && isa->hidden == FA_HIDDEN_NOT_TRIED) /* else it was found, or what it needs was not */
+    if (isa->best == FLASH_ATTN_ISA_AMX &&
+        isa->hidden == FA_HIDDEN_NOT_TRIED) /* else it was found, or what it needs was not */
         isa->hidden = amx_fp16_runs() ? FA_HIDDEN_RUNS : FA_HIDDEN_ABSENT;
 }
 
@@ -197,7 +211,8 @@ static void detect_name(fa_isa *isa) { snprintf(isa->name, sizeof isa->name, "un
 #endif
 
 #if !defined(__x86_64__)
-void fa_isa_try_amx_fp16(fa_isa *isa) { (void)isa; }
+void           fa_isa_try_amx_fp16(fa_isa *isa) { (void)isa; }
+static int64_t third_level_bytes(void) { return 0; }
 #endif
 
 static int64_t cache_bytes(int name)
@@ -219,4 +234,6 @@ void fa_isa_detect(fa_isa *isa)
 #else
     (void)cache_bytes;
 #endif
+    int64_t third = third_level_bytes();
+    isa->l3_bytes = third ? third : isa->l3_bytes;
 }

@@ -274,6 +274,7 @@ static void fill_table(void)
     table.name                   = "neon-bf16";
     table.isa                    = FLASH_ATTN_ISA_NEON_BF16;
     table.key_step               = SIDE;
+    table.panel                  = 0;
     table.packed_bytes           = packed_bytes;
     table.pack                   = pack;
     table.scores                 = scores;

@@ -115,6 +115,31 @@ fa_visible fa_tile_visible(const fa_call *call, const fa_tile *tile)
     return covers || best == FA_VISIBLE_NONE ? best : FA_VISIBLE_SOME;
 }
 
+/* A multiple of the register block's rows and of those that `softmax` takes at once. */
+enum { ROWS_OF_DIAGONAL = 48 };
+
+int fa_rows_at_once(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, fa_visible visible,
+                    float scale)
+{
+    bool plain = !call->slices.count && !call->dropout.threshold && !fa_has_options(call, scale);
+    return visible == FA_VISIBLE_SOME && kernels->panel && tile->heads == 1 && plain ? ROWS_OF_DIAGONAL
+                                                                                     : fa_tile_rows(tile);
+}
+
+fa_visible fa_part_of_tile(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, int row, int at_once,
+                           fa_tile *part)
+{
+    *part = *tile;
+    if (at_once >= fa_tile_rows(tile))
+        return fa_tile_visible(call, part);
+    part->queries.begin += row;
+    part->queries.end = fa_min_int(part->queries.begin + at_once, tile->queries.end);
+    fa_range seen     = fa_keys_seen(call->window, tile->seq.diagonal, part->queries, tile->keys);
+    int      keys     = (int)fa_round_up(fa_max_int(seen.end - tile->keys.begin, 0), kernels->panel);
+    part->keys.end    = fa_min_int(tile->keys.begin + keys, tile->keys.end);
+    return fa_tile_visible(call, part);
+}
+
 int fa_slices_touching(const fa_call *call, int64_t b, fa_range queries, fa_range keys, int32_t *list)
 {
     if (call->slices.count == 0)
