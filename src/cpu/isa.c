@@ -159,8 +159,7 @@ static bool amx_fp16_runs(void)
 
 void fa_isa_try_amx_fp16(fa_isa *isa)
 {
-    if (isa->best == FLASH_ATTN_ISA_AMX &&
-        isa->hidden == FA_HIDDEN_NOT_TRIED) /* else it was found, or what it needs was not */
+    if (isa->best == FLASH_ATTN_ISA_AMX && isa->hidden == FA_HIDDEN_NOT_TRIED) /* else it was found, or what it needs was not */
         isa->hidden = amx_fp16_runs() ? FA_HIDDEN_RUNS : FA_HIDDEN_ABSENT;
 }
 

@@ -80,7 +80,6 @@ typedef enum fa_visible { FA_VISIBLE_NONE, FA_VISIBLE_SOME, FA_VISIBLE_ALL } fa_
 /* Which pairs of a tile are seen: none: skip it; all: no mask. */
 fa_visible fa_tile_visible(const fa_call *call, const fa_tile *tile);
 
-/* Write to list the slices of sequence b that touch `queries` (and, if not empty, `keys`); returns how many. */
 /* A tile of which a diagonal shows a part is worked on by so many rows at once, each with the keys that they see; others
  * as a whole. Bits are the same. */
 int fa_rows_at_once(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, fa_visible visible,
@@ -89,6 +88,7 @@ int fa_rows_at_once(const fa_kernels *kernels, const fa_call *call, const fa_til
 fa_visible fa_part_of_tile(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, int row, int at_once,
                            fa_tile *part);
 
+/* Write to list the slices of sequence b that touch `queries` (and, if not empty, `keys`); returns how many. */
 int fa_slices_touching(const fa_call *call, int64_t b, fa_range queries, fa_range keys, int32_t *list);
 
 /* Bit n: query i sees key `first` + n through one of the tile's slices. */
