@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""Compare texts of the GPU kernels on one GPU: folders whose files take the place of those in src/cuda/kernels (FLASH_ATTN_KERNEL_DIR).
+
+    make && python3 bench/variants.py --passes backward --cells 128c2048,64n512 before=FOLDER now=src/cuda/kernels [--cycles] [--fa3 LIBRARY]
+
+A cell is a head_dim, c (causal) or n (no mask) and a length; bfloat16, hidden dimension 2048, 16384 tokens, as in gpu.py. TFLOP/s by turns, each answer compared
+with float64 on one head first; WRONG makes the exit status 1. They move by 3% from minute to minute on a card at its power limit: with --cycles Nsight Compute (ncu)
+counts the cycles of one call instead, which repeat within 0.5%: those of its longest kernel and, in brackets, of the small ones beside it, in millions. Clocks are
+left as they are. One folder alone has no peer: the texts of the library itself are NAME= without a folder.
+"""
+
+import argparse
+import csv
+import ctypes
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import types
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+COUNTED = "FLASHATTN_VARIANTS_COUNTED"  # set where this program runs under ncu
+METRIC, MARK = "sm__cycles_elapsed.max", "spin_kernel"  # torch.cuda._sleep's: it stands between two calls
+
+
+def groups_of(rows):
+    """[(the longest kernel's cycles, the others')] of each call, from ncu's rows of (kernel, cycles)."""
+    groups = []
+    for kernel, cycles in rows:
+        if MARK in kernel:
+            groups.append([])
+        elif groups:
+            groups[-1].append(cycles)
+    return [(max(group), sum(group) - max(group)) for group in groups]
+
+
+def rows_of(lines):
+    """(kernel, cycles) of each launch, from the lines of ncu's --csv log, where its own messages stand too."""
+    return [(row["Kernel Name"], float(row["Metric Value"].replace(",", ""))) for row in csv.DictReader(line for line in lines if line.startswith('"'))]
+
+
+def count_cycles(names, cells):
+    log = pathlib.Path(os.environ.get("TMPDIR", "/tmp")) / f"flashattn-variants-{os.getpid()}.csv"
+    command = ["ncu", "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off", "--metrics", METRIC, "--csv", "--print-units", "base",
+               "--log-file", str(log), sys.executable, *sys.argv]
+    try:
+        subprocess.run(command, env={**os.environ, COUNTED: "1"}, check=True)
+        counted = groups_of(rows_of(log.read_text().splitlines()))
+    finally:
+        log.unlink(missing_ok=True)
+    print(f"{'cell':10}" + "".join(f"{name:>18}" for name in names) + "   million cycles")
+    for n, cell in enumerate(cells):
+        print(f"{cell:10}" + "".join(f"{main / 1e6:9.3f} (+{rest / 1e6:5.3f})" for main, rest in counted[n * len(names) : (n + 1) * len(names)]))
+
+
+def context_of(gpu, folder):
+    """A context with the texts of `folder`; its CUDA part reads them at its first call."""
+    made, small = ctypes.c_void_p(), gpu.torch.zeros(1, 16, 1, 64, device=gpu.DEVICE, dtype=gpu.torch.bfloat16)
+    os.environ["FLASH_ATTN_KERNEL_DIR"] = os.path.abspath(folder) if folder else ""
+    gpu._call.check(gpu._call.lib.flash_attn_create(ctypes.byref(made), ctypes.byref(gpu._native.Options())))
+    call = gpu._call.Call(small, small, small)
+    call.context = made.value
+    call.forward(gpu.torch.empty_like(small))
+    return made.value
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("variants", nargs="+", metavar="NAME=FOLDER")
+    parser.add_argument("--cells", default="64c2048,64n2048,128c2048,128n2048,256c2048,256n2048")
+    parser.add_argument("--passes", choices=["forward", "backward"], default="forward")
+    parser.add_argument("--groups", type=int, default=5, help="timed groups of launches")
+    parser.add_argument("--cycles", action="store_true", help="count cycles by Nsight Compute")
+    parser.add_argument("--fa3", metavar="LIBRARY", help="FlashAttention-3 too: see fa3.py")
+    options = parser.parse_args()
+    cells = options.cells.split(",")
+    if any(not re.fullmatch(r"\d+[cn]\d+", cell) for cell in cells) or any("=" not in v for v in options.variants):
+        parser.error("a cell is like 128c2048, a variant NAME=FOLDER")
+    folders = dict(v.split("=", 1) for v in options.variants)
+    names = [*folders, *(["fa3"] if options.fa3 else [])]
+    if options.cycles and COUNTED not in os.environ:
+        count_cycles(names, cells)
+        return 0
+
+    sys.path.insert(0, str(ROOT / "bench"))
+    import gpu
+
+    if not gpu.has_card():
+        print("skipped: no CUDA device that PyTorch can use")
+        return 0
+    if options.fa3:
+        gpu.fa3.load(options.fa3)
+    contexts = {name: context_of(gpu, folder) for name, folder in folders.items()}
+    plain = types.SimpleNamespace(varlen=False, fp8=False, deterministic=False, alibi=False, softcap=0.0, pages=0, dropout=0.0)
+    backward, wrong = options.passes == "backward", 0
+    gpu.torch.manual_seed(0)
+    if not options.cycles:
+        print(f"{'cell':10}" + "".join(f"{name:>10}" for name in names) + "   TFLOP/s", flush=True)
+    for text in cells:
+        head_dim, mask, seqlen = re.fullmatch(r"(\d+)([cn])(\d+)", text).groups()
+        cell = gpu.Cell(int(head_dim), int(seqlen), mask == "c", plain)
+        runs = {name: (gpu.fa3.peer(cell) if name == "fa3" else gpu.ours(cell, contexts[name]))[backward] for name in names}
+        if options.cycles:
+            for run in runs.values():
+                run()  # kernels are built
+                gpu.torch.cuda.profiler.start()
+                gpu.torch.cuda._sleep(1)
+                run()
+                gpu.torch.cuda.synchronize()
+                gpu.torch.cuda.profiler.stop()
+            continue
+        bad = [name for name, run in runs.items() if cell.wrong(run(), 1 if backward else 0) is not None]
+        times = gpu.time_by_turns(runs, options.groups)
+        wrong += len(bad)
+        print(f"{text:10}" + "".join(f"{'WRONG' if name in bad else format(cell.flops(backward) / ms / 1e9, '.1f'):>10}" for name, ms in times.items()), flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
