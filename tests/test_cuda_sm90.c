@@ -110,6 +110,7 @@ static const test_case shapes[] = {
     {.name = "maxima that jump, dropout", .seqlen_q = 200, .seqlen_k = 900, .logit_size = 200.0f, .dropout = 0.3f, .head_dim = 128},
     {.name = "maxima that jump, pages", .batch = 2, .seqlen_q = 200, .seqlen_k = 900, .page_size = 64, .seqused_k = LENGTHS_MIXED, .logit_size = 200.0f, .head_dim = 128},
     {.name = "first row sees whole tiles", .seqlen_q = 300, .seqlen_k = 427, .mask = C},
+    {.name = "many causal tiles", .batch = 2, .seqlen_q = 1540, .seqlen_k = 140, .heads_q = 40, .mask = C, .head_dim = 128},
 };
 enum { NUM_SHAPES = sizeof shapes / sizeof *shapes };
 

@@ -57,6 +57,21 @@ FA_DEVICE unsigned rest_of_block(unsigned rounds_of_pairs, unsigned n)
     return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
 
+/* The block's n-th tile: two are a pair, then come those of the rest. */
+FA_DEVICE bool has_causal_item(unsigned tiles, unsigned heads, unsigned n)
+{
+    unsigned pairs = pairs_of(tiles, heads), rounds = rounds_of_pairs(tiles, heads, pairs);
+    return n < 2 * rounds ? n / 2 * gridDim.x + blockIdx.x < pairs : rest_of_block(rounds, n) < 2 * (pairs - rounds * gridDim.x);
+}
+
+FA_DEVICE grid_place place_of_causal_item(unsigned tiles, unsigned heads, unsigned n)
+{
+    unsigned rounds = rounds_of_pairs(tiles, heads, pairs_of(tiles, heads));
+    if (n >= 2 * rounds)
+        return place_of_rest(tiles, heads, rounds * gridDim.x, rest_of_block(rounds, n));
+    return place_of_pair(tiles, heads, n / 2 * gridDim.x + blockIdx.x, n % 2);
+}
+
 /* True if it is the tile in the middle of the last head, its own pair: then the first of the two has done it. */
 FA_DEVICE bool is_own_pair(unsigned tiles, unsigned heads, grid_place at, unsigned second)
 {

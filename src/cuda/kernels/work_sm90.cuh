@@ -29,16 +29,14 @@ struct work {
  * args.block_tiles neighbours of a head's list (packed_sm90.cuh), so that one is begun while the one before ends. */
 FA_DEVICE bool in_pairs(const fa_args &args) { return FA_MASK == FA_MASK_CAUSAL && args.order_heads == 0; }
 
-/* The block's n-th tile; two are a pair, then come those of the rest. */
+/* The block's n-th tile. */
 FA_DEVICE bool has_item(const fa_args &args, unsigned n)
 {
     unsigned heads = args.heads_q * args.batch, tiles = args.tiles_q, own = args.block_tiles;
     if (own > 0)
         return n < own && blockIdx.x * own + n < (unsigned)args.all_tiles_q * args.heads_q;
-    if (in_pairs(args)) {
-        unsigned pairs = pairs_of(tiles, heads), rounds = rounds_of_pairs(tiles, heads, pairs);
-        return n < 2 * rounds ? n / 2 * gridDim.x + blockIdx.x < pairs : rest_of_block(rounds, n) < 2 * (pairs - rounds * gridDim.x);
-    }
+    if (in_pairs(args))
+        return has_causal_item(tiles, heads, n);
     return n * gridDim.x + blockIdx.x < tiles * heads;
 }
 
@@ -52,12 +50,8 @@ FA_DEVICE grid_place place_of(const fa_args &args, unsigned n)
         tile_place at     = place_of_queries(args, number - head * args.all_tiles_q);
         return {at.tile < 0 ? NO_TILE : at.tile, at.b * args.heads_q + head};
     }
-    if (in_pairs(args)) {
-        unsigned heads = args.heads_q * args.batch, rounds = rounds_of_pairs(tiles, heads, pairs_of(tiles, heads));
-        if (n >= 2 * rounds)
-            return place_of_rest(tiles, heads, rounds * gridDim.x, rest_of_block(rounds, n));
-        return place_of_pair(tiles, heads, n / 2 * gridDim.x + blockIdx.x, n % 2);
-    }
+    if (in_pairs(args))
+        return place_of_causal_item(tiles, args.heads_q * args.batch, n);
     unsigned number = n * gridDim.x + blockIdx.x;
     if (FA_MASK == FA_MASK_NONE || args.order_heads == 0)
         return {number % tiles, number / tiles};
