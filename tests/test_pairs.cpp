@@ -1,6 +1,5 @@
 // pairs_sm90.cuh on the host: of a causal call's tiles, each is some block's and no other's, whatever there are of tiles, heads and blocks.
 #include <cstdio>
-#include <vector>
 
 #define FA_DEVICE static inline
 #define FA_MASK_CUH // of it only this is used:
@@ -13,10 +12,11 @@ static struct {
 #include "cuda/kernels/pairs_sm90.cuh"
 
 // How often each tile is taken, but an odd head's own pair, which find_work leaves out the second time. False: a place that is none, or a walk that does not end.
-static bool deal(unsigned tiles, unsigned heads, unsigned blocks, std::vector<int> &taken)
+static bool deal(unsigned tiles, unsigned heads, unsigned blocks, int *taken)
 {
     gridDim.x = blocks;
-    taken.assign(tiles * heads, 0);
+    for (unsigned n = 0; n < tiles * heads; n++)
+        taken[n] = 0;
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
         for (unsigned n = 0; has_causal_item(tiles, heads, n); n++) {
             grid_place at = place_of_causal_item(tiles, heads, n);
@@ -35,10 +35,10 @@ int main()
     for (unsigned tiles = 1; tiles <= 70; tiles += tiles < 20 ? 1 : 7)
         for (unsigned heads = 1; heads <= 34; heads += heads < 6 ? 1 : 4)
             for (unsigned blocks : some_blocks) {
-                std::vector<int> taken;
-                bool             all_once = deal(tiles, heads, blocks, taken);
-                for (int count : taken)
-                    all_once = all_once && count == 1;
+                static int taken[70 * 34];
+                bool       all_once = deal(tiles, heads, blocks, taken);
+                for (unsigned n = 0; n < tiles * heads; n++)
+                    all_once = all_once && taken[n] == 1;
                 if (!all_once)
                     std::printf("FAILED %u tiles of %u heads, %u blocks\n", tiles, heads, blocks);
                 (all_once ? passed : failed)++;

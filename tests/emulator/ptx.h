@@ -201,7 +201,7 @@ FA_DEVICE int load_acquire(const int *from)
     return *from;
 }
 
-FA_DEVICE void add_one_release(int *to) { (*to)++; }
+FA_DEVICE void add_release(int *to, int x) { *to += x; }
 
 /* ---- numbers ---- */
 
