@@ -123,7 +123,8 @@ static int fails(failing *f)
     if (f->calls_left-- > 0)
         return 0;
     f->failed = true;
-    ring_sockets_hang_up(f->sockets); /* as an engine that gives up does */
+    ring_sockets_hang_up(f->sockets); /* as an engine that gives up does: first nothing more comes or goes, */
+    f->real.wait(f->real.user, NULL); /* then nothing that was begun touches its memory */
     return 77;
 }
 

@@ -13,7 +13,8 @@ typedef struct ring_sockets ring_sockets;
  * which nothing moves for timeout_ms fails (-1: never). NULL: no memory, no thread. */
 ring_sockets *ring_sockets_open(int to_next, int from_previous, int timeout_ms);
 
-/* End what is under way and refuse what comes: this rank's transfers and its neighbours' fail. */
+/* End what is under way and refuse what comes: this rank's transfers and its neighbours' fail. What was begun here may
+ * touch its memory until the transport's wait has returned. */
 void ring_sockets_hang_up(ring_sockets *sockets);
 
 void ring_sockets_close(ring_sockets *sockets);
