@@ -77,61 +77,50 @@ static void add_bad_rows_after_fused(const step *t, const scratch *s)
                     s->temp);
 }
 
-/* Packed keys, all rows of V in them. */
-static void plain_steps(const step *t, const scratch *s)
+static void composed_step(const step *t, const scratch *s)
 {
-    const fa_kernels *k       = t->kernels;
-    const fa_call    *call    = t->call;
-    int               at_once = fa_rows_at_once(k, call, t->tile, t->visible, t->scale), all = fa_tile_rows(t->tile);
+    const fa_kernels *k    = t->kernels;
+    const fa_call    *call = t->call;
+    int               all = fa_tile_rows(t->tile), num_bad = t->in_place ? 0 : *s->keys.num_bad;
+    bool              whole   = t->in_place || num_bad > 0; /* P of bad rows is needed for all rows at the end */
+    int               at_once = whole ? all : fa_rows_at_once(k, call, t->tile, t->visible, t->scale);
     for (int row = 0; row < all; row += at_once) {
         fa_tile     tile;
-        fa_visible  visible = fa_part_of_tile(k, call, t->tile, row, at_once, &tile);
+        fa_visible  visible = fa_part_of_tile(k, call, t->tile, t->visible, row, at_once, &tile);
         int         rows = fa_tile_rows(&tile), keys = fa_tile_keys(&tile);
-        const char *q = (const char *)t->q + k->packed_bytes(FA_ROLE_Q, row, (int)call->head_dim);
+        const void *q = fa_packed_part(k, FA_ROLE_Q, t->q, row, call->head_dim);
+        float      *o = t->o + (int64_t)row * t->ldo;
         if (visible == FA_VISIBLE_NONE)
             continue;
-        k->scores(s->s, t->lds, q, s->keys.k, rows, keys, (int)call->head_dim);
+        if (t->in_place)
+            k->scores_few(s->s, t->lds, q, &s->k_rows, rows, &s->k_soon);
+        else
+            k->scores(s->s, t->lds, q, s->keys.k, rows, keys, (int)call->head_dim);
         fa_apply_options(k, call, &tile, visible, t->scale, s->s, NULL, t->lds);
         k->softmax(s->s, t->lds, rows, keys, fa_multiplier(call, t->scale), t->m + row, t->l + row, s->rescale);
         if (call->dropout.threshold)
             fa_apply_dropout(k, call, &tile, s->s, NULL, t->lds);
-        k->accumulate(t->o + (int64_t)row * t->ldo, t->ldo, s->rescale, s->s, t->lds, s->keys.v, rows, keys,
-                      (int)call->head_dim_v, s->fused);
+        if (t->in_place)
+            k->accumulate_few(o, t->ldo, s->rescale, s->s, t->lds, &s->v_rows, rows, &s->v_soon);
+        else
+            k->accumulate(o, t->ldo, s->rescale, s->s, t->lds, s->keys.v, rows, keys, (int)call->head_dim_v, s->fused);
     }
+    if (num_bad > 0)
+        fa_add_bad_rows(k, t->o, t->ldo, all, s->s, t->lds, 1, &s->v_rows, s->keys.bad, num_bad, s->temp);
 }
 
 static void forward_step(const step *t, const scratch *s)
 {
-    const fa_kernels *k    = t->kernels;
-    const fa_call    *call = t->call;
-    int               rows = fa_tile_rows(t->tile), keys = fa_tile_keys(t->tile);
-    if (k->forward_block && !t->in_place && fused_step(t, s)) {
+    if (t->kernels->forward_block && !t->in_place && fused_step(t, s)) {
         if (*s->keys.num_bad > 0)
             add_bad_rows_after_fused(t, s);
         return;
     }
     if (t->fresh) {
-        fa_partial empty = {t->o, t->m, t->l, rows, t->ldo};
+        fa_partial empty = {t->o, t->m, t->l, fa_tile_rows(t->tile), t->ldo};
         fa_partial_clear(&empty);
     }
-    if (!t->in_place && *s->keys.num_bad == 0) {
-        plain_steps(t, s);
-        return;
-    }
-    if (t->in_place)
-        k->scores_few(s->s, t->lds, t->q, &s->k_rows, rows, &s->k_soon);
-    else
-        k->scores(s->s, t->lds, t->q, s->keys.k, rows, keys, (int)call->head_dim);
-    fa_apply_options(k, call, t->tile, t->visible, t->scale, s->s, NULL, t->lds);
-    k->softmax(s->s, t->lds, rows, keys, fa_multiplier(call, t->scale), t->m, t->l, s->rescale);
-    if (call->dropout.threshold)
-        fa_apply_dropout(k, call, t->tile, s->s, NULL, t->lds);
-    if (t->in_place) {
-        k->accumulate_few(t->o, t->ldo, s->rescale, s->s, t->lds, &s->v_rows, rows, &s->v_soon);
-        return;
-    }
-    k->accumulate(t->o, t->ldo, s->rescale, s->s, t->lds, s->keys.v, rows, keys, (int)call->head_dim_v, s->fused);
-    fa_add_bad_rows(k, t->o, t->ldo, rows, s->s, t->lds, 1, &s->v_rows, s->keys.bad, *s->keys.num_bad, s->temp);
+    composed_step(t, s);
 }
 
 /* ---- a block: some tiles of queries of one key head ---- */

@@ -24,53 +24,39 @@ void fa_gather_rows(const fa_call *call, float *delta, const fa_tile *tile, floa
     }
 }
 
-static void gradient_of_diagonal(const fa_tile_gradient *t)
+/* Keys that no row of a part sees are left out of its products, and 0 in P and dS. */
+const float *fa_score_gradient(const fa_tile_gradient *t)
 {
     const fa_kernels *k       = t->kernels;
     const fa_call    *call    = t->call;
     int               at_once = fa_rows_at_once(k, call, t->tile, t->visible, t->scale), all = fa_tile_rows(t->tile);
-    int               padded = (int)fa_round_up(fa_tile_keys(t->tile), k->key_step);
+    int               all_keys = fa_tile_keys(t->tile), padded = (int)fa_round_up(all_keys, k->key_step);
+    float             scale   = fa_has_options(call, t->scale) ? 1.0f : t->scale;
+    const float      *p_of_dv = t->p;
     for (int row = 0; row < all; row += at_once) {
         fa_tile     tile;
-        fa_visible  visible = fa_part_of_tile(k, call, t->tile, row, at_once, &tile);
+        fa_visible  visible = fa_part_of_tile(k, call, t->tile, t->visible, row, at_once, &tile);
         int         rows = fa_tile_rows(&tile), keys = visible == FA_VISIBLE_NONE ? 0 : fa_tile_keys(&tile);
-        const char *q    = (const char *)t->q + k->packed_bytes(FA_ROLE_Q, row, (int)call->head_dim);
-        const char *dout = (const char *)t->dout + k->packed_bytes(FA_ROLE_DO, row, (int)call->head_dim_v);
+        const void *q    = fa_packed_part(k, FA_ROLE_Q, t->q, row, call->head_dim);
+        const void *dout = fa_packed_part(k, FA_ROLE_DO, t->dout, row, call->head_dim_v);
         float      *p = t->p + (int64_t)row * t->ld, *ds = t->ds + (int64_t)row * t->ld;
         if (keys > 0) {
             k->scores(p, t->ld, q, t->k, rows, keys, (int)call->head_dim);
-            fa_apply_options(k, call, &tile, visible, t->scale, p, NULL, t->ld);
-            k->probabilities(p, t->ld, rows, keys, t->scale, t->lse + row);
+            fa_apply_options(k, call, &tile, visible, t->scale, p, t->slope, t->ld);
+            k->probabilities(p, t->ld, rows, keys, scale, t->lse + row);
             k->scores(ds, t->ld, dout, t->v_t, rows, keys, (int)call->head_dim_v);
+            if (call->dropout.threshold) { /* the whole tile at once */
+                memcpy(t->dropped, p, sizeof(float) * (size_t)rows * (size_t)t->ld);
+                fa_apply_dropout(k, call, &tile, t->dropped, ds, t->ld);
+                p_of_dv = t->dropped;
+            }
             k->gradient(p, ds, t->ld, rows, keys, t->delta + row);
         }
-        for (int r = 0; r < rows && keys < padded; r++) {
+        for (int r = 0; r < rows && keys < all_keys; r++) {
             memset(p + (int64_t)r * t->ld + keys, 0, sizeof(float) * (size_t)(padded - keys));
             memset(ds + (int64_t)r * t->ld + keys, 0, sizeof(float) * (size_t)(padded - keys));
         }
     }
-}
-
-const float *fa_score_gradient(const fa_tile_gradient *t)
-{
-    const fa_kernels *k    = t->kernels;
-    const fa_call    *call = t->call;
-    int               rows = fa_tile_rows(t->tile), keys = fa_tile_keys(t->tile);
-    const float      *p_of_dv = t->p;
-    if (fa_rows_at_once(k, call, t->tile, t->visible, t->scale) < rows) {
-        gradient_of_diagonal(t);
-        return t->p;
-    }
-    k->scores(t->p, t->ld, t->q, t->k, rows, keys, (int)call->head_dim);
-    fa_apply_options(k, call, t->tile, t->visible, t->scale, t->p, t->slope, t->ld);
-    k->probabilities(t->p, t->ld, rows, keys, fa_has_options(call, t->scale) ? 1.0f : t->scale, t->lse);
-    k->scores(t->ds, t->ld, t->dout, t->v_t, rows, keys, (int)call->head_dim_v);
-    if (call->dropout.threshold) {
-        memcpy(t->dropped, t->p, sizeof(float) * (size_t)rows * (size_t)t->ld);
-        fa_apply_dropout(k, call, t->tile, t->dropped, t->ds, t->ld);
-        p_of_dv = t->dropped;
-    }
-    k->gradient(t->p, t->ds, t->ld, rows, keys, t->delta);
     return p_of_dv;
 }
 

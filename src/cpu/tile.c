@@ -126,12 +126,12 @@ int fa_rows_at_once(const fa_kernels *kernels, const fa_call *call, const fa_til
                                                                                      : fa_tile_rows(tile);
 }
 
-fa_visible fa_part_of_tile(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, int row, int at_once,
-                           fa_tile *part)
+fa_visible fa_part_of_tile(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, fa_visible visible,
+                           int row, int at_once, fa_tile *part)
 {
     *part = *tile;
     if (at_once >= fa_tile_rows(tile))
-        return fa_tile_visible(call, part);
+        return visible;
     part->queries.begin += row;
     part->queries.end = fa_min_int(part->queries.begin + at_once, tile->queries.end);
     fa_range seen     = fa_keys_seen(call->window, tile->seq.diagonal, part->queries, tile->keys);

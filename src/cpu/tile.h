@@ -84,9 +84,15 @@ fa_visible fa_tile_visible(const fa_call *call, const fa_tile *tile);
  * as a whole. Bits are the same. */
 int fa_rows_at_once(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, fa_visible visible,
                     float scale);
-/* Rows [row, row + at_once) of `tile` and what they see of its keys. */
-fa_visible fa_part_of_tile(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, int row, int at_once,
-                           fa_tile *part);
+/* Rows [row, row + at_once) of `tile`, and what they see of its keys where the tile sees `visible`. */
+fa_visible fa_part_of_tile(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, fa_visible visible,
+                           int row, int at_once, fa_tile *part);
+/* Its rows of an operand packed by `tile`. A packed operand of no rows may still have bytes. */
+static inline const void *fa_packed_part(const fa_kernels *kernels, fa_role role, const void *packed, int row,
+                                         int64_t cols)
+{
+    return row > 0 ? (const char *)packed + kernels->packed_bytes(role, row, (int)cols) : packed;
+}
 
 /* Write to list the slices of sequence b that touch `queries` (and, if not empty, `keys`); returns how many. */
 int fa_slices_touching(const fa_call *call, int64_t b, fa_range queries, fa_range keys, int32_t *list);
