@@ -281,6 +281,42 @@ static void views_of_any_layout_give_the_same_answer(void **state)
     for_each_tier_and_dtype(layouts);
 }
 
+/* So many pages hold a head's keys that AVX2 packs those of all heads first where they lie side by side. */
+static void heads_side_by_side(const tier *t, void *user)
+{
+    static const char *packed_first = "packed once";
+    test_case c = {.heads_q = 16, .seqlen_q = 500, .seqlen_k = 530, .head_dim = 64, .mask = FLASH_ATTN_CAUSAL};
+    fixture   f = fixture_make(&c, FLASH_ATTN_F32, 38);
+    c.layout    = LAYOUT_HEADS_FIRST;
+    fixture g   = fixture_make(&c, FLASH_ATTN_F32, 38);
+    (void)user;
+    for (int threads = 1; threads <= 3; threads += 2) {
+        flash_attn_options     options = {.num_threads = threads, .max_isa = t->isa};
+        flash_attn_context    *context;
+        flash_attn_explanation side_by_side, apart;
+        expect_ok(flash_attn_create(&context, &options));
+        expect_ok(flash_attn_explain(context, &f.p, FLASH_ATTN_FORWARD, &side_by_side));
+        expect_ok(flash_attn_explain(context, &g.p, FLASH_ATTN_FORWARD, &apart));
+        if (threads == 1)
+            assert_null(strstr(apart.reason, packed_first));
+        if (t->isa == FLASH_ATTN_ISA_AVX2)
+            assert_non_null(strstr(side_by_side.reason, packed_first));
+        expect_ok(flash_attn_forward(context, &f.p, NULL));
+        expect_ok(flash_attn_forward(context, &g.p, NULL));
+        expect_same_bits(&f.p.o, &g.p.o, "o");
+        expect_same_bits(&f.p.lse, &g.p.lse, "lse");
+        flash_attn_destroy(context);
+    }
+    fixture_free(&f);
+    fixture_free(&g);
+}
+
+static void heads_side_by_side_have_the_bits_of_heads_apart(void **state)
+{
+    (void)state;
+    for_each_tier(heads_side_by_side, NULL);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -292,6 +328,7 @@ int main(void)
         cmocka_unit_test(an_output_over_an_input_is_right_or_refused),
         cmocka_unit_test(outputs_that_overlap_one_another_are_refused),
         cmocka_unit_test(views_of_any_layout_give_the_same_answer),
+        cmocka_unit_test(heads_side_by_side_have_the_bits_of_heads_apart),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

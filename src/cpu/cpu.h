@@ -309,7 +309,10 @@ fa_tile_shape fa_usual_tile(fa_table table, flash_attn_pass pass, int64_t head_d
 fa_tile_shape fa_tiles(const fa_cpu *cpu, const fa_kernels *kernels, const fa_call *call);
 int           fa_block_l2_percent(const fa_cpu *cpu); /* of the second-level cache, for the forward's Q and O */
 int           fa_least_block_rows(const fa_cpu *cpu, const fa_kernels *kernels); /* of one packed tile of keys */
-int           fa_least_split_keys(const fa_cpu *cpu); /* the least keys of a part where few queries meet long keys */
+/* Whether the forward packs all heads' keys first: heads lie side by side, one's K touches `pages` pages of memory, and
+ * `tiles` tiles of queries use it. */
+bool fa_packs_heads_together(const fa_kernels *kernels, int64_t pages, int64_t tiles);
+int  fa_least_split_keys(const fa_cpu *cpu); /* the least keys of a part where few queries meet long keys */
 /* ", tiles measured on this machine", or "": for explain. */
 const char *fa_tiles_origin(const fa_cpu *cpu, const fa_kernels *kernels, const fa_call *call);
 

@@ -36,7 +36,8 @@ typedef struct plan {
     int            tile_q, tile_k, ldo;
     bool           past_caches; /* Q, K, V and O of a thread are more than its second-level cache holds */
     int64_t shared_tiles; /* of keys of one head, at most, that are packed once for all blocks; 0: each block packs */
-    size_t  shared_bytes; /* of one head */
+    size_t  shared_bytes;   /* of one head */
+    bool    heads_together; /* not for the threads' sake but that of heads that lie side by side */
 } plan;
 
 /* A tile of keys and values, packed. */

@@ -83,7 +83,7 @@ shape fa_forward_shape(const plan *p, int seqlen_q, int seqlen_k)
     s.heads_per_tile       = seqlen_q < s.tile.q ? fa_min_int((int)call->group, s.tile.q / fa_max_int(seqlen_q, 1)) : 1;
     s.head_tiles           = ((int)call->group + s.heads_per_tile - 1) / s.heads_per_tile;
     s.tiles                = fa_max_int(1, (seqlen_q + s.tile.q - 1) / s.tile.q) * s.head_tiles;
-    s.shared               = p->shared_tiles > 0 && !s.few && s.tiles > p->tiles_per_block;
+    s.shared = p->shared_tiles > 0 && !s.few && s.tiles > (p->heads_together ? 1 : p->tiles_per_block);
     s.split_keys           = fa_split_keys(call->num_splits, fa_least_split_keys(p->cpu), rows, s.tile, seqlen_k);
     s.splits               = fa_max_int(1, (seqlen_k + s.split_keys - 1) / s.split_keys);
     s.parts_are_tasks      = p->parallel_splits && s.tiles == 1 && s.splits > 1;
@@ -172,11 +172,22 @@ static void make_room_to_share(plan *p)
     }
 }
 
+/* Whether heads lie side by side and one's keys touch so many pages that all heads' are packed first. */
+static bool packs_heads_together(const plan *p)
+{
+    const fa_call *call  = p->call;
+    int64_t        row   = call->k.stride[1] * (int64_t)fa_dtype_bytes(call->k.dtype);
+    int64_t        pages = call->max_seqlen_k * (row < 4096 ? row : 4096) / 4096;
+    return heads_side_by_side(call) && fa_packs_heads_together(fa_forward_table(p->cpu, call), pages,
+                                                               call->group * call->max_seqlen_q / p->tile_q);
+}
+
 static int64_t second_level_bytes(const plan *p) { return p->cpu->isa.l2_bytes > 0 ? p->cpu->isa.l2_bytes : 512 << 10; }
 
 /* As many tiles as fill half of the second-level cache (or what was measured) with Q and O, but enough blocks for the
- * context's threads. Where these cut heads into short blocks, the blocks share packed keys: two for each thread, the
- * last of them cut smaller (cut_blocks), for a block still reads all its keys. Else four, to be even. */
+ * context's threads. Where these cut heads into short blocks, or heads' keys are packed together, the blocks share packed
+ * keys: two for each thread, the last of them cut smaller (cut_blocks), for a block still reads all its keys. Else four,
+ * to be even. */
 static void choose_blocks(plan *p)
 {
     const fa_call *call  = p->call;
@@ -190,7 +201,8 @@ static void choose_blocks(plan *p)
     int64_t        tiles   = threads > 1 ? all / (2 * threads) : all;
     bool           several = call->group * call->max_seqlen_q > p->tile_q; /* tiles of a key head */
     fit                    = fit > least ? fit : least;
-    if (threads > 1 && several && tiles < fit && tiles < longest)
+    p->heads_together = packs_heads_together(p);
+    if (p->heads_together || (threads > 1 && several && tiles < fit && tiles < longest))
         make_room_to_share(p);
     if (threads > 1 && p->shared_tiles == 0)
         tiles = all / (4 * threads);
