@@ -6,7 +6,8 @@
  *         for each tile of queries     S = Q K^T;  P, m, l = softmax step(S);  O = O * rescale + P V
  *
  * A head with one block packs its keys as it goes, into memory that stays in the cache. Where several threads work at
- * blocks of one head, K and V are packed once for all: those tasks come first, and a block waits for a tile that is not
+ * blocks of one head, or heads lie side by side in so many pages that page tables cost more than this (choices.c), K and V
+ * are packed once for all: those tasks come first, tile by tile with all heads, and a block waits for a tile that is not
  * ready (a task that was handed out earlier is always running).
  *
  * What a row computes depends on the row, the keys and the positions of key tiles alone, so blocks may be cut to suit
