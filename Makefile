@@ -7,7 +7,7 @@
 #     make test-emulated-gpu  the GPU's case list on an emulated GPU of four architectures (make test runs a part of it)
 #     make test-python  install the Python package and PyTorch into build/venv and run the package's tests
 #     make test-python-gpu  the package's tests on CUDA tensors, with the PyTorch of $(PYTHON); skipped without a GPU
-#     make demo       build, check, train a small GPT for 45 seconds, print the bench table: two minutes on two cores
+#     make demo       build, check, train a small GPT for 30 seconds, print the bench table: two minutes on two cores
 #     make check      compare this machine's kernels with the reference
 #     make bench      time attention on this machine
 #     make install    PREFIX=/usr/local by default; DESTDIR is honoured
@@ -18,7 +18,7 @@ BUILD   ?= build
 PREFIX  ?= /usr/local
 JOBS    ?= $(shell nproc 2>/dev/null || echo 2)
 PYTHON  ?= python3
-SECONDS_OF_TRAINING ?= 45
+SECONDS_OF_TRAINING ?= 30
 FLAGS   ?=
 CTEST_FLAGS ?=
 GENERATOR := $(shell command -v ninja >/dev/null 2>&1 && echo -G Ninja)
