@@ -12,6 +12,7 @@
 #define MAX_SHARED_BYTES (64 << 20)
 #define MOST_TASK_PARTS 8
 #define LEAST_THREAD_TASKS 8 /* so that threads end together */
+#define PAGE_BYTES 4096
 
 /* ---- one sequence ---- */
 
@@ -177,7 +178,7 @@ static bool packs_heads_together(const plan *p)
 {
     const fa_call *call  = p->call;
     int64_t        row   = call->k.stride[1] * (int64_t)fa_dtype_bytes(call->k.dtype);
-    int64_t        pages = call->max_seqlen_k * (row < 4096 ? row : 4096) / 4096;
+    int64_t        pages = call->max_seqlen_k * (row < PAGE_BYTES ? row : PAGE_BYTES) / PAGE_BYTES;
     return heads_side_by_side(call) && fa_packs_heads_together(fa_forward_table(p->cpu, call), pages,
                                                                call->group * call->max_seqlen_q / p->tile_q);
 }
@@ -335,8 +336,9 @@ void fa_forward_explain(const fa_cpu *cpu, const fa_call *call, int threads, fla
     snprintf(explanation->kernel, sizeof explanation->kernel, "%s_%s", shape.few ? "decode" : "forward",
              shape.kernels->name);
     snprintf(explanation->reason, sizeof explanation->reason, "%s; a packed tile of keys serves %d tile%s of queries%s",
-             shape.few      ? "few rows: K and V are read in place"
-             : shape.shared ? "K and V are packed once by tiles, for all blocks"
-                            : "K and V are packed by tiles",
+             shape.few                               ? "few rows: K and V are read in place"
+             : shape.shared && r.plan.heads_together ? "K and V of all heads, side by side, are packed first by tiles"
+             : shape.shared                          ? "K and V are packed once by tiles, for all blocks"
+                                                     : "K and V are packed by tiles",
              r.plan.tiles_per_block, r.plan.tiles_per_block == 1 ? "" : "s", fa_tiles_origin(cpu, shape.kernels, call));
 }
