@@ -45,7 +45,7 @@ from flashattn._call import Call  # noqa: E402
 SCHEMA = "flashattn-torch-bench-1"
 TOLERANCE = {"float32": 5e-6, "float16": 1e-3, "bfloat16": 5e-3}
 PEER_SLACK = 4  # PyTorch adds gradients up in the inputs' type; it must be the same computation, no more
-TIERS = {"auto": 0, "scalar": 1, "neon": 2, "avx2": 3, "avx512": 4, "amx": 5, "amx-fp16": 6, "neon-bf16": 7}
+TIERS = {"auto": 0, "scalar": 1, "neon": 2, "avx2": 3, "avx512": 4, "avx512-bf16": 8, "amx": 5, "amx-fp16": 6, "neon-bf16": 7}
 MATH_BYTES = 1 << 30  # standard attention is a candidate while its matrices fit in this
 SAMPLES = 16  # queries and keys whose gradients are checked
 DECODE = {"heads": 32, "heads_k": 8, "head_dim": 128, "seqlen": 32768}

@@ -239,7 +239,7 @@ static int choice(const char *value, const char *const *names, int count)
 
 int main(int argc, char **argv)
 {
-    static const char *const tiers[]  = {"auto", "scalar", "neon", "avx2", "avx512", "amx", "amx-fp16"},
+    static const char *const tiers[]  = {"auto", "scalar", "neon", "avx2", "avx512", "amx", "amx-fp16", "neon-bf16", "avx512-bf16"},
                       *const dtypes[] = {"f32", "f16", "bf16"};
     options opt = {.seqlen = 4096, .head_dim = 128, .rounds = 5};
     for (int n = 1; n < argc; n++) {
@@ -249,7 +249,7 @@ int main(int argc, char **argv)
         else if (strcmp(argv[n], "--decode") == 0)
             opt.decode = true;
         else if (strcmp(argv[n], "--tier") == 0)
-            opt.isa = (flash_attn_isa)choice(value, tiers, 7), n++;
+            opt.isa = (flash_attn_isa)choice(value, tiers, 9), n++;
         else if (strcmp(argv[n], "--dtype") == 0)
             opt.dtype = (flash_attn_dtype)choice(value, dtypes, 3), n++;
         else if (strcmp(argv[n], "--seqlen") == 0)

@@ -100,6 +100,7 @@ const char *cli_isa_name(flash_attn_isa isa)
     case FLASH_ATTN_ISA_NEON: return "neon";
     case FLASH_ATTN_ISA_AVX2: return "avx2";
     case FLASH_ATTN_ISA_AVX512: return "avx512";
+    case FLASH_ATTN_ISA_AVX512_BF16: return "avx512-bf16";
     case FLASH_ATTN_ISA_AMX: return "amx";
     case FLASH_ATTN_ISA_AMX_FP16: return "amx-fp16";
     case FLASH_ATTN_ISA_NEON_BF16: return "neon-bf16";

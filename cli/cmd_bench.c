@@ -59,7 +59,7 @@ static const cli_option bench_flag_table[] = {
     {"kernel", "LIST", cli_parse_text, FIELD(kernel),
      "GPU kernels by name instead: the ladder's rungs k1,fa1,k2,k3.1,\nk3.2,k3.3,k4.1,k4.2,k5,k6,k7,k8,fd, or all of them, or "
      "forward_sm80,\nforward_sm90"},
-    {"isa", "TIER", cli_parse_isa, FIELD(isa), "highest tier: auto, scalar, neon, neon-bf16, avx2, avx512, amx, amx-fp16"},
+    {"isa", "TIER", cli_parse_isa, FIELD(isa), "highest tier: auto, scalar, neon, neon-bf16, avx2, avx512, avx512-bf16, amx, amx-fp16"},
     {"no-amx-split", NULL, cli_parse_switch, FIELD(no_amx_split), "never run f32 and f16 as bfloat16 pieces on AMX"},
     {"no-standard", NULL, cli_parse_switch, FIELD(no_standard), "leave out standard attention"},
     {"memory-limit", "BYTES", cli_parse_bytes, FIELD(memory_limit_bytes),

@@ -40,7 +40,7 @@ const cli_option cli_problem_options[] = {
 #define FIELD(name) offsetof(cli_where_flags, name)
 const cli_option cli_where_options[] = {
     {"device", "NAME", cli_parse_device, FIELD(device), "cpu, reference (double, slow), cuda or cuda:N"},
-    {"isa", "TIER", cli_parse_isa, FIELD(isa), "highest tier: auto, scalar, neon, neon-bf16, avx2, avx512, amx, amx-fp16"},
+    {"isa", "TIER", cli_parse_isa, FIELD(isa), "highest tier: auto, scalar, neon, neon-bf16, avx2, avx512, avx512-bf16, amx, amx-fp16"},
     {"threads", "N", cli_parse_count, FIELD(threads), "threads; 0: all cores that this process may use"},
     {"no-amx-split", NULL, cli_parse_switch, FIELD(no_amx_split), "never run f32 and f16 as bfloat16 pieces on AMX"},
     {0},

@@ -139,12 +139,12 @@ const char *cli_parse_dtypes(const char *text, void *field)
 
 const char *cli_parse_isa(const char *text, void *field)
 {
-    for (int isa = FLASH_ATTN_ISA_AUTO; isa <= FLASH_ATTN_ISA_NEON_BF16; isa++)
+    for (int isa = FLASH_ATTN_ISA_AUTO; isa <= FLASH_ATTN_ISA_AVX512_BF16; isa++)
         if (strcmp(text, cli_isa_name((flash_attn_isa)isa)) == 0) {
             *(flash_attn_isa *)field = (flash_attn_isa)isa;
             return NULL;
         }
-    return "auto, scalar, neon, neon-bf16, avx2, avx512, amx or amx-fp16";
+    return "auto, scalar, neon, neon-bf16, avx2, avx512, avx512-bf16, amx or amx-fp16";
 }
 
 const char *cli_parse_device(const char *text, void *field)

@@ -114,13 +114,14 @@ typedef struct flash_attn_device {
     int32_t                index; /* CUDA ordinal; 0 otherwise */
 } flash_attn_device;
 
-/* The CPU's instruction-set tiers, rising on each architecture. */
+/* The CPU's instruction-set tiers. Each architecture's rise in the order of this list. */
 typedef enum flash_attn_isa {
     FLASH_ATTN_ISA_AUTO      = 0, /* the best that this machine runs */
     FLASH_ATTN_ISA_SCALAR    = 1, /* plain C */
     FLASH_ATTN_ISA_NEON      = 2, /* aarch64 */
     FLASH_ATTN_ISA_AVX2      = 3, /* x86-64: AVX2, FMA, F16C */
     FLASH_ATTN_ISA_AVX512    = 4, /* x86-64: AVX-512 F, BW, DQ, VL */
+    FLASH_ATTN_ISA_AVX512_BF16 = 8, /* x86-64: AVX512_BF16 over AVX-512: bfloat16's products, all else as with AVX-512 */
     FLASH_ATTN_ISA_AMX       = 5, /* x86-64: AMX-TILE, AMX-BF16 over AVX-512 */
     FLASH_ATTN_ISA_AMX_FP16  = 6, /* x86-64: AMX-FP16 over AMX: float16 as it is, all else as with AMX */
     FLASH_ATTN_ISA_NEON_BF16 = 7 /* aarch64: FEAT_BF16 over NEON: bfloat16's matrix products, all else as with NEON */
@@ -156,7 +157,7 @@ typedef struct flash_attn_options {
 typedef struct flash_attn_context flash_attn_context;
 
 /* Make a context. options may be NULL. FLASH_ATTN_NUM_THREADS (1 to 4096) and FLASH_ATTN_MAX_ISA (scalar, neon, avx2,
- * neon-bf16, avx512, amx, amx-fp16) are read where the option is 0, FLASH_ATTN_TUNE_FILE (an absolute path, or "off": none) where
+ * neon-bf16, avx512, avx512-bf16, amx, amx-fp16) are read where the option is 0, FLASH_ATTN_TUNE_FILE (an absolute path, or "off": none) where
  * tune_file is NULL. FLASH_ATTN_ASSUME=amx-fp16 says that the processor has AMX-FP16 though it does not report it, as
  * under a hypervisor that hides it. The instruction is tried once in a child process of which nobody is told: features
  * then holds amx-fp16:assumed, or amx-fp16:absent if it faulted. A tune file may say so too. None of them, nor the cache, is read in a process with

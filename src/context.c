@@ -8,10 +8,13 @@
 
 #define MAX_THREADS 4096
 
-static const char *const isa_names[] = {[FLASH_ATTN_ISA_AUTO] = "auto",      [FLASH_ATTN_ISA_SCALAR] = "scalar",
+enum { FA_ISAS = FLASH_ATTN_ISA_AVX512_BF16 + 1 };
+
+static const char *const isa_names[FA_ISAS] = {[FLASH_ATTN_ISA_AUTO] = "auto",      [FLASH_ATTN_ISA_SCALAR] = "scalar",
                                         [FLASH_ATTN_ISA_NEON] = "neon",      [FLASH_ATTN_ISA_AVX2] = "avx2",
-                                        [FLASH_ATTN_ISA_AVX512] = "avx512",  [FLASH_ATTN_ISA_AMX] = "amx",
-                                        [FLASH_ATTN_ISA_AMX_FP16] = "amx-fp16", [FLASH_ATTN_ISA_NEON_BF16] = "neon-bf16"};
+                                        [FLASH_ATTN_ISA_AVX512] = "avx512",  [FLASH_ATTN_ISA_AVX512_BF16] = "avx512-bf16",
+                                        [FLASH_ATTN_ISA_AMX] = "amx",        [FLASH_ATTN_ISA_AMX_FP16] = "amx-fp16",
+                                        [FLASH_ATTN_ISA_NEON_BF16] = "neon-bf16"};
 
 const char *fa_isa_name(flash_attn_isa isa) { return isa_names[isa]; }
 
@@ -42,14 +45,14 @@ static flash_attn_status isa_from_environment(flash_attn_isa *max_isa)
     const char *text = environment("FLASH_ATTN_MAX_ISA");
     if (!text)
         return FLASH_ATTN_OK;
-    for (int isa = FLASH_ATTN_ISA_SCALAR; isa <= FLASH_ATTN_ISA_NEON_BF16; isa++)
+    for (int isa = FLASH_ATTN_ISA_SCALAR; isa < FA_ISAS; isa++)
         if (strcmp(text, isa_names[isa]) == 0) {
             *max_isa = (flash_attn_isa)isa;
             return FLASH_ATTN_OK;
         }
     return fa_fail(FLASH_ATTN_INVALID,
                    "the environment's FLASH_ATTN_MAX_ISA is \"%.40s\", expected scalar, neon, neon-bf16, avx2, avx512, "
-                   "amx or amx-fp16",
+                   "avx512-bf16, amx or amx-fp16",
                    text);
 }
 
@@ -80,9 +83,9 @@ static flash_attn_status resolve_options(const flash_attn_options *given, flash_
     if (out->num_threads < 0 || out->num_threads > MAX_THREADS)
         return fa_fail(FLASH_ATTN_INVALID, "options.num_threads is %d, expected 0 to %d", out->num_threads,
                        MAX_THREADS);
-    if ((unsigned)out->max_isa > FLASH_ATTN_ISA_NEON_BF16)
+    if ((unsigned)out->max_isa >= FA_ISAS)
         return fa_fail(FLASH_ATTN_INVALID, "options.max_isa is %d, expected 0 to %d", (int)out->max_isa,
-                       (int)FLASH_ATTN_ISA_NEON_BF16);
+                       FA_ISAS - 1);
     if (out->pool && !out->parallel_for)
         return fa_fail(FLASH_ATTN_INVALID,
                        "options.pool is given without options.parallel_for, expected both or neither");

@@ -18,15 +18,19 @@ static void find_tiers(void)
     if (tier_count > 0)
         return;
     setenv("FLASH_ATTN_ASSUME", "amx-fp16", 1); /* it is tried, so where it is not it is not used */
-    for (int isa = FLASH_ATTN_ISA_SCALAR; isa <= FLASH_ATTN_ISA_NEON_BF16; isa++) {
-        flash_attn_options     options = {.num_threads = HARNESS_THREADS, .max_isa = (flash_attn_isa)isa};
+    static const flash_attn_isa rising[] = {FLASH_ATTN_ISA_SCALAR,      FLASH_ATTN_ISA_NEON, FLASH_ATTN_ISA_AVX2,
+                                            FLASH_ATTN_ISA_AVX512,      FLASH_ATTN_ISA_AVX512_BF16,
+                                            FLASH_ATTN_ISA_AMX,         FLASH_ATTN_ISA_AMX_FP16,
+                                            FLASH_ATTN_ISA_NEON_BF16};
+    for (size_t n = 0; n < sizeof rising / sizeof *rising; n++) {
+        flash_attn_options     options = {.num_threads = HARNESS_THREADS, .max_isa = rising[n]};
         flash_attn_device_info info;
         tier                  *next = &tiers[tier_count];
         memset(next, 0, sizeof *next);
         assert_int_equal(flash_attn_create(&next->context, &options), FLASH_ATTN_OK);
         assert_int_equal(flash_attn_get_device_info(next->context, (flash_attn_device){0}, &info), FLASH_ATTN_OK);
         snprintf(next->name, sizeof next->name, "%s", info.isa);
-        next->isa = (flash_attn_isa)isa;
+        next->isa = rising[n];
         if (tier_count > 0 && strcmp(tiers[tier_count - 1].name, next->name) == 0)
             flash_attn_destroy(next->context);
         else
@@ -51,6 +55,8 @@ bool tier_differs(const tier *t, flash_attn_dtype dtype)
 {
     if (t->isa == FLASH_ATTN_ISA_NEON_BF16)
         return dtype == FLASH_ATTN_BF16;
+    if (t->isa == FLASH_ATTN_ISA_AVX512_BF16)
+        return dtype == FLASH_ATTN_BF16 || dtype == FLASH_ATTN_F8E4M3;
     return t->isa != FLASH_ATTN_ISA_AMX_FP16 || dtype == FLASH_ATTN_F16;
 }
 

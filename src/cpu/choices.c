@@ -26,6 +26,10 @@ static const struct {
     {FA_TABLE_AVX512, FORWARD, INT_MAX, {96, 64}},
     {FA_TABLE_AVX512, BACKWARD, 128, {96, 128}},
     {FA_TABLE_AVX512, BACKWARD, INT_MAX, {96, 64}},
+    {FA_TABLE_AVX512_BF16, FORWARD, 128, {96, 128}},
+    {FA_TABLE_AVX512_BF16, FORWARD, INT_MAX, {96, 64}},
+    {FA_TABLE_AVX512_BF16, BACKWARD, 128, {96, 128}},
+    {FA_TABLE_AVX512_BF16, BACKWARD, INT_MAX, {96, 64}},
     {FA_TABLE_AVX2, FORWARD, 128, {96, 128}},
     {FA_TABLE_AVX2, FORWARD, INT_MAX, {96, 64}},
     {FA_TABLE_AVX2, BACKWARD, 128, {96, 128}},
@@ -111,6 +115,7 @@ fa_table fa_table_of(const fa_kernels *kernels, flash_attn_dtype dtype)
     case FLASH_ATTN_ISA_NEON_BF16: return FA_TABLE_NEON_BF16;
     case FLASH_ATTN_ISA_AVX2: return FA_TABLE_AVX2;
     case FLASH_ATTN_ISA_AVX512: return FA_TABLE_AVX512;
+    case FLASH_ATTN_ISA_AVX512_BF16: return FA_TABLE_AVX512_BF16;
     case FLASH_ATTN_ISA_AMX:
         return dtype == FLASH_ATTN_F32   ? FA_TABLE_AMX_F32
                : dtype == FLASH_ATTN_F16 ? FA_TABLE_AMX_F16

@@ -12,37 +12,44 @@ static void choose_tables(fa_cpu *cpu)
 {
     bool           hidden = cpu->isa.hidden == FA_HIDDEN_RUNS && (cpu->assume_amx_fp16 || cpu->tuning.amx_fp16);
     flash_attn_isa most   = hidden ? FLASH_ATTN_ISA_AMX_FP16 : cpu->isa.best;
-    flash_attn_isa best   = most < cpu->cap ? most : cpu->cap;
+    flash_attn_isa best   = fa_isa_reaches(cpu->cap, most) ? most : cpu->cap;
     cpu->wide_f16         = NULL;
     cpu->vector           = fa_kernels_scalar();
 #if defined(__x86_64__)
-    if (best >= FLASH_ATTN_ISA_AVX2)
+    if (fa_isa_reaches(best, FLASH_ATTN_ISA_AVX2))
         cpu->vector = fa_kernels_avx2();
-    if (best >= FLASH_ATTN_ISA_AVX512)
+    if (fa_isa_reaches(best, FLASH_ATTN_ISA_AVX512))
         cpu->vector = fa_kernels_avx512();
 #elif defined(__aarch64__)
-    if (best >= FLASH_ATTN_ISA_NEON)
+    if (fa_isa_reaches(best, FLASH_ATTN_ISA_NEON))
         cpu->vector = fa_kernels_neon();
 #endif
     cpu->tier = cpu->vector->isa;
     for (int dtype = 0; dtype < 4; dtype++) {
         const fa_kernels *products = NULL; /* whose matrix products are of this type */
-#if defined(__x86_64__) && defined(FA_HAVE_AMX)
-        if (best >= FLASH_ATTN_ISA_AMX && (dtype == FLASH_ATTN_BF16 || !cpu->no_amx_split))
-            products = fa_kernels_amx(cpu->vector, (flash_attn_dtype)dtype);
-        if (products && dtype == FLASH_ATTN_BF16)
+#if defined(__x86_64__)
+        if (fa_isa_reaches(best, FLASH_ATTN_ISA_AVX512_BF16) &&
+            (dtype == FLASH_ATTN_BF16 || dtype == FLASH_ATTN_F8E4M3))
+            products = fa_kernels_avx512_bf16();
+#if defined(FA_HAVE_AMX)
+        const fa_kernels *amx = NULL;
+        if (fa_isa_reaches(best, FLASH_ATTN_ISA_AMX) && (dtype == FLASH_ATTN_BF16 || !cpu->no_amx_split))
+            amx = fa_kernels_amx(cpu->vector, (flash_attn_dtype)dtype);
+        if (amx && dtype == FLASH_ATTN_BF16)
             cpu->fixed = fa_kernels_amx_fixed();
-        if (best >= FLASH_ATTN_ISA_AMX_FP16 && dtype == FLASH_ATTN_F16) {
-            cpu->wide_f16 = products ? products : cpu->vector;
-            products      = fa_kernels_amx_fp16();
+        if (fa_isa_reaches(best, FLASH_ATTN_ISA_AMX_FP16) && dtype == FLASH_ATTN_F16) {
+            cpu->wide_f16 = amx ? amx : cpu->vector;
+            amx           = fa_kernels_amx_fp16();
         }
+        products = amx ? amx : products;
+#endif
 #endif
 #if defined(__aarch64__)
-        if (best >= FLASH_ATTN_ISA_NEON_BF16 && dtype == FLASH_ATTN_BF16)
+        if (fa_isa_reaches(best, FLASH_ATTN_ISA_NEON_BF16) && dtype == FLASH_ATTN_BF16)
             products = fa_kernels_neon_bf16();
 #endif
         cpu->kernels[dtype] = products ? products : cpu->vector;
-        if (products && products->isa > cpu->tier)
+        if (products && fa_isa_reaches(products->isa, cpu->tier))
             cpu->tier = products->isa;
     }
 }
@@ -74,7 +81,7 @@ flash_attn_status fa_cpu_create(fa_cpu **cpu, const flash_attn_options *options,
     fa_tuning tuning;
     made->tuned = fa_tuning_load(&made->isa, options->tune_file, &tuning);
     /* Tuned or not: the processor may be another one of that name. */
-    if (assume_amx_fp16 || (tuning.amx_fp16 && made->cap >= FLASH_ATTN_ISA_AMX_FP16))
+    if (assume_amx_fp16 || (tuning.amx_fp16 && fa_isa_reaches(made->cap, FLASH_ATTN_ISA_AMX_FP16)))
         fa_isa_try_amx_fp16(&made->isa);
     fa_cpu_use_tuning(made, &tuning);
     *cpu = made;

@@ -233,7 +233,8 @@ const fa_kernels *fa_kernels_scalar(void);
 const fa_kernels *fa_kernels_avx2(void);
 const fa_kernels *fa_kernels_avx512(void);
 const fa_kernels *fa_kernels_neon(void);
-/* For bfloat16 alone. */
+/* For bfloat16, and what it holds, alone. */
+const fa_kernels *fa_kernels_avx512_bf16(void);
 const fa_kernels *fa_kernels_neon_bf16(void);
 const fa_kernels *fa_kernels_amx(const fa_kernels *base, flash_attn_dtype dtype);
 /* As that of bfloat16, for a forward without LSE and options and with head dims up to FA_FIXED_HEAD_DIM alone: P in
@@ -256,6 +257,8 @@ typedef struct fa_isa {
 } fa_isa;
 
 void fa_isa_detect(fa_isa *isa);
+/* Whether a processor of tier `best`, or a cap there, has `tier`. Tiers that came later have larger numbers. */
+bool fa_isa_reaches(flash_attn_isa best, flash_attn_isa tier);
 /* Whether AMX-FP16 runs though the processor does not report it: `hidden`. Tried once. */
 void fa_isa_try_amx_fp16(fa_isa *isa);
 
@@ -287,6 +290,7 @@ typedef enum fa_table {
     FA_TABLE_AMX_F32,
     FA_TABLE_AMX_FP16,
     FA_TABLE_NEON_BF16,
+    FA_TABLE_AVX512_BF16,
     FA_TABLES
 } fa_table;
 

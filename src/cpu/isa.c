@@ -11,6 +11,14 @@
 #include <sys/auxv.h>
 #endif
 
+/* The order in which tiers rise; the same as that of the header's list. */
+static int rank_of(flash_attn_isa isa)
+{
+    return isa == FLASH_ATTN_ISA_AVX512_BF16 ? 2 * FLASH_ATTN_ISA_AVX512 + 1 : 2 * (int)isa;
+}
+
+bool fa_isa_reaches(flash_attn_isa best, flash_attn_isa tier) { return rank_of(best) >= rank_of(tier); }
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -75,7 +83,8 @@ static const struct {
 } tiers[] = {
     {FLASH_ATTN_ISA_AVX2, " avx fma f16c avx2 "},
     {FLASH_ATTN_ISA_AVX512, " avx512f avx512dq avx512bw avx512vl "},
-    {FLASH_ATTN_ISA_AMX, " avx512bf16 avx512vbmi amx-tile amx-bf16 "},
+    {FLASH_ATTN_ISA_AVX512_BF16, " avx512bf16 "},
+    {FLASH_ATTN_ISA_AMX, " avx512vbmi amx-tile amx-bf16 "},
     {FLASH_ATTN_ISA_AMX_FP16, " amx-fp16 "},
 };
 

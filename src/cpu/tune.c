@@ -270,7 +270,7 @@ static flash_attn_status measure_split(tuner *t)
 static flash_attn_status measure_amx_fp16(tuner *t)
 {
     fa_cpu *cpu = &t->cpu;
-    if (cpu->cap < FLASH_ATTN_ISA_AMX_FP16)
+    if (!fa_isa_reaches(cpu->cap, FLASH_ATTN_ISA_AMX_FP16))
         return FLASH_ATTN_OK;
     fa_isa_try_amx_fp16(&cpu->isa);
     t->found.amx_fp16 = false;

@@ -28,7 +28,7 @@
 enum { FORM = 1, FILE_BYTES = 8192, HASH_LINE_BYTES = 5 + 16 + 1 };
 
 static const char *const table_names[FA_TABLES] = {"scalar",   "neon",    "avx2",   "avx512",
-                                                   "amx_bf16", "amx_f16", "amx_f32", "amx_fp16", "neon_bf16"};
+                                                   "amx_bf16", "amx_f16", "amx_f32", "amx_fp16", "neon_bf16", "avx512_bf16"};
 static const char *const pass_names[2]          = {"forward", "backward"};
 
 const char *fa_table_name(fa_table table) { return table_names[table]; }
