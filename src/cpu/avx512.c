@@ -4,7 +4,6 @@
 
 #define TIER_NAME "avx512"
 #define TIER_ISA FLASH_ATTN_ISA_AVX512
-#define PANEL 0 /* a diagonal tile's rows together: parts of it (0065) were never timed here */
 
 #include "cpu/kernels.inc"
 

@@ -18,6 +18,22 @@
 
 #include "cpu/kernel_product.inc"
 
+/* exp2_vector to 2.9e-6, with two products less: P is rounded to bfloat16, and its sum is as good as this. */
+V vf exp2_short(vf x)
+{
+    vf f = v_fraction(x), p = v_set1(0.013426687f);
+    p    = v_fma(p, f, v_set1(0.05224247f));
+    p    = v_fma(p, f, v_set1(0.24128021f));
+    p    = v_fma(p, f, v_set1(0.69304484f));
+    p    = v_fma(p, f, v_set1(1.0f));
+    return v_scale2(p, x);
+}
+#define V_EXP2_P exp2_short
+/* Row major bfloat16, where the row's floats begin. */
+#define V_STORE_P(row, col, p) _mm256_storeu_si256((__m256i *)((uint16_t *)(row) + (col)), (__m256i)_mm512_cvtneps_pbh(p))
+
+#include "cpu/kernel_online.inc"
+
 enum { WIDTH = NV * VL };
 
 typedef __m512i vh; /* 32 bfloat16 */
@@ -101,13 +117,10 @@ static void pack_panels(float *out, const fa_rows *src)
     }
 }
 
-V bool row_is_finite(const fa_rows *src, const void *row)
+V __mmask32 not_finite(vh x)
 {
-    const vh  exponent = _mm512_set1_epi16(0x7F80);
-    __mmask32 not      = 0;
-    for (int col = 0; col < src->cols; col += 32)
-        not |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(load_halves(src, row, col), exponent), exponent);
-    return not == 0;
+    const vh exponent = _mm512_set1_epi16(0x7F80);
+    return _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent);
 }
 
 /* 16 pairs of a's and b's halves `first` .. `first` + 15. */
@@ -119,24 +132,33 @@ V vf interleaved(vh a, vh b, int first)
     return _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, index, b));
 }
 
+/* Two rows; the result's bits: the first, the second, is not finite. */
+V int pack_two(float *out, const fa_rows *src, const void *first, const void *second, int ld)
+{
+    __mmask32 of_a = 0, of_b = 0;
+    for (int col = 0; col < ld; col += 32) {
+        vh a = load_halves(src, first, col), b = load_halves(src, second, col);
+        of_a |= not_finite(a);
+        of_b |= not_finite(b);
+        v_store(out + col, interleaved(a, b, 0));
+        if (col + VL < ld)
+            v_store(out + col + VL, interleaved(a, b, VL));
+    }
+    return (of_a != 0) + 2 * (of_b != 0);
+}
+
 static int pack_along_rows(float *out, const fa_rows *src, int *bad)
 {
     int ld = pair_ld(src->cols), num_bad = 0;
-    for (int first = 0; first < src->count; first += 2, out += ld) {
-        const void *row[2];
-        for (int r = 0; r < 2; r++) {
-            row[r] = row_at(src, first + r);
-            if (row[r] && bad && !row_is_finite(src, row[r])) {
-                bad[num_bad++] = first + r;
-                row[r]         = NULL;
-            }
-        }
-        for (int col = 0; col < ld; col += 32) {
-            vh a = load_halves(src, row[0], col), b = load_halves(src, row[1], col);
-            v_store(out + col, interleaved(a, b, 0));
-            if (col + VL < ld)
-                v_store(out + col + VL, interleaved(a, b, VL));
-        }
+    for (int r = 0; r < src->count; r += 2, out += ld) {
+        const void *first = src->row[r], *second = row_at(src, r + 1);
+        int         not = pack_two(out, src, first, second, ld);
+        if (!bad || !not)
+            continue;
+        pack_two(out, src, not & 1 ? NULL : first, not & 2 ? NULL : second, ld);
+        for (int n = 0; n < 2; n++)
+            if (not >> n & 1)
+                bad[num_bad++] = r + n;
     }
     return num_bad;
 }
@@ -161,15 +183,20 @@ static void pack_p(uint16_t *out, const float *p, int ldp, int rows, int keys)
             _mm512_storeu_si512(out + key, halves_of(v_load(p + key), v_load(p + key + VL)));
 }
 
+/* 16 keys of two rows, as P^T has them. */
+V vf turned(vf a, vf b)
+{
+    vh two = halves_of(a, b);
+    return interleaved(two, _mm512_castsi256_si512(_mm512_extracti64x4_epi64(two, 1)), 0);
+}
+
 /* P^T as a left operand. */
 static void pack_p_turned(float *out, const float *p, int ldp, int rows, int keys)
 {
     int ld = pair_ld(keys);
     for (int r = 0; r < rows; r += 2, p += 2 * (int64_t)ldp, out += ld)
-        for (int key = 0; key < keys; key += VL) {
-            vh two = halves_of(v_load(p + key), r + 1 < rows ? v_load(p + ldp + key) : v_zero());
-            v_store(out + key, interleaved(two, _mm512_castsi256_si512(_mm512_extracti64x4_epi64(two, 1)), 0));
-        }
+        for (int key = 0; key < keys; key += VL)
+            v_store(out + key, turned(v_load(p + key), r + 1 < rows ? v_load(p + ldp + key) : v_zero()));
 }
 
 /* ---- the products ---- */
@@ -207,6 +234,65 @@ static void accumulate(float *c, int ldc, const float *rescale, const float *p, 
     pack_p(scratch, p, ldp, rows, keys);
     product to = {.ldc = ldc, .a = scratch, .lda = left_ld(keys) / 2, .depth = pairs_of(keys), .rescale = rescale};
     add_products(to, c, right, rows, cols, false);
+}
+
+static void softmax_packed(float *s, int lds, int rows, int keys, float multiplier, float *m, float *l, float *rescale)
+{
+    softmax_step(s, lds, rows, keys, multiplier, m, l, rescale, true);
+}
+
+static void accumulate_packed(float *c, int ldc, const float *rescale, const float *p, int ldp, const void *right,
+                              int rows, int keys, int cols)
+{
+    product to = {.ldc = ldc, .a = p, .lda = ldp, .depth = pairs_of(keys), .rescale = rescale};
+    add_products(to, c, right, rows, cols, false);
+}
+
+/* A row of S whose LSE is NaN, as probabilities has it: P is NaN where it is seen. */
+static void prepare_row(float *s, int keys, float *lse)
+{
+    int padded = (int)fa_round_up(keys, VL);
+    fill(s, keys, padded, -INFINITY);
+    for (int col = 0; col < padded && *lse != *lse; col++)
+        s[col] = s[col] == -INFINITY ? -INFINITY : NAN;
+    *lse = *lse == *lse ? *lse : 0.0f;
+}
+
+/* P^T in the place of the first of two rows of S, dS^T in that of the second, dS in that of dP. */
+static void gradient_packed(float *s, float *dp, int ld, int rows, int keys, int all_keys, float scale,
+                            const float *lse, const float *delta)
+{
+    int      padded = (int)fa_round_up(keys, VL), all = (int)fa_round_up(all_keys, VL);
+    const vf factor = v_set1(scale), to_log2 = v_set1(FA_LOG2_E);
+    for (int r = 0; r < rows; r += 2, s += 2 * (int64_t)ld, dp += 2 * (int64_t)ld) {
+        int   count    = fa_min_int(2, rows - r);
+        float of[2]    = {lse[r], count == 2 ? lse[r + 1] : INFINITY};
+        vf    minus[2] = {v_set1(delta[r]), v_set1(count == 2 ? delta[r + 1] : 0.0f)};
+        for (int n = 0; n < count; n++)
+            prepare_row(s + (int64_t)n * ld, keys, &of[n]);
+        for (int col = 0; col < padded; col += VL) {
+            vf p[2] = {v_zero(), v_zero()}, ds[2] = {v_zero(), v_zero()};
+            for (int n = 0; n < count; n++) {
+                int64_t at = (int64_t)n * ld + col;
+                vf      x  = v_min(v_zero(), v_fma(v_load(s + at), factor, v_set1(-of[n])));
+                p[n]       = exp2_short(v_mul(x, to_log2));
+                ds[n]      = v_where_nonzero(p[n], v_mul(p[n], v_sub(v_load(dp + at), minus[n])));
+                V_STORE_P(dp + (int64_t)n * ld, col, ds[n]);
+            }
+            v_store(s + col, turned(p[0], p[1]));
+            v_store(s + ld + col, turned(ds[0], ds[1]));
+        }
+        for (int n = 0; n < 2; n++) {
+            memset(s + (int64_t)n * ld + padded, 0, sizeof(float) * (size_t)(all - padded));
+            memset((uint16_t *)(dp + (int64_t)n * ld) + padded, 0, sizeof(uint16_t) * (size_t)(all - padded));
+        }
+    }
+}
+
+static void accumulate_t_packed(float *c, int ldc, const float *p, int ldp, const void *right, int rows, int keys, int cols)
+{
+    product to = {.ldc = ldc, .a = p, .lda = 2 * (int64_t)ldp, .depth = pairs_of(rows)};
+    add_products(to, c, right, keys, cols, true);
 }
 
 static void accumulate_t(float *c, int ldc, const float *p, int ldp, const void *right, int rows, int keys, int cols,
@@ -293,7 +379,13 @@ static void fill_table(void)
     table.pack                   = pack;
     table.scores                 = scores;
     table.accumulate             = accumulate;
+    table.softmax                = softmax;
+    table.softmax_packed         = softmax_packed;
+    table.accumulate_packed      = accumulate_packed;
     table.accumulate_t           = accumulate_t;
+    table.probabilities          = probabilities;
+    table.gradient_packed        = gradient_packed;
+    table.accumulate_t_packed    = accumulate_t_packed;
     table.row_dots               = row_dots;
     table.forward_scratch_bytes  = scratch_bytes;
     table.backward_scratch_bytes = scratch_bytes;

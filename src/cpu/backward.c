@@ -98,6 +98,27 @@ typedef struct step {
     fa_scales  times; /* of fused sums */
 } step;
 
+/* Nobody but the products looks at P and dS. */
+static bool is_packed(const step *t)
+{
+    const plan    *p    = &t->run->plan;
+    const fa_call *call = p->call;
+    bool           bad  = t->query.num_bad[0] > 0 || t->query.num_bad[1] > 0 || t->s->num_bad_k > 0;
+    return p->kernels->gradient_packed && !bad && !call->dropout.threshold && !(call->softcap > 0.0f);
+}
+
+static void add_dkv_packed(const step *t)
+{
+    const plan       *p    = &t->run->plan;
+    const fa_kernels *k    = p->kernels;
+    const scratch    *s    = t->s;
+    int               rows = fa_tile_rows(&t->tile), keys = fa_tile_keys(&t->tile), ld = fa_score_ld(p->tile.k);
+    if (p->call->dv.data)
+        k->accumulate_t_packed(s->dv, p->ldv, s->p, ld, t->query.dout_right, rows, keys, (int)p->call->head_dim_v);
+    if (p->call->dk.data)
+        k->accumulate_t_packed(s->dk, p->ldq, s->p + ld, ld, t->query.q_right, rows, keys, (int)p->call->head_dim);
+}
+
 static void add_dkv(const step *t, const float *p_of_dv)
 {
     const plan       *p    = &t->run->plan;
@@ -129,6 +150,10 @@ static void add_dq(const step *t)
     const fa_kernels *k    = p->kernels;
     scratch          *s    = t->s;
     int               rows = fa_tile_rows(&t->tile), keys = fa_tile_keys(&t->tile), ld = fa_score_ld(p->tile.k);
+    if (is_packed(t)) {
+        k->accumulate_packed(t->query.dq, p->ldq, NULL, s->ds, ld, s->k_right, rows, keys, (int)p->call->head_dim);
+        return;
+    }
     k->accumulate(t->query.dq, p->ldq, NULL, s->ds, ld, s->k_right, rows, keys, (int)p->call->head_dim, s->fused);
     fa_add_bad_rows(k, t->query.dq, p->ldq, rows, s->ds, ld, 1, &s->k_rows, s->bad_k, s->num_bad_k, s->temp);
 }
@@ -201,8 +226,13 @@ static void run_composed(const step *t)
                                 .ds      = s->ds,
                                 .slope   = call->softcap > 0.0f ? s->slope : NULL,
                                 .dropped = s->dropped,
-                                .ld      = fa_score_ld(p->tile.k)};
+                                .ld      = fa_score_ld(p->tile.k),
+                                .packed  = is_packed(t)};
     const float     *p_of_dv = fa_score_gradient(&g);
+    if (g.packed) {
+        add_dkv_packed(t);
+        return;
+    }
     fa_softcap_gradient(&g);
     add_dkv(t, p_of_dv);
 }

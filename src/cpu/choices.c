@@ -86,13 +86,13 @@ static const int class_most[FA_HEAD_CLASSES] = {64, 128, 256};
 enum {
     /* Of the second-level cache, for the forward's Q and O; the rest is for packed keys and scores. */
     BLOCK_L2_PERCENT = 50,
-    /* But on processors with AVX2 that cache has 256 or 512 KB, and to read Q and O from the third level costs less than
-     * to pack keys for each 200 rows (0065). */
-    LEAST_BLOCK_ROWS_AVX2 = 1152,
+    /* But without AMX that cache has 256 KB to 1 MB, and to read Q and O from the third level costs less than to pack keys
+     * for each 200 or 700 rows (0065, 0067). */
+    LEAST_BLOCK_ROWS = 1152,
     /* Where heads lie side by side a page of memory holds rows of several. A head's K touches so many pages that with Q, V
      * and O the processor has forgotten them when the next head comes (a second-level TLB has 2048), unless the keys
      * of all heads are packed tile by tile first. That pays where so many queries, in tiles, use them again. Measured
-     * with AVX2 alone (0065). */
+     * without AMX (0065, 0067). */
     LEAST_HEAD_PAGES = 512,
     LEAST_SHARING_TILES = 5,
     /* Where few queries meet long keys. Parts are short because tasks of the same keys follow one another: where heads
@@ -167,14 +167,21 @@ int fa_block_l2_percent(const fa_cpu *cpu)
     return cpu->tuning.block_l2_percent ? cpu->tuning.block_l2_percent : BLOCK_L2_PERCENT;
 }
 
+/* A table of vector instructions, measured on AMD's processors. */
+static bool is_vectors(const fa_kernels *kernels)
+{
+    return kernels->isa == FLASH_ATTN_ISA_AVX2 || kernels->isa == FLASH_ATTN_ISA_AVX512 ||
+           kernels->isa == FLASH_ATTN_ISA_AVX512_BF16;
+}
+
 int fa_least_block_rows(const fa_cpu *cpu, const fa_kernels *kernels)
 {
-    return kernels->isa == FLASH_ATTN_ISA_AVX2 && !cpu->tuning.block_l2_percent ? LEAST_BLOCK_ROWS_AVX2 : 0;
+    return is_vectors(kernels) && !cpu->tuning.block_l2_percent ? LEAST_BLOCK_ROWS : 0;
 }
 
 bool fa_packs_heads_together(const fa_kernels *kernels, int64_t pages, int64_t tiles)
 {
-    return kernels->isa == FLASH_ATTN_ISA_AVX2 && pages >= LEAST_HEAD_PAGES && tiles >= LEAST_SHARING_TILES;
+    return is_vectors(kernels) && pages >= LEAST_HEAD_PAGES && tiles >= LEAST_SHARING_TILES;
 }
 
 int fa_least_split_keys(const fa_cpu *cpu)

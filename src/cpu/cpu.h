@@ -169,10 +169,21 @@ typedef struct fa_kernels {
      * m_new) in place of S, rescale = exp2(m - m_new), l = l * rescale + sum P. S may hold -inf; m_new = -inf gives P =
      * 0. */
     void (*softmax)(float *s, int lds, int rows, int keys, float multiplier, float *m, float *l, float *rescale);
+    /* softmax and accumulate, with P between them as the products take it, in the place of S's rows. NULL: not there. */
+    void (*softmax_packed)(float *s, int lds, int rows, int keys, float multiplier, float *m, float *l, float *rescale);
+    void (*accumulate_packed)(float *c, int ldc, const float *rescale, const float *p, int ldp, const void *right,
+                              int rows, int keys, int cols);
     /* P = exp(S * scale - lse[r]) in place, at most 1; scale > 0. S = -inf gives 0 even where lse is NaN. */
     void (*probabilities)(float *s, int lds, int rows, int keys, float scale, const float *lse);
     /* dS = P (dP - delta[r]) in place of dP; exactly 0 where P is 0, whatever dP and delta hold. */
     void (*gradient)(const float *p, float *dp, int ld, int rows, int keys, const float *delta);
+    /* probabilities and gradient, with P and dS as the products take them: P^T and dS^T in the place of S, the second
+     * beginning a row behind the first, and dS in that of dP, as softmax_packed leaves P. Keys from `keys` up to all_keys
+     * become 0. accumulate_t_packed is accumulate_t of the first or second. NULL: not there. */
+    void (*gradient_packed)(float *s, float *dp, int ld, int rows, int keys, int all_keys, float scale,
+                            const float *lse, const float *delta);
+    void (*accumulate_t_packed)(float *c, int ldc, const float *p, int ldp, const void *right, int rows, int keys,
+                                int cols);
     /* out[r] = row r of a times row r of b, added up in the order of `scores`; where a is 0, 0, whatever b holds. */
     void (*row_dots)(float *out, const fa_rows *a, const fa_rows *b);
     /* The same, bit for bit; packed: b in role DO_RIGHT, all its rows. NULL: not there. */

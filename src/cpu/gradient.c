@@ -43,16 +43,20 @@ const float *fa_score_gradient(const fa_tile_gradient *t)
         if (keys > 0) {
             k->scores(p, t->ld, q, t->k, rows, keys, (int)call->head_dim);
             fa_apply_options(k, call, &tile, visible, t->scale, p, t->slope, t->ld);
-            k->probabilities(p, t->ld, rows, keys, scale, t->lse + row);
+            if (!t->packed)
+                k->probabilities(p, t->ld, rows, keys, scale, t->lse + row);
             k->scores(ds, t->ld, dout, t->v_t, rows, keys, (int)call->head_dim_v);
             if (call->dropout.threshold) { /* the whole tile at once */
                 memcpy(t->dropped, p, sizeof(float) * (size_t)rows * (size_t)t->ld);
                 fa_apply_dropout(k, call, &tile, t->dropped, ds, t->ld);
                 p_of_dv = t->dropped;
             }
-            k->gradient(p, ds, t->ld, rows, keys, t->delta + row);
+            if (!t->packed)
+                k->gradient(p, ds, t->ld, rows, keys, t->delta + row);
         }
-        for (int r = 0; r < rows && keys < all_keys; r++) {
+        if (t->packed)
+            k->gradient_packed(p, ds, t->ld, rows, keys, all_keys, scale, t->lse + row, t->delta + row);
+        for (int r = 0; r < rows && keys < all_keys && !t->packed; r++) {
             memset(p + (int64_t)r * t->ld + keys, 0, sizeof(float) * (size_t)(padded - keys));
             memset(ds + (int64_t)r * t->ld + keys, 0, sizeof(float) * (size_t)(padded - keys));
         }

@@ -33,6 +33,7 @@ typedef struct fa_tile_gradient {
     float            *slope;   /* likewise, with softcap */
     float            *dropped; /* likewise, with dropout: P that dV takes */
     int               ld;
+    bool              packed; /* by gradient_packed: nobody looks at P and dS but the products */
 } fa_tile_gradient;
 
 /* Algorithm 2, lines 11 to 15: p = P and ds = the gradient of the scores as the bias is added to them. Returns the P
