@@ -364,6 +364,8 @@ static void row_dots(float *out, const fa_rows *a, const fa_rows *b)
     }
 }
 
+#include "cpu/avx512_bf16_few.h"
+
 /* ---- the table ---- */
 
 static fa_kernels     table;
@@ -389,9 +391,11 @@ static void fill_table(void)
     table.row_dots               = row_dots;
     table.forward_scratch_bytes  = scratch_bytes;
     table.backward_scratch_bytes = scratch_bytes;
-    table.few_rows               = 0; /* the AVX-512 table reads K and V where they lie */
-    table.scores_few             = NULL;
-    table.accumulate_few         = NULL;
+    table.few_rows               = FEW_ROWS;
+    table.few_cols               = 32;
+    table.few_keys               = FEW_CHUNK;
+    table.scores_few             = scores_few;
+    table.accumulate_few         = accumulate_few;
 }
 
 const fa_kernels *fa_kernels_avx512_bf16(void)

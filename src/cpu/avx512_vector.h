@@ -13,6 +13,7 @@
 typedef __m512 vf;
 
 #define V static inline __attribute__((always_inline))
+#define V_KEEP(x) __asm__("" : "+v"(x))
 
 V vf    v_zero(void) { return _mm512_setzero_ps(); }
 V vf    v_set1(float x) { return _mm512_set1_ps(x); }

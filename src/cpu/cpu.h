@@ -49,7 +49,20 @@ typedef struct fa_soon {
     fa_rows rows;
     bool    each; /* row n of them is asked for with row n of this call's own; else the first ones follow where own rows
                      end */
+    bool    far;  /* further ahead, and into the second-level cache: fa_isa.asks_far */
 } fa_soon;
+
+/* Ask for a line: far, as above, or with the hint `near` (3: all levels, 0: the first alone). The answer is hidden from
+ * the compiler, which would make two copies of the loop around it. */
+#define FA_ASK_FOR(address, far, near)                                                                                 \
+    do {                                                                                                               \
+        int is_far = (far);                                                                                            \
+        __asm__("" : "+r"(is_far));                                                                                    \
+        if (is_far)                                                                                                    \
+            __builtin_prefetch(address, 0, 2);                                                                         \
+        else                                                                                                           \
+            __builtin_prefetch(address, 0, near);                                                                      \
+    } while (0)
 
 /* What a packed operand is for. Left operands are read along their columns; so are K and V_T, the right operands of
  * S = Q K^T and dP = dO V^T. The other right operands are contracted along their rows. */
@@ -265,6 +278,8 @@ typedef struct fa_isa {
     fa_hidden      hidden;
     char           name[64], features[224];
     int64_t        l1_bytes, l2_bytes, l3_bytes;
+    bool           asks_far; /* AMD's: what is asked for goes to the second-level cache, or it takes the places of the few
+                                misses that the first level may have under way (decision 0067) */
 } fa_isa;
 
 void fa_isa_detect(fa_isa *isa);

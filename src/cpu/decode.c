@@ -101,6 +101,7 @@ bool fa_walk_turns(const block *b, int heads, fa_range keys)
     fa_tile           next    = s->tiles[0];
     int               rows = fa_tile_rows(s->tiles), lds = fa_score_ld(p->tile_k);
     int step = call->k.dtype == FLASH_ATTN_F32 && kernels->few_keys_f32 ? kernels->few_keys_f32 : kernels->few_keys;
+    bool far = p->cpu->isa.asks_far;
     for (int h = 0; h < heads; h++)
         b[h].s->tiles[0].keys = keys;
     if (fa_tile_visible(call, s->tiles) != FA_VISIBLE_ALL)
@@ -113,7 +114,7 @@ bool fa_walk_turns(const block *b, int heads, fa_range keys)
     for (int n = 0; n < t.count; n++) {
         const scratch *one  = b[n % heads].s;
         fa_rows        k    = rows_of_turn(&t, n, s->row_turn[0]);
-        fa_soon        soon = {rows_of_turn(&t, n + 1, s->row_turn[1]), true};
+        fa_soon        soon = {rows_of_turn(&t, n + 1, s->row_turn[1]), true, far};
         kernels->scores_few(one->s + n / heads * step, lds, one->q, &k, rows, &soon);
     }
     for (int h = 0; h < heads; h++)
@@ -121,7 +122,7 @@ bool fa_walk_turns(const block *b, int heads, fa_range keys)
     for (int n = 0; n < t.count; n++) {
         const scratch *one  = b[n % heads].s;
         fa_rows        v    = rows_of_turn(&t, t.count + n, s->row_turn[0]);
-        fa_soon        soon = {rows_of_turn(&t, t.count + n + 1, s->row_turn[1]), true};
+        fa_soon        soon = {rows_of_turn(&t, t.count + n + 1, s->row_turn[1]), true, far};
         if (n == heads) /* O has been rescaled */
             for (int h = 0; h < heads; h++)
                 for (int r = 0; r < rows; r++)

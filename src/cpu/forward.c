@@ -223,8 +223,9 @@ static void need_rows(const block *b, const fa_tile *tile)
     next.keys           = (fa_range){tile->keys.end, fa_min_int(tile->keys.end + b->shape->tile.k, b->keys_end)};
     s->k_rows           = fa_key_rows(call, &call->k, tile, s->row_k);
     s->v_rows           = fa_key_rows(call, &call->v, tile, s->row_v);
-    s->k_soon           = (fa_soon){s->v_rows, false};
-    s->v_soon           = (fa_soon){fa_key_rows(call, &call->k, &next, s->row_next), false};
+    bool far            = b->run->plan.cpu->isa.asks_far;
+    s->k_soon           = (fa_soon){s->v_rows, false, far};
+    s->v_soon           = (fa_soon){fa_key_rows(call, &call->k, &next, s->row_next), false, far};
 }
 
 typedef struct key_tile {

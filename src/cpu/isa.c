@@ -137,6 +137,16 @@ static int64_t third_level_bytes(void)
     return (l.reg[EAX] >> 5 & 7) == 3 ? line * partitions * ways * ((int64_t)l.reg[ECX] + 1) : 0;
 }
 
+static bool is_amd(void)
+{
+    leaf l = cpuid_leaf(0, 0);
+    char maker[12];
+    memcpy(maker, &l.reg[EBX], 4);
+    memcpy(maker + 4, &l.reg[EDX], 4);
+    memcpy(maker + 8, &l.reg[ECX], 4);
+    return memcmp(maker, "AuthenticAMD", 12) == 0;
+}
+
 /* One product of float16 tiles, in a child of its own. Its marks of AddressSanitizer would stay where it dies. */
 static __attribute__((target("amx-tile"), no_sanitize("address"))) int try_amx_fp16(void *unused)
 {
@@ -221,6 +231,7 @@ static void detect_name(fa_isa *isa) { snprintf(isa->name, sizeof isa->name, "un
 #if !defined(__x86_64__)
 void           fa_isa_try_amx_fp16(fa_isa *isa) { (void)isa; }
 static int64_t third_level_bytes(void) { return 0; }
+static bool    is_amd(void) { return false; }
 #endif
 
 static int64_t cache_bytes(int name)
@@ -242,6 +253,7 @@ void fa_isa_detect(fa_isa *isa)
 #else
     (void)cache_bytes;
 #endif
+    isa->asks_far = is_amd();
     int64_t third = third_level_bytes();
     isa->l3_bytes = third ? third : isa->l3_bytes;
 }
