@@ -353,6 +353,28 @@ static void what_a_tensor_map_cannot_describe_is_not_for_it(void **state)
         }
 }
 
+static void a_gradient_that_no_map_can_describe_is_stored_without(void **state)
+{
+    (void)state;
+    static const struct {
+        flash_attn_dtype dtype;
+        int64_t          stride[4];
+        int              rows;
+    } cases[] = {{FLASH_ATTN_BF16, {512 * 256, 256, 64, 1}, 512},
+                 {FLASH_ATTN_F16, {600 * 256, 256, 64, 1}, 600},
+                 {FLASH_ATTN_F32, {512 * 256, 256, 64, 1}, -1},
+                 {FLASH_ATTN_BF16, {512 * 256, 256, 68, 1}, -1},
+                 {FLASH_ATTN_BF16, {512 * 256 + 8, 256, 64, 1}, -1}};
+    static char memory[16] __attribute__((aligned(16)));
+    for (size_t n = 0; n < sizeof cases / sizeof *cases; n++) {
+        flash_attn_tensor t = {.data = memory, .dtype = cases[n].dtype, .shape = {2, 512, 4, 64}};
+        memcpy(t.stride, cases[n].stride, sizeof t.stride);
+        assert_int_equal(fa_map_gradient_rows(&t), cases[n].rows);
+        t.data = NULL;
+        assert_int_equal(fa_map_gradient_rows(&t), -1);
+    }
+}
+
 /* Copies of 16 bytes need every row to begin at a multiple of them and to be whole. */
 static void what_is_not_aligned_is_copied_by_elements(void **state)
 {
@@ -533,6 +555,7 @@ int main(void)
         cmocka_unit_test(the_workspace_has_room_for_every_piece),
         cmocka_unit_test(more_blocks_than_cuda_has_are_refused),
         cmocka_unit_test(what_a_tensor_map_cannot_describe_is_not_for_it),
+        cmocka_unit_test(a_gradient_that_no_map_can_describe_is_stored_without),
         cmocka_unit_test(what_is_not_aligned_is_copied_by_elements),
         cmocka_unit_test(every_option_is_in_the_key),
         cmocka_unit_test(calls_go_to_the_forward_that_can_do_them),

@@ -120,6 +120,7 @@ bool              fa_maps_fit(const fa_call *call);
 /* Rows of K and V that one box has: a tile's, or what divides a tile and a page. */
 int               fa_page_piece(const fa_call *call, int tile_k);
 int               fa_map_entry_rows(const flash_attn_tensor *t); /* rows from one entry to the next, as a backward's map counts them; -1: it cannot */
+int               fa_map_gradient_rows(const flash_attn_tensor *t); /* the same of dK or dV; -1 too where it is float32 or not asked for */
 flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, const fa_tune_row *row, fa_maps *maps);
 
 /* Copy host words to the device through launches of the kernel `upload`, so that a captured graph keeps its own copy. */

@@ -308,6 +308,11 @@ int fa_map_entry_rows(const flash_attn_tensor *t)
 
 static bool ragged_fits(const flash_attn_tensor *t) { return map_fits(t) && fa_map_entry_rows(t) >= 0; }
 
+int fa_map_gradient_rows(const flash_attn_tensor *t)
+{
+    return t->data && t->dtype != FLASH_ATTN_F32 && map_fits(t) ? fa_map_entry_rows(t) : -1;
+}
+
 bool fa_maps_fit(const fa_call *call)
 {
     if (call->pass == FLASH_ATTN_BACKWARD)
@@ -382,7 +387,13 @@ flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, con
     FA_TRY(make(driver, &call->k, rows_k, columns, &maps->k));
     bool squares = !backward && call->q.dtype == FLASH_ATTN_F8E4M3; /* values_sm90.cuh */
     FA_TRY(make(driver, &call->v, squares ? 64 : rows_k, squares ? 64 : columns, &maps->v));
-    return backward ? make(driver, &call->dout, row->tile_q, columns, &maps->dout) : FLASH_ATTN_OK;
+    if (!backward)
+        return FLASH_ATTN_OK;
+    if (fa_map_gradient_rows(&call->dk) >= 0)
+        FA_TRY(make(driver, &call->dk, 64, columns, &maps->dk));
+    if (fa_map_gradient_rows(&call->dv) >= 0)
+        FA_TRY(make(driver, &call->dv, 64, columns, &maps->dv));
+    return make(driver, &call->dout, row->tile_q, columns, &maps->dout);
 }
 
 flash_attn_status fa_upload(const fa_place *place, const fa_kernel *upload, void *to, const void *from, size_t bytes)

@@ -437,6 +437,8 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     args->apart_k     = fa_map_entry_rows(&call->k);
     args->apart_v     = fa_map_entry_rows(&call->v);
     args->apart_dout  = fa_map_entry_rows(&call->dout);
+    args->apart_dk    = fa_map_gradient_rows(&call->dk);
+    args->apart_dv    = fa_map_gradient_rows(&call->dv);
     args->dq_order    = dq_order_of(call, key, args); /* is_dealt asks for it */
     if (is_dealt(call, key, args))
         own = 0;

@@ -102,6 +102,7 @@ typedef struct fa_args {
     float cap_slope, cap_unit;             /* Hopper's own with softcap: -2 scale_log2 / softcap; forward 2 softcap in log2 units (scores_sm90.cuh),
                                               backward softcap in log2 units (backward_products_sm90.cuh) */
     int page_piece;                        /* forward_sm90: rows of K and V that are fetched at once; divides page and tile */
+    int apart_dk, apart_dv;                /* backward_sm90: as apart_q; -1: no map */
 } fa_args;
 
 /*
@@ -174,6 +175,7 @@ typedef struct fa_map {
 
 typedef struct fa_maps {
     fa_map q, k, v, dout; /* dout: backward, whose maps are ragged */
+    fa_map dk, dv;        /* backward: boxes of 64 rows, if apart_dk and apart_dv say so */
 } fa_maps;
 
 /* Rows of a ragged map, which a sequence's end lies behind: launch.c and ptx_sm90.cuh. */

@@ -23,9 +23,16 @@ constexpr int V_AT = KV_BYTES, Q_AT = V_AT + KV_BYTES, DO_AT = Q_AT + Q_STAGES *
 constexpr int DQ_AT = DS_AT + 2 * DS_BYTES, LSE_AT = DQ_AT + CONSUMERS * DQ_BYTES, DELTA_AT = LSE_AT + Q_STAGES * STAT_BYTES;
 constexpr int PASSED_AT = DELTA_AT + STAGES * STAT_BYTES /* P from one consumer to the other, and what dS is made of instead */;
 constexpr int BARRIERS_AT = PASSED_AT + (BY_COLUMNS ? DS_BYTES * (1 + HAS_NOTED) : 0), BARRIERS = 4 + WORKS + 2 * (Q_STAGES + STAGES);
-constexpr int WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
+constexpr int WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16, STAGED_AT = (WORKS_AT + WORKS * (int)sizeof(work) + 1023) / 1024 * 1024;
+/* dK and dV on their way out, panels of 64 keys: at head_dim 64 both in the memory of dS that nobody reads, at 128 half of dK there and half behind all else, dV
+ * where V of the same keys was. */
+constexpr int  PANEL_BYTES = 64 * 128;
+constexpr bool STAGED_IN_DS = !BY_COLUMNS && FA_TILE_Q * 128 == 2 * PANEL_BYTES;
+constexpr int  STAGED_BYTES = BY_COLUMNS || STAGED_IN_DS ? 0 : CONSUMERS * PANEL_BYTES;
 
-extern "C" __constant__ int fa_shared_bytes = WORKS_AT + WORKS * (int)sizeof(work);
+static_assert(STAGED_AT + STAGED_BYTES <= 227 * 1024, "what a block may have");
+
+extern "C" __constant__ int fa_shared_bytes = STAGED_AT + STAGED_BYTES;
 extern __shared__ __align__(1024) char shared[];
 
 FA_DEVICE work &work_at(unsigned item) { return ((work *)(shared + WORKS_AT))[item % WORKS]; }
@@ -56,7 +63,7 @@ FA_DEVICE void start_barriers()
     barrier_init(k_full(), 1);
     barrier_init(k_empty(), 4 * CONSUMERS);
     barrier_init(v_full(), 1);
-    barrier_init(v_empty(), 4 * CONSUMERS);
+    barrier_init(v_empty(), BY_COLUMNS ? 4 * CONSUMERS : CONSUMERS);
     for (int n = 0; n < WORKS; n++)
         barrier_init(found(n), 1);
     for (int n = 0; n < Q_STAGES; n++) {

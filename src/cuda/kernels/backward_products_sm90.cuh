@@ -23,7 +23,8 @@ FA_DEVICE void wait_for_q(unsigned n) { barrier_wait(q_full(n), filled<Q_STAGES>
 FA_DEVICE void wait_for_dout(unsigned n) { barrier_wait(dout_full(n), filled<STAGES>(n)); }
 
 /* In an edge tile P and dS are 0 where a query does not see a key, but 0 * NaN is NaN: K, and there Q and dO, must hold nothing that is not
- * finite before they are multiplied by them; S and dP do no harm. Who sees it has it from LSE and delta. By THREADS threads of consumers, before a barrier of theirs. */
+ * finite before they are multiplied by them; S and dP do no harm. Who sees it has it from LSE and delta. BY_COLUMNS THREADS threads of consumers look through them, before
+ * a barrier of theirs. */
 template <int BYTES, int THREADS> FA_DEVICE void clear_if_nonfinite(unsigned tile)
 {
     unsigned from = tile + 16 * (threadIdx.x % THREADS);
@@ -31,6 +32,34 @@ template <int BYTES, int THREADS> FA_DEVICE void clear_if_nonfinite(unsigned til
         clear_nonfinite<BYTES, 16 * THREADS>(from);
         fence_async();
     }
+}
+
+/* Else S and dS tell. A warp's S has the products of all queries of the tile with its 16 keys, dP those of dO and V, and dS is not finite where dP is not, even if P
+ * is 0: a row with Inf or NaN leaves none of them finite. A sum beyond float tells of something that is not there, which does no harm. */
+FA_DEVICE bool some_nonfinite(const float (&x)[S_COUNT])
+{
+    float sums[4] = {x[0], x[1], x[2], x[3]};
+#pragma unroll
+    for (int n = 4; n < S_COUNT; n++)
+        sums[n % 4] += x[n];
+    return __any_sync(~0u, !finite((sums[0] + sums[1]) + (sums[2] + sums[3])));
+}
+
+/* All of the tile by each warp that has come upon it: the others may see what this one has already cleared. Rare. */
+FA_DEVICE void clear_by_warp(unsigned tile)
+{
+    clear_nonfinite<Q_BYTES, 512>(tile + threadIdx.x % 32 * 16);
+    fence_async();
+}
+
+/* K of this warp's own keys. Rare. */
+FA_DEVICE void clear_own_keys(int group)
+{
+    unsigned from = k_tile() + (first_key_of(group) + threadIdx.x % 128 / 32 * 16) * 128 + threadIdx.x % 32 * 16;
+#pragma unroll 1
+    for (int panel = 0; panel < FA_HEAD_DIM / 64; panel++)
+        clear_nonfinite<16 * 128, 512>(from + panel * (FA_TILE_K * 128));
+    fence_async();
 }
 
 /* ---- the products: started here, finished by wgmma_wait ---- */

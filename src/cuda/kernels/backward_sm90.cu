@@ -21,7 +21,8 @@
  * The compiler serialises all products where it runs out of registers: so nothing is in flight from one round of the loop to the next, and
  * loops are as plain as they can be (decision 0055).
  *
- * Shared memory: K, V, three stages of Q and two of dO (BY_COLUMNS two and one), two of dS (panels as in ptx_sm90.cuh), dQ, LSE and delta of the stages, barriers, works.
+ * Shared memory: K, V, three stages of Q and two of dO (BY_COLUMNS two and one), two of dS (panels as in ptx_sm90.cuh), dQ, LSE and delta of the stages, barriers, works,
+ * at head_dim 128 a quarter of dK and dV on their way out.
  */
 #include "backward_wide_sm90.cuh"
 
@@ -55,14 +56,20 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
         int  steps = steps_of(w), end = w.seq.kv_row + w.seq.seqlen_k, left = w.seq.seqlen_k - w.first_k;
         walk at    = start_walk(args, w);
         if (steps > 0) {
+            prefetch_ragged<FA_TILE_K, FA_HEAD_DIM>(maps.k, w.kv_head, w.seq.kv_entry * args.apart_k + end, left); /* two steps before K is free */
+            prefetch_ragged<FA_TILE_K, FA_HEAD_DIM>(maps.v, w.kv_head, w.seq.kv_entry * args.apart_v + end, left);
             fetch_q(args, maps, w, at, n);
+            if (!BY_COLUMNS)
+                fetch_dout(args, maps, w, at, n);
             barrier_wait(k_empty(), freed<1>(item));
             barrier_expect(k_full(), KV_BYTES);
             fetch_ragged<FA_TILE_K, FA_HEAD_DIM>(k_tile(), maps.k, k_full(), w.kv_head, w.seq.kv_entry * args.apart_k + end, left);
             barrier_wait(v_empty(), freed<1>(item));
             barrier_expect(v_full(), KV_BYTES);
             fetch_ragged<FA_TILE_K, FA_HEAD_DIM>(v_tile(), maps.v, v_full(), w.kv_head, w.seq.kv_entry * args.apart_v + end, left);
-            fetch_dout(args, maps, w, at, n++);
+            if (BY_COLUMNS) /* one stage, which the step before has until its end */
+                fetch_dout(args, maps, w, at, n);
+            n++;
         } else {
             barrier_wait(k_empty(), freed<1>(item));
             barrier_arrive(k_full());
@@ -168,9 +175,8 @@ FA_DEVICE void add_dq(const fa_args &args, int adder)
         bulk_added_was_read();
 }
 
-/* Step `tile`. FIRST of an item: K and V may have just come. Begins and ends with nothing in flight: else the compiler serialises all products. */
-template <bool FIRST>
-FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned item, int tile, bool masked)
+/* Step `tile`. Begins and ends with nothing in flight: else the compiler serialises all products. */
+FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned item, int tile, bool masked, bool last)
 {
     float     s[S_COUNT], dp[S_COUNT], dq[DQ_COUNT];
     row_stats lse, delta;
@@ -180,21 +186,19 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
     wait_for_q(c.n);
     start_scores(s, k_tile() + first_key_of(c.group) * 128, q_tile(c.n));
     load_stats(lse, lse_at(c.n));
-    if (FIRST)
-        barrier_wait(v_full(), filled<1>(item));
+    barrier_wait(v_full(), filled<1>(item)); /* later than K: dV was there */
     wait_for_dout(c.n);
     start_scores(dp, v_tile() + first_key_of(c.group) * 128, dout_tile(c.n));
     load_stats(delta, delta_at(c.n));
-    if (INSPECTED && FIRST)
-        clear_if_nonfinite<KV_BYTES, 128 * CONSUMERS>(k_tile());
-    if (edge) {
-        clear_if_nonfinite<Q_BYTES, 128 * CONSUMERS>(q_tile(c.n));
-        clear_if_nonfinite<Q_BYTES, 128 * CONSUMERS>(dout_tile(c.n));
+    if (edge)
         seen = columns_of(args, w, tile, c.group);
-    }
     find_dropped(args, w, c, bits, tile);
     wgmma_wait<1>();
     hold(s);
+    if (edge && some_nonfinite(s)) {
+        clear_own_keys(c.group);
+        clear_by_warp(q_tile(c.n));
+    }
     exponentials(args, w, c, s, lse, tile);
     if (edge)
         mask_elements(s, seen);
@@ -212,8 +216,13 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
         pack_probabilities(c, s, bits);
     }
     if (edge) {
-        give_back_nonfinite(c.p, seen, delta);
-        mask_elements(dp, seen);
+        bool some = some_nonfinite(dp);
+        if (some) {
+            clear_by_warp(dout_tile(c.n));
+            give_back_nonfinite(c.p, seen, delta);
+        }
+        if (some || FA_HAS_SOFTCAP) /* else it is 0 where P is */
+            mask_elements(dp, seen);
     }
     pack_operand(c.ds, dp);
     if (!INSPECTED && masked)
@@ -232,6 +241,8 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
     start_gradient(c.dk, c.ds, q_tile(c.n), c.group);
     wgmma_wait<1>();
     hold(dq);
+    if (last) /* the next K takes longer than what is left */
+        release(k_empty());
     share_dq(dq, c.group);
     wgmma_wait<0>();
     hold(c.dk);
@@ -240,27 +251,17 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
     c.n++;
 }
 
-/* This consumer's keys of dK or dV; 0 past the sequence's last that counts. 16-bit ones go by warps through the memory of dS that nobody reads (BY_COLUMNS, where
- * somebody may, by shuffles), for rows are 16 bytes a lane then. */
-FA_DEVICE void store_gradient(const work &w, const fa_view &view, const float (&x)[D_COUNT], float factor, int cols, const consumer &c)
+/* This consumer's keys of dK or dV straight from the registers; 0 past the sequence's last that counts. What is asked for in float32 or has no map, and
+ * BY_COLUMNS, by shuffles, so that rows are 16 bytes a lane. */
+FA_DEVICE void store_gradient(const work &w, const fa_view &view, const float (&x)[D_COUNT], float factor, int cols, int group)
 {
-    int    lane = threadIdx.x % 32, col = first_column_of(c.group), first = first_key_of(c.group) + threadIdx.x % 128 / 32 * 16;
+    int    lane = threadIdx.x % 32, col = first_column_of(group), first = first_key_of(group) + threadIdx.x % 128 / 32 * 16;
     fa_i64 from = w.seq.kv_entry * view.stride[0] + (w.seq.kv_row + w.first_k + first) * view.stride[1] + w.kv_head * view.stride[2] + col;
     int    rows = w.seq.rows_k - w.first_k - first, counting = w.keys.end - w.first_k - first; /* of this warp's 16 */
     if (!view.data)
         return;
-    if (view.dtype == FA_F32) {
-#pragma unroll
-        for (int n = 0; n < D_COUNT; n += 2) {
-            int row = n / 2 % 2 * 8 + lane / 4, at = n / 4 * 8 + lane % 4 * 2;
-            if (row < rows && col + at < cols)
-                *(float2 *)((float *)view.data + from + row * view.stride[1] + at) =
-                    row < counting ? make_float2(x[n] * factor, x[n + 1] * factor) : make_float2(0.0f, 0.0f);
-        }
-        return;
-    }
     fa_u16 *to = (fa_u16 *)view.data + from;
-    if constexpr (BY_COLUMNS) {
+    if (BY_COLUMNS && view.dtype != FA_F32) {
 #pragma unroll
         for (int n = 0; n < D_COUNT; n += 16)
 #pragma unroll
@@ -276,32 +277,84 @@ FA_DEVICE void store_gradient(const work &w, const fa_view &view, const float (&
             }
         return;
     }
-    unsigned stage = ds_tile(c.n) + c.group * (FA_TILE_Q * 128) + threadIdx.x % 128 / 32 * 2048; /* 16 rows of 64 columns */
 #pragma unroll
-    for (int panel = 0; panel < D_COLS; panel += 64) {
-        __syncwarp();
+    for (int n = 0; n < D_COUNT; n += 2) {
+        int    row = n / 2 % 2 * 8 + lane / 4, at = n / 4 * 8 + lane % 4 * 2;
+        float2 pair = row < counting ? make_float2(x[n] * factor, x[n + 1] * factor) : make_float2(0.0f, 0.0f);
+        if (row >= rows || col + at >= cols)
+            continue;
+        if (view.dtype == FA_F32)
+            *(float2 *)((float *)view.data + from + row * view.stride[1] + at) = pair;
+        else
+            *(unsigned *)(to + row * view.stride[1] + at) = pack<FA_DTYPE>(pair.x, pair.y);
+    }
+}
+
+/* A consumer's panel of dK or dV on its way out (backward_block_sm90.cuh). */
+FA_DEVICE unsigned staged_at(const consumer &c, bool is_dv, int panel)
+{
+    unsigned ds = ds_tile(c.n) + c.group * (FA_TILE_Q * 128);
+    if (STAGED_IN_DS)
+        return ds + is_dv * PANEL_BYTES;
+    if (is_dv)
+        return v_tile() + panel * (FA_TILE_K * 128) + first_key_of(c.group) * 128;
+    return panel == 0 ? ds : shared_address(shared) + STAGED_AT + c.group * PANEL_BYTES;
+}
+
+/* TMA takes them from there while the block goes on; one thread asks. */
+FA_DEVICE void stage_gradient(const work &w, const fa_map &map, int apart, const float (&x)[D_COUNT], float factor, bool is_dv, const consumer &c)
+{
+    int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, first = w.first_k + first_key_of(c.group), counting = w.keys.end - first - 16 * warp;
+#pragma unroll
+    for (int panel = 0; panel < D_COLS / 64; panel++) {
+        unsigned stage = staged_at(c, is_dv, panel) + warp * 2048; /* 16 rows of 64 columns */
 #pragma unroll
         for (int n = 0; n < 32; n += 8) {
             unsigned a[4];
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                a[i] = pack<FA_DTYPE>(x[panel / 2 + n + 2 * i] * factor, x[panel / 2 + n + 2 * i + 1] * factor);
+                a[i] = pack<FA_DTYPE>(x[32 * panel + n + 2 * i] * factor, x[32 * panel + n + 2 * i + 1] * factor);
             store_matrix(stage + lane % 16 * 128 + ((n / 4 + lane / 16 ^ lane % 8) << 4), a);
         }
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < 16; i += 4) {
-            int   row = i + lane / 8, at = panel + lane % 8 * 8;
-            uint4 piece = shared_load_16(stage + row * 128 + ((lane % 8 ^ row % 8) << 4));
-            if (row < rows && at < cols)
-                *(uint4 *)(to + row * view.stride[1] + at) = row < counting ? piece : make_uint4(0, 0, 0, 0);
+        if (counting < 16) {
+            __syncwarp();
+#pragma unroll 1
+            for (int hidden = fa_max_int(counting, 0) * 128 + lane * 16; hidden < 16 * 128; hidden += 512)
+                shared_store(stage + hidden, make_uint4(0, 0, 0, 0));
         }
     }
+    fence_async();
+    named_sync(OWN + c.group, 128);
+    if (threadIdx.x % 128 == 0 && first < w.seq.rows_k)
+#pragma unroll
+        for (int panel = 0; panel < D_COLS / 64; panel++)
+            tma_store_ragged(map, staged_at(c, is_dv, panel), 64 * panel, w.seq.rows_k - first, w.kv_head, w.seq.kv_entry * apart + w.seq.kv_row + w.seq.rows_k);
+}
+
+/* V's memory is free when dV has been read from there. */
+FA_DEVICE void store_gradients(const fa_args &args, const fa_maps &maps, const work &w, const consumer &c, float factor)
+{
+    constexpr int MAY_LAST = STAGED_IN_DS ? 2 : D_COLS / 64; /* copies that V has no need to wait for */
+    if (args.apart_dv >= 0)
+        stage_gradient(w, maps.dv, args.apart_dv, c.dv, factor, true, c);
+    else
+        store_gradient(w, args.dv, c.dv, factor, args.head_dim_v, c.group);
+    if (args.apart_dk >= 0) {
+        stage_gradient(w, maps.dk, args.apart_dk, c.dk, args.scale * factor, false, c);
+        if (threadIdx.x % 128 == 0)
+            bulk_added_was_read<MAY_LAST>();
+    } else {
+        store_gradient(w, args.dk, c.dk, args.scale * factor, args.head_dim, c.group);
+        if (threadIdx.x % 128 == 0)
+            bulk_added_was_read();
+    }
+    if (threadIdx.x % 128 == 0)
+        barrier_arrive(v_empty());
 }
 
 /* One step of an item, and what the last one leaves. */
-template <int GROUP, bool FIRST>
-FA_DEVICE void any_step(const fa_args &args, const work &w, consumer &c, unsigned item, const walk &at, bool masked)
+template <int GROUP, bool FIRST> /* FIRST of an item, BY_COLUMNS */
+FA_DEVICE void any_step(const fa_args &args, const work &w, consumer &c, unsigned item, const walk &at, bool masked, bool last)
 {
     int tile = at.tile;
     if constexpr (FA_HAS_ALIBI && GROUP <= 0)
@@ -310,14 +363,14 @@ FA_DEVICE void any_step(const fa_args &args, const work &w, consumer &c, unsigne
     c.batch_head = w.b * args.heads_q + at.head;
 #endif
     if constexpr (!BY_COLUMNS)
-        step<FIRST>(args, w, c, item, tile, masked);
+        step(args, w, c, item, tile, masked, last);
     else if constexpr (GROUP == 0)
         step_of_p<FIRST>(args, w, c, tile, masked);
     else
         step_of_ds<FIRST>(args, w, c, item, tile, masked);
 }
 
-template <int GROUP> FA_DEVICE void consume(const fa_args &args, int group)
+template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &maps, int group)
 {
     consumer c;
     c.group = group;
@@ -329,47 +382,54 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, int group)
 #pragma unroll
         for (int i = 0; i < D_COUNT; i++)
             c.dk[i] = c.dv[i] = 0.0f;
+        walk at   = start_walk(args, w);
+        at.begin  = same_for_all(at.begin);
+        at.end    = same_for_all(at.end);
+        at.tile   = same_for_all(at.tile);
+        at.start  = same_for_all(at.start);
+        at.way    = FA_MASK == FA_MASK_WINDOW ? -1 : same_for_all(at.way);
+        at.number = same_for_all(at.number);
+        int clean_begin = same_for_all(w.clean.begin), clean_end = same_for_all(w.clean.end);
+        if constexpr (FA_HAS_ALIBI || FA_HAS_DROPOUT)
+            at.head = same_for_all(at.head);
         barrier_wait(k_full(), filled<1>(item));
         if (BY_COLUMNS && INSPECTED && steps > 0)
             inspect<KV_BYTES, 128 * CONSUMERS>(k_tile(), IS_CLEAN);
+        if (!BY_COLUMNS) { /* dS will be where dK of the item before may still lie */
+            if (threadIdx.x % 128 == 0)
+                bulk_added_was_read();
+            named_sync(OWN + group, 128);
+        }
         if (steps > 0) {
-            walk at   = start_walk(args, w);
-            at.begin  = same_for_all(at.begin);
-            at.end    = same_for_all(at.end);
-            at.tile   = same_for_all(at.tile);
-            at.start  = same_for_all(at.start);
-            at.way    = FA_MASK == FA_MASK_WINDOW ? -1 : same_for_all(at.way);
-            at.number = same_for_all(at.number);
-            int clean_begin = same_for_all(w.clean.begin), clean_end = same_for_all(w.clean.end);
-            if constexpr (FA_HAS_ALIBI || FA_HAS_DROPOUT)
-                at.head = same_for_all(at.head);
             auto masked = [&] { return at.tile < clean_begin || at.tile >= clean_end; };
-            any_step<GROUP, true>(args, w, c, item, at, masked());
-            advance(args, at);
-            for (int left = steps - 1; left > 0;) { /* two loops, each as if the other were not: branches would part what the compiler overlaps */
+            if constexpr (BY_COLUMNS) {
+                any_step<GROUP, true>(args, w, c, item, at, masked(), false);
+                advance(args, at);
+            }
+            for (int left = steps - BY_COLUMNS; left > 0;) { /* two loops, each as if the other were not: branches would part what the compiler overlaps */
 #pragma unroll 1
                 for (; left > 0 && masked(); left--, advance(args, at))
-                    any_step<GROUP, false>(args, w, c, item, at, true);
+                    any_step<GROUP, false>(args, w, c, item, at, true, left == 1);
 #pragma unroll 1
                 for (; left > 0 && !masked(); left--, advance(args, at))
-                    any_step<GROUP, false>(args, w, c, item, at, false);
+                    any_step<GROUP, false>(args, w, c, item, at, false, left == 1);
             }
             if constexpr (BY_COLUMNS)
                 last_by_columns<GROUP>(c);
-            else {
-                release(k_empty());
-                release(v_empty());
-            }
         } else {
             barrier_wait(v_full(), filled<1>(item));
             release(k_empty());
-            release(v_empty());
+            if (BY_COLUMNS)
+                release(v_empty());
         }
-        store_gradient(w, args.dk, c.dk, args.scale * factor, args.head_dim, c);
-        store_gradient(w, args.dv, c.dv, factor, args.head_dim_v, c);
-        if (!BY_COLUMNS)
-            named_sync(OWN + group, 128); /* before dS of the next item is where these were */
+        if constexpr (BY_COLUMNS) {
+            store_gradient(w, args.dk, c.dk, args.scale * factor, args.head_dim, group);
+            store_gradient(w, args.dv, c.dv, factor, args.head_dim_v, group);
+        } else
+            store_gradients(args, maps, w, c, factor);
     }
+    if (!BY_COLUMNS && threadIdx.x % 128 == 0)
+        bulk_added_was_read();
 }
 
 extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 1)
@@ -388,10 +448,10 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 1)
         registers_up<240>();
         int group = same_for_all(threadIdx.x / 128 - 1);
         if (!BY_COLUMNS)
-            consume<-1>(args, group);
+            consume<-1>(args, maps, group);
         else if (group == 0)
-            consume<0>(args, 0);
+            consume<0>(args, maps, 0);
         else
-            consume<1>(args, 1);
+            consume<1>(args, maps, 1);
     }
 }

@@ -120,6 +120,21 @@ FA_DEVICE void tma_load_ragged(unsigned to, const fa_map &map, unsigned barrier,
                  : "memory");
 }
 
+/* The same box into L2 alone. */
+FA_DEVICE void tma_prefetch_ragged(const fa_map &map, int column, int left, int head, int end)
+{
+    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::"l"(&map), "r"(column), "r"(FA_RAGGED_ROWS - left),
+                 "r"(head), "r"(end), "r"(FA_RAGGED_ROWS)
+                 : "memory");
+}
+
+template <int ROWS, int COLS> FA_DEVICE void prefetch_ragged(const fa_map &map, int head, int end, int left)
+{
+#pragma unroll
+    for (int panel = 0; panel < COLS / 64; panel++)
+        tma_prefetch_ragged(map, 64 * panel, left, head, end);
+}
+
 /* As fetch_tile, of a ragged map. */
 template <int ROWS, int COLS>
 FA_DEVICE void fetch_ragged(unsigned tile, const fa_map &map, unsigned barrier, int head, int end, int left)
@@ -149,8 +164,16 @@ FA_DEVICE void bulk_add(float *to, unsigned from, unsigned bytes, bool stores)
                  : "memory");
 }
 
+/* One panel of a tile to a ragged map's rows; those past the sequence's end stay as they are. Waited for as bulk_add is. */
+FA_DEVICE void tma_store_ragged(const fa_map &map, unsigned from, int column, int left, int head, int end)
+{
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];\n\tcp.async.bulk.commit_group;" ::"l"(&map),
+                 "r"(from), "r"(column), "r"(FA_RAGGED_ROWS - left), "r"(head), "r"(end), "r"(FA_RAGGED_ROWS)
+                 : "memory");
+}
+
 template <int PENDING> FA_DEVICE void bulk_added() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory"); }
-FA_DEVICE void bulk_added_was_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+template <int PENDING = 0> FA_DEVICE void bulk_added_was_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
 
 /* ---- matrices of 8x8 from registers to shared memory, each turned round: what lane 4 g + t holds as row g, columns 2 t and
  * 2 t + 1 of matrix m is stored as rows 2 t and 2 t + 1. Lane l gives the address of row l % 8 of matrix l / 8. ---- */
