@@ -14,8 +14,8 @@ some queries and keys. Ours start as NaN and must be within the tests' tolerance
 or 5e-3 for float32, float16, bfloat16, twice that for gradients), or the exit status is 1. PyTorch's error is printed
 beside ours.
 
-Percentages are of the best multiply-adds, AMX products and memory reads that `flashattn info --measure` saw between
-the cells of this run. A long grid may be run in pieces: --append keeps what FILE has of other cells. On a machine that
+Percentages are of the best multiply-adds, AMX or AVX512_BF16 products (%BF16) and memory reads that `flashattn info
+--measure` saw between the cells of this run. A long grid may be run in pieces: --append keeps what FILE has of other cells. On a machine that
 others share, where each is fast in its own minutes, --rounds goes through the grid several times: fastest and median
 are then of all turns that a side has had.
 """
@@ -280,6 +280,7 @@ class Peaks:
             for name, value in (
                 ("fma_gflops", found["fma_gflops"]),
                 ("amx_gflops", found["amx_gflops"]),
+                ("bf16_gflops", found["bf16_gflops"]),
                 (read_bytes, found["read_gbps"]),
             ):
                 kept[name] = max(kept.get(name, 0), value)
@@ -289,6 +290,7 @@ class Peaks:
         return {
             "fma_gflops": kept.get("fma_gflops", 0),
             "amx_gflops": kept.get("amx_gflops", 0),
+            "bf16_gflops": kept.get("bf16_gflops", 0),
             "read_gbps": kept.get(read_bytes, 0),
         }
 
@@ -338,10 +340,19 @@ def rows_of(cell, threads, name, runs, times):
 
 # ---- the table ----
 
-HEADER = (
-    f"{'pass':16} {'dtype':8} {'d':>3} {'mask':6} {'s':>5} {'thr':>3} {'tier':6} | {'ms':>9} {'median':>9} "
-    f"{'GFLOP/s':>8} {'%FMA':>5} {'%AMX':>5} | {'PyTorch':>9} {'median':>9} {'GFLOP/s':>8} | {'ratio':>6} {'median':>6} | errors"
-)
+
+def header(tier):
+    """tier: the machine's highest."""
+    bf16 = "%BF16" if tier == "avx512-bf16" else "%AMX"
+    return (
+        f"{'pass':16} {'dtype':8} {'d':>3} {'mask':6} {'s':>5} {'thr':>3} {'tier':6} | {'ms':>9} {'median':>9} "
+        f"{'GFLOP/s':>8} {'%FMA':>5} {bf16:>5} | {'PyTorch':>9} {'median':>9} {'GFLOP/s':>8} | {'ratio':>6} {'median':>6} | errors"
+    )
+
+
+def peak_of(kernel):
+    """The peak of what a kernel multiplies with."""
+    return "amx_gflops" if "amx" in kernel else "bf16_gflops" if "avx512-bf16" in kernel else "fma_gflops"
 
 
 def show(row, peaks):
@@ -356,11 +367,12 @@ def show(row, peaks):
         rate = f"{share:>24}"
     else:
         ours = speed("ours")
-        shown = {
-            "fma_gflops": row["dtype"] == "float32" or "amx" not in row["kernel"],
-            "amx_gflops": "amx" in row["kernel"],
-        }
-        percents = [f"{100 * ours / peaks[p]:5.1f}" if peaks[p] and shown[p] else f"{'-':>5}" for p in shown]
+        own = peak_of(row["kernel"])
+        shown = [
+            peaks["fma_gflops"] if row["dtype"] == "float32" or own == "fma_gflops" else 0,
+            peaks[own] if own != "fma_gflops" else 0,
+        ]
+        percents = [f"{100 * ours / peak:5.1f}" if peak else f"{'-':>5}" for peak in shown]
         rate = f"{ours:8.0f} {' '.join(percents)}"
     line = (
         f"{row['pass']:16} {row['dtype']:8} {row['head_dim']:3} {'causal' if row['causal'] else 'full':6} {row['seqlen_k']:5} "
@@ -564,7 +576,8 @@ def main():
     print(
         f"flashattn {_native.version} and PyTorch {torch.__version__} on {cpu['name']}, tier {cpu['isa']}, {cpu['num_cores']} cores"
     )
-    print(HEADER, "-" * len(HEADER), sep="\n")
+    columns = header(cpu["isa"])
+    print(columns, "-" * len(columns), sep="\n")
     report = Report(Peaks(options.command))
     if options.json:
         report.keep(options.json, options.append, about)

@@ -152,14 +152,16 @@ def speed_of(row, side):
 
 
 def share(row, report):
-    """What part of the chip's peak ours reaches: of reading memory, AMX products or multiply-adds. The peak is the best
-    of all rows at as many threads, for a report may be of several runs."""
-    kind = "read_gbps" if row["pass"] == "decode" else "amx_gflops" if "amx" in row["kernel"] else "fma_gflops"
+    """What part of the chip's peak ours reaches: of reading memory, AMX or AVX512_BF16 products or multiply-adds. The
+    peak is the best of all rows at as many threads, for a report may be of several runs."""
+    multiplies = {"amx": "amx_gflops", "avx512-bf16": "bf16_gflops"}
+    kinds = [kind for name, kind in multiplies.items() if name in row["kernel"]] or ["fma_gflops"]
+    kind = "read_gbps" if row["pass"] == "decode" else kinds[0]
     alike = [r for r in report["rows"] if r["threads"] == row["threads"]]
     if kind == "read_gbps":
         alike = [r for r in alike if r["pass"] == "decode"]  # others' K and V lie in a cache
     peak = max((r["peaks"].get(kind, 0) for r in alike), default=0)
-    name = {"read_gbps": "reading", "amx_gflops": "AMX", "fma_gflops": "FMA"}[kind]
+    name = {"read_gbps": "reading", "amx_gflops": "AMX", "bf16_gflops": "BF16", "fma_gflops": "FMA"}[kind]
     return f"{100 * speed_of(row, 'ours') / peak:.0f}% of {name}" if peak else "-"
 
 

@@ -27,10 +27,12 @@ typedef struct scaling {
     double of_peak;    /* of what the peak of that many threads leaves: a clock that falls does not count */
 } scaling;
 
+static bool uses_vdpbf16ps(const bench_row *row) { return strstr(row->kernel, "avx512-bf16") != NULL; }
+
 static double peak_of(const bench_report *report, const bench_row *row)
 {
     bool amx = strstr(row->kernel, "amx") != NULL;
-    return amx ? report->peaks.amx_gflops : report->peaks.fma_gflops;
+    return amx ? report->peaks.amx_gflops : uses_vdpbf16ps(row) ? report->peaks.bf16_gflops : report->peaks.fma_gflops;
 }
 
 static scaling scaling_of(const bench_report *report, const bench_row *row)
@@ -100,8 +102,9 @@ void bench_report_begin(bench_report *report, const flash_attn_device_info *devi
     if (report->csv)
         fputs("pass,dtype,batch,heads,heads_k,seqlen_q,seqlen_k,head_dim,causal,options,threads,kernel,right,error,"
               "tolerance,"
-              "repeats,min_ms,median_ms,gflops,fma_peak_gflops,amx_peak_gflops,standard_min_ms,standard_median_ms,"
-              "standard_gflops,ratio_to_standard,memory_bytes,standard_memory_bytes,efficiency,efficiency_of_peak\n",
+              "repeats,min_ms,median_ms,gflops,fma_peak_gflops,amx_peak_gflops,bf16_peak_gflops,standard_min_ms,"
+              "standard_median_ms,standard_gflops,ratio_to_standard,memory_bytes,standard_memory_bytes,efficiency,"
+              "efficiency_of_peak\n",
               report->csv);
 }
 
@@ -123,11 +126,21 @@ void bench_report_threads(bench_report *report, int threads, cli_peaks peaks)
     report->peaks         = peaks;
     fprintf(report->table, "\nat %d thread%s: float32 peak %.0f GFLOP/s (%s)", threads, threads == 1 ? "" : "s",
             peaks.fma_gflops, peaks.fma_name);
-    if (peaks.amx_gflops > 0)
-        fprintf(report->table, ", bfloat16 AMX peak %.0f GFLOP/s", peaks.amx_gflops);
+    cli_bf16_peak bf16 = cli_bf16_peak_of(&peaks);
+    if (bf16.name)
+        fprintf(report->table, ", bfloat16 %s peak %.0f GFLOP/s", bf16.name, bf16.gflops);
     fprintf(report->table, "\n%-8s %-5s %4s %-6s %6s |%9s %9s %8s %5s %5s |%9s %8s |%7s |%8s %9s%s\n", "pass", "dtype",
-            "d", "mask", "s", "min ms", "median", "GFLOP/s", "%FMA", "%AMX", "standard", "GFLOP/s", "speedup", "MB",
-            "std MB", report->scaling ? " | eff.%  of peak" : "");
+            "d", "mask", "s", "min ms", "median", "GFLOP/s", "%FMA", peaks.bf16_gflops > 0 ? "%BF16" : "%AMX",
+            "standard", "GFLOP/s", "speedup", "MB", "std MB", report->scaling ? " | eff.%  of peak" : "");
+}
+
+/* peak 0: it says nothing of this row. */
+static void print_percent(FILE *table, double speed, double peak)
+{
+    if (peak > 0)
+        fprintf(table, " %5.1f", 100 * speed / peak);
+    else
+        fprintf(table, " %5s", "-");
 }
 
 static void print_row(const bench_report *report, const bench_row *row)
@@ -146,12 +159,10 @@ static void print_row(const bench_report *report, const bench_row *row)
         return;
     }
     double speed = gflops(row, &row->ours);
-    fprintf(table, "%9.3f %9.3f %8.1f %5.1f ", row->ours.min_ms, row->ours.median_ms, speed,
-            100 * speed / report->peaks.fma_gflops);
-    if (report->peaks.amx_gflops > 0)
-        fprintf(table, "%5.1f |", 100 * speed / report->peaks.amx_gflops);
-    else
-        fprintf(table, "%5s |", "-");
+    fprintf(table, "%9.3f %9.3f %8.1f", row->ours.min_ms, row->ours.median_ms, speed);
+    print_percent(table, speed, uses_vdpbf16ps(row) ? 0 : report->peaks.fma_gflops);
+    print_percent(table, speed, uses_vdpbf16ps(row) ? report->peaks.bf16_gflops : report->peaks.amx_gflops);
+    fputs(" |", table);
     if (row->standard.repeats)
         fprintf(table, "%9.3f %8.1f |%6.2fx |%8.2f %9.1f", row->standard.min_ms, gflops(row, &row->standard),
                 ratio(row), (double)row->ours_bytes * 1e-6, (double)row->standard_bytes * 1e-6);
@@ -193,6 +204,7 @@ static void write_json_row(bench_report *report, const bench_row *row)
     json_real(json, "fma_peak_gflops", report->peaks.fma_gflops);
     json_text(json, "fma_peak_name", report->peaks.fma_name);
     json_real(json, "amx_peak_gflops", report->peaks.amx_gflops);
+    json_real(json, "bf16_peak_gflops", report->peaks.bf16_gflops);
     json_whole(json, "memory_bytes", row->ours_bytes);
     if (row->standard.repeats) {
         json_open(json, "standard", '{');
@@ -220,8 +232,8 @@ static void write_csv_row(bench_report *report, const bench_row *row)
             (long long)shape->seqlen_q, (long long)shape->seqlen_k, (long long)shape->head_dim, shape->causal,
             bench_options_text(&shape->options, options), report->threads, row->kernel, row->right, row->error,
             row->tolerance);
-    fprintf(report->csv, "%d,%.6g,%.6g,%.6g,%.6g,%.6g,", row->ours.repeats, row->ours.min_ms, row->ours.median_ms,
-            gflops(row, &row->ours), report->peaks.fma_gflops, report->peaks.amx_gflops);
+    fprintf(report->csv, "%d,%.6g,%.6g,%.6g,%.6g,%.6g,%.6g,", row->ours.repeats, row->ours.min_ms, row->ours.median_ms,
+            gflops(row, &row->ours), report->peaks.fma_gflops, report->peaks.amx_gflops, report->peaks.bf16_gflops);
     if (row->standard.repeats)
         fprintf(report->csv, "%.6g,%.6g,%.6g,%.6g,", row->standard.min_ms, row->standard.median_ms,
                 gflops(row, &row->standard), ratio(row));
@@ -255,8 +267,9 @@ void bench_report_end(bench_report *report, int num_rows, int num_wrong)
     for (int i = 0; i < report->num_peaks; i++) {
         fprintf(report->table, "\npeaks seen at %d thread%s: float32 %.0f GFLOP/s", report->earlier[i].threads,
                 report->earlier[i].threads == 1 ? "" : "s", report->earlier[i].peaks.fma_gflops);
-        if (report->earlier[i].peaks.amx_gflops > 0)
-            fprintf(report->table, ", bfloat16 AMX %.0f GFLOP/s", report->earlier[i].peaks.amx_gflops);
+        cli_bf16_peak bf16 = cli_bf16_peak_of(&report->earlier[i].peaks);
+        if (bf16.name)
+            fprintf(report->table, ", bfloat16 %s %.0f GFLOP/s", bf16.name, bf16.gflops);
     }
     fputc('\n', report->table);
     if (!report->json_file)
@@ -268,6 +281,7 @@ void bench_report_end(bench_report *report, int num_rows, int num_wrong)
         json_whole(json, "threads", report->earlier[i].threads);
         json_real(json, "fma_gflops", report->earlier[i].peaks.fma_gflops);
         json_real(json, "amx_gflops", report->earlier[i].peaks.amx_gflops);
+        json_real(json, "bf16_gflops", report->earlier[i].peaks.bf16_gflops);
         json_close(json, '}');
     }
     json_close(json, ']');

@@ -79,10 +79,10 @@ static const cli_help bench_help = {
     .usage    = "[--quick] [options]",
     .about    = "Time standard attention (three passes, S and P in memory) against flashattn in turns, after\n"
                 "checking both against the formula in double. GFLOP/s count 4 s^2 d heads batch, half of it when\n"
-                "causal, 2.5 times for the backward; %FMA and %AMX are of the peaks measured in the same run. With\n"
-                "several numbers of threads eff.% is parallel efficiency against the first of them; of peak:\n"
-                "the same, corrected by how much the peaks have grown. With options of the problem flashattn alone\n"
-                "is checked and timed.",
+                "causal, 2.5 times for the backward; %FMA and %AMX (%BF16 with AVX512_BF16) are of the peaks measured\n"
+                "in the same run. With several numbers of threads eff.% is parallel efficiency against the first of\n"
+                "them; of peak: the same, corrected by how much the peaks have grown. With options of the problem\n"
+                "flashattn alone is checked and timed.",
     .examples = "  flashattn bench --quick\n"
                 "  flashattn bench --seqlen 1024,4096,16384 --head-dim 128 --dtype bf16 --json bench.json\n"
                 "  flashattn bench --seqlen-q 1 --seqlen 32768 --heads 32 --heads-k 8 --pass forward\n"
@@ -209,7 +209,7 @@ typedef struct bench_run {
     bench_settings     settings;
     cli_progress       progress;
     int                num_rows, num_wrong, num_done;
-    bool               with_amx;
+    const char        *tier; /* of the context */
 } bench_run;
 
 enum { QUICK_S = 8 }; /* of the 20 s that --quick may take */
@@ -239,7 +239,7 @@ static int run_shape(bench_run *run, const bench_shape *shape)
         /* A slow machine gets fewer repeats rather than a long wait. */
         if (run->flags->quick && cli_seconds() - run->progress.start_s > QUICK_S)
             run->settings.least_repeats = 1;
-        cli_measure_peaks(&run->report.peaks, run->settings.pool, 12, run->with_amx);
+        cli_measure_peaks(&run->report.peaks, run->settings.pool, 12, run->tier);
         go_on = bench_measure(&arrays, &run->settings, (flash_attn_pass)pass, &row);
         cli_progress_clear(&run->progress);
         run->num_done++;
@@ -311,8 +311,8 @@ static int run_at_threads(bench_run *run, int64_t threads, bool first)
     else {
         cli_progress_show(&run->progress, run->num_done, "the machine's peaks");
         cli_peaks peaks = {0};
-        run->with_amx   = strncmp(info.isa, "amx", 3) == 0;
-        cli_measure_peaks(&peaks, run->settings.pool, 40, run->with_amx);
+        run->tier       = info.isa;
+        cli_measure_peaks(&peaks, run->settings.pool, 40, run->tier);
         cli_progress_clear(&run->progress);
         if (first)
             bench_report_begin(&run->report, &info, cli_device_name(flags->device.device), &flags->options);

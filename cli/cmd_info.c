@@ -17,7 +17,7 @@ static const cli_option info_options[] = {
     {"isa", "TIER", cli_parse_isa, offsetof(info_flags, isa), "as if the highest tier were this one"},
     {"threads", "N", cli_parse_count, offsetof(info_flags, threads), "as if a context asked for N threads"},
     {"measure", NULL, cli_parse_switch, offsetof(info_flags, measure),
-     "also the peaks that these threads reach: multiply-adds, AMX\nproducts, reading memory; half a second"},
+     "also the peaks that these threads reach: multiply-adds, products of\nbfloat16, reading memory; half a second"},
     {"read-bytes", "BYTES", cli_parse_bytes, offsetof(info_flags, read_bytes),
      "with --measure: how much memory to read; default 256M"},
     {"json", NULL, cli_parse_switch, offsetof(info_flags, json), "print JSON"},
@@ -90,7 +90,7 @@ static int measure(const info_flags *flags, const flash_attn_device_info *info, 
     cli_pool *pool = cli_pool_create(info->num_threads);
     if (!pool)
         return cli_fail("info: %d threads are not to be had", info->num_threads);
-    cli_measure_peaks(peaks, pool, 20, strncmp(info->isa, "amx", 3) == 0);
+    cli_measure_peaks(peaks, pool, 20, info->isa);
     bool read = cli_measure_read(peaks, pool, flags->read_bytes, 8);
     cli_pool_destroy(pool);
     return read ? CLI_GO_ON : cli_fail("info: no memory to read %lld bytes", (long long)flags->read_bytes);
@@ -100,8 +100,9 @@ static void print_peaks(const info_flags *flags, const flash_attn_device_info *i
 {
     printf("  measured at %d thread%s\n", info->num_threads, info->num_threads == 1 ? "" : "s");
     printf("  %-10s %.0f GFLOP/s (%s)\n", "float32", peaks->fma_gflops, peaks->fma_name);
-    if (peaks->amx_gflops > 0)
-        printf("  %-10s %.0f GFLOP/s (AMX)\n", "bfloat16", peaks->amx_gflops);
+    cli_bf16_peak bf16 = cli_bf16_peak_of(peaks);
+    if (bf16.name)
+        printf("  %-10s %.0f GFLOP/s (%s)\n", "bfloat16", bf16.gflops, bf16.name);
     printf("  %-10s %.1f GB/s (of %.0f MiB)\n", "read", peaks->read_gbps, (double)flags->read_bytes / (1 << 20));
 }
 
@@ -113,6 +114,7 @@ static void write_peaks(cli_json *json, const info_flags *flags, const flash_att
     json_text(json, "fma_name", peaks->fma_name);
     json_real(json, "fma_gflops", peaks->fma_gflops);
     json_real(json, "amx_gflops", peaks->amx_gflops);
+    json_real(json, "bf16_gflops", peaks->bf16_gflops);
     json_whole(json, "read_bytes", flags->read_bytes);
     json_real(json, "read_gbps", peaks->read_gbps);
     json_close(json, '}');

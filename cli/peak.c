@@ -61,6 +61,16 @@ static const struct fma_choice {
                                                                              : &choices[2];
 }
 
+/* Zeros would multiply faster than numbers. */
+static void fill_bf16(uint16_t *out, int n)
+{
+    uint32_t random = 12345;
+    for (int i = 0; i < n; i++) {
+        random = random * 1664525u + 1013904223u;
+        out[i] = (uint16_t)(0x3F00 | random >> 25 | (random >> 9 & 0x8000)); /* +-[0.5, 1) */
+    }
+}
+
 /* Four accumulator tiles, 16 x 16 each, from two and two operand tiles: as a matrix product would, without its loads.
  */
 __attribute__((target("amx-tile,amx-bf16,avx512f"))) static float amx_products(int64_t rounds)
@@ -72,12 +82,7 @@ __attribute__((target("amx-tile,amx-bf16,avx512f"))) static float amx_products(i
     } config = {.palette = 1};
     uint16_t operand[16][32];
     float    result[16][16];
-    uint32_t random = 12345; /* zeros would multiply faster than numbers */
-    for (int i = 0; i < 16; i++)
-        for (int j = 0; j < 32; j++) {
-            random        = random * 1664525u + 1013904223u;
-            operand[i][j] = (uint16_t)(0x3F00 | random >> 25 | (random >> 9 & 0x8000)); /* +-[0.5, 1) */
-        }
+    fill_bf16(operand[0], 16 * 32);
     for (int tile = 0; tile < 8; tile++) {
         config.columns_bytes[tile] = 64;
         config.rows[tile]          = 16;
@@ -100,6 +105,25 @@ __attribute__((target("amx-tile,amx-bf16,avx512f"))) static float amx_products(i
     _tile_stored(0, result, 64);
     _tile_release();
     return result[3][5];
+}
+
+/* A sum that grows ends where adding no longer changes it, far from infinity. */
+__attribute__((target("avx512f,avx512bf16"))) static float bf16_products(int64_t rounds)
+{
+    uint16_t operand[2][32];
+    __m512i  of[2];
+    __m512   acc[ACCUMULATORS];
+    fill_bf16(operand[0], 2 * 32);
+    memcpy(of, operand, sizeof of);
+    for (int i = 0; i < ACCUMULATORS; i++)
+        acc[i] = _mm512_set1_ps((float)i);
+    for (int64_t n = 0; n < rounds; n++)
+        for (int i = 0; i < ACCUMULATORS; i++)
+            acc[i] = _mm512_dpbf16_ps(acc[i], (__m512bh)of[0], (__m512bh)of[1]);
+    float sum = 0;
+    for (int i = 0; i < ACCUMULATORS; i++)
+        sum += _mm512_cvtss_f32(acc[i]);
+    return sum;
 }
 
 static bool may_use_amx(void)
@@ -136,6 +160,7 @@ static const struct fma_choice {
 }
 
 static float amx_products(int64_t rounds) { return (float)rounds; }
+static float bf16_products(int64_t rounds) { return (float)rounds; }
 static bool  may_use_amx(void) { return false; }
 
 #endif
@@ -175,13 +200,22 @@ static void measure(cli_pool *pool, peak_kernel kernel, double flops_a_round, in
     *rounds = job.rounds;
 }
 
-void cli_measure_peaks(cli_peaks *peaks, cli_pool *pool, int bursts, int with_amx)
+void cli_measure_peaks(cli_peaks *peaks, cli_pool *pool, int bursts, const char *tier)
 {
     const struct fma_choice *fma = choose_fma();
     peaks->fma_name              = fma->name;
     measure(pool, fma->kernel, 2.0 * fma->lanes * ACCUMULATORS, bursts, &peaks->fma_rounds, &peaks->fma_gflops);
-    if (with_amx && may_use_amx())
-        measure(pool, amx_products, 4 * 2.0 * 16 * 16 * 32, bursts, &peaks->amx_rounds, &peaks->amx_gflops);
+    if (strncmp(tier, "amx", 3) == 0 && may_use_amx())
+        measure(pool, amx_products, 4 * 2.0 * 16 * 16 * 32, bursts, &peaks->bf16_rounds, &peaks->amx_gflops);
+    if (strcmp(tier, "avx512-bf16") == 0)
+        measure(pool, bf16_products, 2.0 * 32 * ACCUMULATORS, bursts, &peaks->bf16_rounds, &peaks->bf16_gflops);
+}
+
+cli_bf16_peak cli_bf16_peak_of(const cli_peaks *peaks)
+{
+    return peaks->amx_gflops > 0    ? (cli_bf16_peak){"AMX", peaks->amx_gflops}
+           : peaks->bf16_gflops > 0 ? (cli_bf16_peak){"AVX512_BF16", peaks->bf16_gflops}
+                                    : (cli_bf16_peak){NULL, 0};
 }
 
 /* ---- memory ---- */

@@ -193,6 +193,7 @@ const test_case test_cases[] = {
     {"layout", "off by one, bias", .layout = LAYOUT_OFF_BY_ONE, .batch = 2, .heads_q = 2, .seqlen_q = 50, .seqlen_k = 70, .head_dim = 37, .bias = BIAS},
     {"layout", "reversed",     .layout = LAYOUT_REVERSED, .batch = 2, .heads_q = 4, .heads_k = 2, .seqlen_q = 50, .seqlen_k = 70},
     {"layout", "float32 out",  .o_f32 = true, .batch = 2, .heads_q = 4, .heads_k = 2, .seqlen_q = 50, .seqlen_k = 70, .mask = C},
+    {"layout", "float32 out, odd", .o_f32 = true, .heads_q = 2, .seqlen_q = 33, .seqlen_k = 17, .head_dim = 129, .head_dim_v = 43},
     {"layout", "paged, heads first", .layout = LAYOUT_HEADS_FIRST, .batch = 2, .heads_q = 4, .heads_k = 2, .seqlen_q = 3, .seqlen_k = 70, .page_size = 16, .seqused_k = LENGTHS_MIXED},
 
     {"together", "training",   .batch = 2, .heads_q = 4, .heads_k = 2, .seqlen_q = 120, .seqlen_k = 120, .head_dim = 64, .mask = C, .dropout = 0.1f, .alibi = true},

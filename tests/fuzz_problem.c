@@ -3,9 +3,10 @@
  * judged as a case; a spoilt one must be refused with everything untouched, or be harmless. After each, a known good
  * call must work.
  *
- *     fuzz_problem [--seconds N] [--seed N] [--gpu]
+ *     fuzz_problem [--seconds N] [--seed N] [--tier NAME] [--dtype NAME] [--gpu]
  *
  * runs seeds 1, 2, 3, ... (from --seed on) for so many seconds, 0 meaning for ever; without --seconds, the one seed.
+ * --tier, --dtype: every problem on this tier and of this type, f8e4m3 too, in place of those that were drawn.
  * --gpu: valid ones alone, on CUDA device 0, real or emulated; each new combination of options compiles a kernel.
  * Built with clang -fsanitize=fuzzer -DFLASH_ATTN_FUZZ it is a libFuzzer target instead.
  */
@@ -179,7 +180,9 @@ static void spoil(bytes *b, flash_attn_problem *p, flash_attn_grads *g, int batc
 
 /* ---- one run ---- */
 
-static const case_memory *gpu_memory; /* NULL: the CPU */
+static const case_memory *gpu_memory;     /* NULL: the CPU */
+static const tier        *one_tier;       /* NULL: any */
+static int                one_dtype = -1; /* likewise */
 
 typedef enum outcome { RIGHT, REFUSED, UNSUPPORTED, WRONG, NUM_OUTCOMES } outcome;
 
@@ -234,6 +237,8 @@ static outcome run_bytes(bytes b)
     bool             spoilt  = one_in(&b, 3);
     flash_attn_dtype dtype   = (flash_attn_dtype)below(&b, 3);
     const tier      *t       = tier_at(below(&b, num_tiers()));
+    dtype                    = one_dtype >= 0 ? (flash_attn_dtype)one_dtype : dtype;
+    t                        = one_tier ? one_tier : t;
     int              threads = 1 + below(&b, HARNESS_THREADS);
     uint64_t         seed    = (uint64_t)below(&b, 65536);
     test_case        c       = take_shape(&b);
@@ -302,8 +307,22 @@ static outcome run_seed(uint64_t seed)
     outcome result = run_bytes((bytes){data, data + sizeof data});
     alarm(0);
     if (result == WRONG)
-        printf("  again with: fuzz_problem --seed %llu\n", (unsigned long long)seed);
+        printf("  again with: fuzz_problem --seed %llu, and --tier and --dtype as now\n", (unsigned long long)seed);
     return result;
+}
+
+static bool take_tier(const char *name)
+{
+    for (int n = 0; n < num_tiers(); n++)
+        one_tier = strcmp(tier_at(n)->name, name) == 0 ? tier_at(n) : one_tier;
+    return one_tier != NULL;
+}
+
+static bool take_dtype(const char *name)
+{
+    for (int type = FLASH_ATTN_F32; type <= FLASH_ATTN_F8E4M3; type++)
+        one_dtype = strcmp(dtype_name((flash_attn_dtype)type), name) == 0 ? type : one_dtype;
+    return one_dtype >= 0;
 }
 
 int main(int argc, char **argv)
@@ -315,6 +334,13 @@ int main(int argc, char **argv)
             seconds = strtod(argv[++n], NULL);
         } else if (strcmp(argv[n], "--seed") == 0 && n + 1 < argc) {
             seed = strtoull(argv[++n], NULL, 0);
+        } else if (strcmp(argv[n], "--tier") == 0 && n + 1 < argc) {
+            if (!take_tier(argv[++n])) {
+                printf("skipped: this machine has no tier %s\n", argv[n]);
+                return 0;
+            }
+        } else if (strcmp(argv[n], "--dtype") == 0 && n + 1 < argc && take_dtype(argv[n + 1])) {
+            n++;
         } else if (strcmp(argv[n], "--gpu") == 0) {
             char why[200];
             gpu_memory = case_gpu_memory(0, why, sizeof why);
@@ -323,7 +349,7 @@ int main(int argc, char **argv)
                 return 0;
             }
         } else {
-            fprintf(stderr, "usage: fuzz_problem [--seconds N] [--seed N] [--gpu]\n");
+            fprintf(stderr, "usage: fuzz_problem [--seconds N] [--seed N] [--tier NAME] [--dtype NAME] [--gpu]\n");
             return 2;
         }
     }

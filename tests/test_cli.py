@@ -505,11 +505,13 @@ class Schema(Case):
         report = json.loads(run("info", "--measure", "--threads", "1", "--read-bytes", "4M", "--json"))
         self.assertEqual(list(report), ["schema", "version", "peaks", "devices", "cuda_error"])
         peaks = report["peaks"]
-        self.assertEqual(list(peaks), "threads fma_name fma_gflops amx_gflops read_bytes read_gbps".split())
+        self.assertEqual(list(peaks), "threads fma_name fma_gflops amx_gflops bf16_gflops read_bytes read_gbps".split())
         self.assertEqual((peaks["threads"], peaks["read_bytes"]), (1, 4 << 20))
         self.assertGreater(peaks["fma_gflops"], 0)
         self.assertGreater(peaks["read_gbps"], 0)
-        self.assertEqual(peaks["amx_gflops"] > 0, report["devices"][0]["isa"].startswith("amx"))
+        tier = report["devices"][0]["isa"]
+        self.assertEqual(peaks["amx_gflops"] > 0, tier.startswith("amx"))
+        self.assertEqual(peaks["bf16_gflops"] > 0, tier == "avx512-bf16")
         self.assertIn("read-bytes", run("info", "--measure", "--read-bytes", "10", expect=2))
 
     def test_explain(self):

@@ -32,7 +32,7 @@ class Bench(Case):
         keys = (
             "pass dtype batch heads heads_k seqlen_q seqlen_k head_dim causal options threads kernel right error "
             "tolerance flops repeats min_ms median_ms gflops fma_peak_gflops fma_peak_name amx_peak_gflops "
-            "memory_bytes standard standard_over_memory_limit standard_memory_bytes ratio_to_standard "
+            "bf16_peak_gflops memory_bytes standard standard_over_memory_limit standard_memory_bytes ratio_to_standard "
             "efficiency efficiency_of_peak"
         ).split()
         self.assertEqual(report["num_rows"], 2 * 2 * 2 * 2)  # passes, dtypes, masks, lengths
@@ -52,7 +52,7 @@ class Bench(Case):
         with open(self.path("b.csv")) as file:
             lines = file.read().splitlines()
         self.assertEqual(len(lines), 1 + report["num_rows"])
-        self.assertEqual({line.count(",") for line in lines}, {28})
+        self.assertEqual({line.count(",") for line in lines}, {29})
         self.assertEqual(table.count("forward "), 8)
 
     def test_bench_skips_standard_attention_beyond_the_memory_limit(self):

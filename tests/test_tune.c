@@ -249,7 +249,7 @@ static void numbers_out_of_bounds_are_not_used(void **state)
 {
     (void)state;
     static const char *const good[] = {"", "tile avx512 forward 64 96 128\n", "split_keys 2048\n",
-                                       "block_l2_percent 90\n",
+                                       "tile avx512_bf16 backward 256 96 64\n", "block_l2_percent 90\n",
                                        "tile scalar backward 256 16 512\nblock_l2_percent 10\nsplit_keys 256\n",
                                        "assume amx-fp16\n", "split_keys 512\nassume amx-fp16\n"};
     static const char *const bad[]  = {

@@ -138,6 +138,16 @@ def test_words_that_mean_nothing_are_refused(compare, monkeypatch):
             run(compare, monkeypatch, *words)
 
 
+@pytest.mark.parametrize("dtype, kernel, says", [
+    ("float32", "forward_avx512", "50.0     -"), ("float32", "forward_amx", "50.0  25.0"), ("bfloat16", "forward_amx", "-  25.0"),
+    ("bfloat16", "forward_avx512-bf16", "-  12.5"), ("bfloat16", "forward_avx512", "50.0     -")])
+def test_percentages_are_of_what_the_kernel_multiplies_with(compare, capsys, dtype, kernel, says):
+    row = {**cpu_report()["rows"][0], "dtype": dtype, "kernel": kernel, "ours": {"min_ms": 2.0, "median_ms": 2.0}, "torch": None}
+    compare.show(row, row["peaks"])  # 500 GFLOP/s
+    assert f" {says} |" in capsys.readouterr().out
+    assert "%BF16" in compare.header("avx512-bf16") and "%AMX" in compare.header("amx-fp16")
+
+
 # ---- plot.py ----
 
 
@@ -154,7 +164,7 @@ def gpu_report():
 
 
 def cpu_report():
-    def row(label, dtype, s, tier, ours, torch):
+    def row(label, dtype, s, tier, ours, torch, kernel=None):
         found = {
             "pass": label,
             "dtype": dtype,
@@ -167,10 +177,10 @@ def cpu_report():
         found |= {"threads": 1, "tier": tier, "flops": 1e9, "kv_bytes": 1e6, "ours": {"min_ms": ours}}
         found["torch"] = torch and {"min_ms": torch}
         found["ratio_min"] = found["ratio_median"] = torch and torch / ours
-        found["kernel"] = (
+        found["kernel"] = kernel or (
             "decode_avx512" if label == "decode" else "forward_amx" if dtype == "bfloat16" else "forward_avx512"
         )
-        found["peaks"] = {"read_gbps": 10.0, "fma_gflops": 1000.0, "amx_gflops": 2000.0}
+        found["peaks"] = {"read_gbps": 10.0, "fma_gflops": 1000.0, "amx_gflops": 2000.0, "bf16_gflops": 4000.0}
         return found
 
     return {
@@ -230,6 +240,14 @@ def test_tables_say_what_the_report_says(monkeypatch, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + 7
     assert lines[5] == "| bfloat16 forward | 64 | none | 1024 | 1 | 250 | 1000 | 4.00 | 4.00 | 50% of AMX |"
+
+
+@pytest.mark.parametrize("kernel, says", [
+    ("forward_avx512-bf16", "25% of BF16"), ("forward_avx512", "100% of FMA"), ("forward_amx-fp16", "50% of AMX"), ("backward_neon-bf16", "100% of FMA")])
+def test_a_share_is_of_what_the_kernel_multiplies_with(kernel, says):
+    report = cpu_report()
+    row = {**report["rows"][3], "kernel": kernel}
+    assert plot.share(row, report) == says
 
 
 def test_a_file_that_is_no_report_is_refused(monkeypatch, tmp_path):
