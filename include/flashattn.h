@@ -121,7 +121,7 @@ typedef enum flash_attn_isa {
     FLASH_ATTN_ISA_NEON      = 2, /* aarch64 */
     FLASH_ATTN_ISA_AVX2      = 3, /* x86-64: AVX2, FMA, F16C */
     FLASH_ATTN_ISA_AVX512    = 4, /* x86-64: AVX-512 F, BW, DQ, VL */
-    FLASH_ATTN_ISA_AVX512_BF16 = 8, /* x86-64: AVX512_BF16 over AVX-512: bfloat16's products, all else as with AVX-512 */
+    FLASH_ATTN_ISA_AVX512_BF16 = 8, /* x86-64: AVX512_BF16 over AVX-512: bfloat16 and FP8, all else as with AVX-512 */
     FLASH_ATTN_ISA_AMX       = 5, /* x86-64: AMX-TILE, AMX-BF16 over AVX-512 */
     FLASH_ATTN_ISA_AMX_FP16  = 6, /* x86-64: AMX-FP16 over AMX: float16 as it is, all else as with AMX */
     FLASH_ATTN_ISA_NEON_BF16 = 7 /* aarch64: FEAT_BF16 over NEON: bfloat16's matrix products, all else as with NEON */

@@ -10,11 +10,13 @@
 
 enum { FA_ISAS = FLASH_ATTN_ISA_AVX512_BF16 + 1 };
 
-static const char *const isa_names[FA_ISAS] = {[FLASH_ATTN_ISA_AUTO] = "auto",      [FLASH_ATTN_ISA_SCALAR] = "scalar",
-                                        [FLASH_ATTN_ISA_NEON] = "neon",      [FLASH_ATTN_ISA_AVX2] = "avx2",
-                                        [FLASH_ATTN_ISA_AVX512] = "avx512",  [FLASH_ATTN_ISA_AVX512_BF16] = "avx512-bf16",
-                                        [FLASH_ATTN_ISA_AMX] = "amx",        [FLASH_ATTN_ISA_AMX_FP16] = "amx-fp16",
-                                        [FLASH_ATTN_ISA_NEON_BF16] = "neon-bf16"};
+static const char *const isa_names[FA_ISAS] = {
+    [FLASH_ATTN_ISA_AUTO] = "auto",     [FLASH_ATTN_ISA_SCALAR] = "scalar",
+    [FLASH_ATTN_ISA_NEON] = "neon",     [FLASH_ATTN_ISA_NEON_BF16] = "neon-bf16",
+    [FLASH_ATTN_ISA_AVX2] = "avx2",     [FLASH_ATTN_ISA_AVX512] = "avx512",
+    [FLASH_ATTN_ISA_AMX] = "amx",       [FLASH_ATTN_ISA_AVX512_BF16] = "avx512-bf16",
+    [FLASH_ATTN_ISA_AMX_FP16] = "amx-fp16",
+};
 
 const char *fa_isa_name(flash_attn_isa isa) { return isa_names[isa]; }
 

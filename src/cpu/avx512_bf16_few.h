@@ -65,7 +65,7 @@ V void few_dots(float *s, int lds, const uint16_t *q, int ldq, const fa_rows *k,
         FEW_UNROLL
         for (int j = 0; j < keys; j++) {
             if (ask)
-                FA_ASK_FOR(next[j] + 2 * col, soon->far, 3);
+                FA_ASK_FOR(next[j] + 2 * col, soon->far);
             x[j] = v_load((const float *)(row[j] + 2 * col));
         }
         FEW_UNROLL
@@ -139,8 +139,8 @@ V void few_block(float *o, int ldo, const float *p, const fa_rows *v, const fa_s
             const char *next = row_soon(v, soon, key, ahead), *other = b ? row_soon(v, soon, key + 1, ahead) : next;
             FEW_UNROLL
             for (int c = 0; c < vectors; c += 2) {
-                FA_ASK_FOR(next + 2 * (col + c * VL), soon->far, 3);
-                FA_ASK_FOR(other + 2 * (col + c * VL), soon->far, 3);
+                FA_ASK_FOR(next + 2 * (col + c * VL), soon->far);
+                FA_ASK_FOR(other + 2 * (col + c * VL), soon->far);
             }
         }
         FEW_UNROLL

@@ -52,16 +52,16 @@ typedef struct fa_soon {
     bool    far;  /* further ahead, and into the second-level cache: fa_isa.asks_far */
 } fa_soon;
 
-/* Ask for a line: far, as above, or with the hint `near` (3: all levels, 0: the first alone). The answer is hidden from
- * the compiler, which would make two copies of the loop around it. */
-#define FA_ASK_FOR(address, far, near)                                                                                 \
+/* Ask for a line, far as above or near. Which is hidden from the compiler, which would make two copies of the loop around
+ * it. */
+#define FA_ASK_FOR(address, far)                                                                                       \
     do {                                                                                                               \
         int is_far = (far);                                                                                            \
         __asm__("" : "+r"(is_far));                                                                                    \
         if (is_far)                                                                                                    \
             __builtin_prefetch(address, 0, 2);                                                                         \
         else                                                                                                           \
-            __builtin_prefetch(address, 0, near);                                                                      \
+            __builtin_prefetch(address);                                                                               \
     } while (0)
 
 /* What a packed operand is for. Left operands are read along their columns; so are K and V_T, the right operands of
@@ -278,7 +278,7 @@ typedef struct fa_isa {
     fa_hidden      hidden;
     char           name[64], features[224];
     int64_t        l1_bytes, l2_bytes, l3_bytes;
-    bool           asks_far; /* AMD's: what is asked for goes to the second-level cache, or it takes the places of the few
+    bool           asks_far; /* AMD's with AVX-512: what is asked for goes to the second-level cache, or it takes the places of the few
                                 misses that the first level may have under way (decision 0067) */
 } fa_isa;
 

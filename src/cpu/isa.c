@@ -140,7 +140,7 @@ static int64_t third_level_bytes(void)
 static bool is_amd(void)
 {
     leaf l = cpuid_leaf(0, 0);
-    char maker[12];
+    char maker[12]; /* in this order */
     memcpy(maker, &l.reg[EBX], 4);
     memcpy(maker + 4, &l.reg[EDX], 4);
     memcpy(maker + 8, &l.reg[ECX], 4);
