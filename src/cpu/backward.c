@@ -315,8 +315,8 @@ static void pack_keys(const plan *p, const fa_tile *tile, scratch *s)
     s->num_bad_k = p->kernels->pack(FA_ROLE_K_RIGHT, s->k_right, &s->k_rows, s->bad_k);
     s->fresh_parts = ~0u;
     if (!p->fused) {
-        memset(s->dk, 0, sizeof(float) * (size_t)p->tile.k * (size_t)p->ldq);
-        memset(s->dv, 0, sizeof(float) * (size_t)p->tile.k * (size_t)p->ldv);
+        memset(s->dk, 0, sizeof(float) * (size_t)fa_tile_keys(tile) * (size_t)p->ldq);
+        memset(s->dv, 0, sizeof(float) * (size_t)fa_tile_keys(tile) * (size_t)p->ldv);
     }
 }
 
