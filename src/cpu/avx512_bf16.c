@@ -40,11 +40,6 @@ typedef __m512i vh; /* 32 bfloat16 */
 
 static int pairs_of(int depth) { return fa_tiles_of(depth, 2); }
 
-static bool is_along_rows(fa_role role)
-{
-    return role == FA_ROLE_V || role == FA_ROLE_DO_RIGHT || role == FA_ROLE_Q_RIGHT || role == FA_ROLE_K_RIGHT;
-}
-
 /* Halves from row to row of a left operand: a multiple of 64 bytes. */
 static int left_ld(int depth) { return (int)fa_round_up(depth, 32); }
 
@@ -58,7 +53,7 @@ static int pair_ld(int cols)
 
 static size_t packed_bytes(fa_role role, int rows, int cols)
 {
-    if (is_along_rows(role))
+    if (fa_is_along_rows(role))
         return (size_t)pairs_of(rows) * (size_t)pair_ld(cols) * sizeof(float);
     if (role == FA_ROLE_K || role == FA_ROLE_V_T)
         return (size_t)fa_round_up(rows, VL) * (size_t)pairs_of(cols) * sizeof(float);
@@ -90,8 +85,6 @@ V vh load_halves(const fa_rows *src, const void *row, int col)
                        : _mm512_maskz_loadu_epi16(((__mmask32)1 << left) - 1, (const uint16_t *)row + col);
 }
 
-static const void *row_at(const fa_rows *src, int r) { return r < src->count ? src->row[r] : NULL; }
-
 static void pack_left(uint16_t *out, const fa_rows *src)
 {
     for (int r = 0; r < src->count; r++)
@@ -109,7 +102,7 @@ static void pack_panels(float *out, const fa_rows *src)
             for (int pair = 0; pair < depth; pair += VL) {
                 vf r[VL];
                 for (int n = 0; n < VL; n++)
-                    r[n] = _mm512_castsi512_ps(load_halves(src, row_at(src, first + key + n), 2 * pair));
+                    r[n] = _mm512_castsi512_ps(load_halves(src, fa_row_at(src, first + key + n), 2 * pair));
                 v_transpose(r);
                 for (int n = 0; n < VL && pair + n < depth; n++)
                     v_store(panel + (int64_t)(pair + n) * width + key, r[n]);
@@ -151,7 +144,7 @@ static int pack_along_rows(float *out, const fa_rows *src, int *bad)
 {
     int ld = pair_ld(src->cols), num_bad = 0;
     for (int r = 0; r < src->count; r += 2, out += ld) {
-        const void *first = src->row[r], *second = row_at(src, r + 1);
+        const void *first = src->row[r], *second = fa_row_at(src, r + 1);
         int         not = pack_two(out, src, first, second, ld);
         if (!bad || !not)
             continue;
@@ -165,7 +158,7 @@ static int pack_along_rows(float *out, const fa_rows *src, int *bad)
 
 static int pack(fa_role role, void *packed, const fa_rows *src, int *bad)
 {
-    if (is_along_rows(role))
+    if (fa_is_along_rows(role))
         return pack_along_rows(packed, src, bad);
     if (role == FA_ROLE_K || role == FA_ROLE_V_T)
         pack_panels(packed, src);
@@ -343,12 +336,12 @@ static void row_dots(float *out, const fa_rows *a, const fa_rows *b)
             for (int n = 0; n < VL; n++) {
                 vh of[PIECES];
                 if (pieces == 1)
-                    of[0] = load_halves(a, row_at(a, first + n), 2 * pair);
+                    of[0] = load_halves(a, fa_row_at(a, first + n), 2 * pair);
                 else
-                    load_pieces(of, a, row_at(a, first + n), 2 * pair);
+                    load_pieces(of, a, fa_row_at(a, first + n), 2 * pair);
                 for (int piece = 0; piece < pieces; piece++)
                     x[piece][n] = _mm512_castsi512_ps(of[piece]);
-                y[n] = _mm512_castsi512_ps(load_halves(b, row_at(b, first + n), 2 * pair));
+                y[n] = _mm512_castsi512_ps(load_halves(b, fa_row_at(b, first + n), 2 * pair));
             }
             v_transpose(y);
             for (int piece = 0; piece < pieces; piece++)

@@ -44,6 +44,9 @@ typedef struct fa_rows {
     flash_attn_dtype   dtype;
 } fa_rows;
 
+/* NULL behind the last. */
+static inline const void *fa_row_at(const fa_rows *rows, int r) { return r < rows->count ? rows->row[r] : NULL; }
+
 /* Rows that later calls will read, for prefetch; perhaps none. */
 typedef struct fa_soon {
     fa_rows rows;
@@ -77,6 +80,11 @@ typedef enum fa_role {
     FA_ROLE_K_RIGHT,  /* right of dQ += dS K     rows = keys, cols = head_dim */
     FA_ROLES
 } fa_role;
+
+static inline bool fa_is_along_rows(fa_role role)
+{
+    return role == FA_ROLE_V || role == FA_ROLE_DO_RIGHT || role == FA_ROLE_Q_RIGHT || role == FA_ROLE_K_RIGHT;
+}
 
 /* ---- fused entries ---- */
 
@@ -278,8 +286,8 @@ typedef struct fa_isa {
     fa_hidden      hidden;
     char           name[64], features[224];
     int64_t        l1_bytes, l2_bytes, l3_bytes;
-    bool           asks_far; /* AMD's with AVX-512: what is asked for goes to the second-level cache, or it takes the places of the few
-                                misses that the first level may have under way (decision 0067) */
+    bool           asks_far; /* AMD's: what AVX-512 kernels ask for goes to the second-level cache, or it takes the places of
+                                the few misses that the first level may have under way (decision 0067) */
 } fa_isa;
 
 void fa_isa_detect(fa_isa *isa);

@@ -19,14 +19,9 @@ static size_t operand_bytes(int count, int depth)
     return (size_t)fa_tiles_of(count, SIDE) * (size_t)fa_tiles_of(depth, STEP) * STEP_HALVES * sizeof(uint16_t);
 }
 
-static bool is_along_rows(fa_role role)
-{
-    return role == FA_ROLE_V || role == FA_ROLE_DO_RIGHT || role == FA_ROLE_Q_RIGHT || role == FA_ROLE_K_RIGHT;
-}
-
 static size_t packed_bytes(fa_role role, int rows, int cols)
 {
-    return is_along_rows(role) ? operand_bytes(cols, rows) : operand_bytes(rows, cols);
+    return fa_is_along_rows(role) ? operand_bytes(cols, rows) : operand_bytes(rows, cols);
 }
 
 /* ---- packing ---- */
@@ -42,14 +37,12 @@ static void load_halves(uint16_t *out, const fa_rows *src, const void *row, int 
         out[n] = row && col + n < src->cols ? fa_bf16_of_float(fa_load(row, (col + n) * src->stride, src->dtype)) : 0;
 }
 
-static const void *row_at(const fa_rows *src, int r) { return r < src->count ? src->row[r] : NULL; }
-
 static void pack_along_columns(uint16_t *out, const fa_rows *src)
 {
     for (int first = 0; first < src->count; first += SIDE)
         for (int col = 0; col < src->cols; col += STEP)
             for (int r = 0; r < SIDE; r++, out += STEP)
-                load_halves(out, src, row_at(src, first + r), col, STEP);
+                load_halves(out, src, fa_row_at(src, first + r), col, STEP);
 }
 
 static bool row_is_finite(const fa_rows *src, const void *row)
@@ -77,7 +70,7 @@ static int pack_along_rows(uint16_t *out, const fa_rows *src, int *bad)
     for (int first = 0; first < src->count; first += STEP, out += STEP_HALVES) {
         const void *row[STEP];
         for (int r = 0; r < STEP; r++) {
-            row[r] = row_at(src, first + r);
+            row[r] = fa_row_at(src, first + r);
             if (row[r] && bad && !row_is_finite(src, row[r])) {
                 bad[num_bad++] = first + r;
                 row[r]         = NULL;
@@ -95,7 +88,7 @@ static int pack_along_rows(uint16_t *out, const fa_rows *src, int *bad)
 
 static int pack(fa_role role, void *packed, const fa_rows *src, int *bad)
 {
-    if (is_along_rows(role))
+    if (fa_is_along_rows(role))
         return pack_along_rows(packed, src, bad);
     pack_along_columns(packed, src);
     return 0;
