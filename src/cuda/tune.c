@@ -88,7 +88,7 @@ const fa_tune_row fa_tune_rows[] = {
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 256, FA_ON_ANY, FA_FOR_ANY, 0, 64, 32, 4, 2, 1, 0, 160,
      "head_dim 256 with options: 32 keys fit the registers that O leaves; only rows not aligned, slow anyway, spill"},
 
-    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 0, 320,
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 0, 336,
      "two consumers of 64 keys; dQ by TMA; the producer's thread spills, and under a softcap the consumers' dozen registers (decision 0055)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_TMA, 0, 64, 128, 12, 2, 1, 0, 192,
      "two consumers of 64 keys; dQ by TMA; the producer's thread spills (decision 0055)"},

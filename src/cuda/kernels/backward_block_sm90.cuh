@@ -25,9 +25,10 @@ constexpr int PASSED_AT = DELTA_AT + STAGES * STAT_BYTES /* P from one consumer 
 constexpr int BARRIERS_AT = PASSED_AT + (BY_COLUMNS ? DS_BYTES * (1 + HAS_NOTED) : 0), BARRIERS = 4 + WORKS + 2 * (Q_STAGES + STAGES);
 constexpr int WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16, STAGED_AT = (WORKS_AT + WORKS * (int)sizeof(work) + 1023) / 1024 * 1024;
 /* dK and dV on their way out, panels of 64 keys: at head_dim 64 both in the memory of dS that nobody reads, at 128 half of dK there and half behind all else, dV
- * where V of the same keys was. */
+ * where V of the same keys was; BY_COLUMNS both in that of dQ, one after the other. */
 constexpr int  PANEL_BYTES = 64 * 128;
 constexpr bool STAGED_IN_DS = !BY_COLUMNS && FA_TILE_Q * 128 == 2 * PANEL_BYTES;
+constexpr bool V_IS_EARLY   = BY_COLUMNS || STAGED_IN_DS; /* given back before dV leaves, which does not pass through it */
 constexpr int  STAGED_BYTES = BY_COLUMNS || STAGED_IN_DS ? 0 : CONSUMERS * PANEL_BYTES;
 
 static_assert(STAGED_AT + STAGED_BYTES <= 227 * 1024, "what a block may have");
@@ -63,7 +64,7 @@ FA_DEVICE void start_barriers()
     barrier_init(k_full(), 1);
     barrier_init(k_empty(), 4 * CONSUMERS);
     barrier_init(v_full(), 1);
-    barrier_init(v_empty(), BY_COLUMNS ? 4 * CONSUMERS : CONSUMERS);
+    barrier_init(v_empty(), V_IS_EARLY ? 4 * CONSUMERS : CONSUMERS);
     for (int n = 0; n < WORKS; n++)
         barrier_init(found(n), 1);
     for (int n = 0; n < Q_STAGES; n++) {
@@ -91,8 +92,8 @@ FA_DEVICE int first_column_of(int group) { return BY_COLUMNS ? D_COLS * group : 
 
 FA_DEVICE unsigned dq_at(int group) { return shared_address(shared) + DQ_AT + group * DQ_BYTES; }
 
-/* Named barriers; of DQ and OWN one a consumer. BY_COLUMNS alone: IS_CLEAN, P_IS_THERE and the last three. */
-enum { DS_IS_THERE = 1, IS_CLEAN = 2, DQ_IS_THERE = 3, DQ_IS_FREE = 5, P_IS_THERE = 7, OWN = 8, DOUT_IS_CLEAN = 10, DS_IS_WHOLE = 11, ADDERS_TOGETHER = 12 };
+/* Named barriers; of DQ and OWN one a consumer. BY_COLUMNS alone: P_IS_THERE and the last three. */
+enum { DS_IS_THERE = 1, DQ_IS_THERE = 3, DQ_IS_FREE = 5, P_IS_THERE = 7, OWN = 8, DOUT_IS_CLEAN = 10, DS_IS_WHOLE = 11, ADDERS_TOGETHER = 12 };
 
 /* ---- the block's tiles of keys ---- */
 

@@ -23,19 +23,9 @@ FA_DEVICE void wait_for_q(unsigned n) { barrier_wait(q_full(n), filled<Q_STAGES>
 FA_DEVICE void wait_for_dout(unsigned n) { barrier_wait(dout_full(n), filled<STAGES>(n)); }
 
 /* In an edge tile P and dS are 0 where a query does not see a key, but 0 * NaN is NaN: K, and there Q and dO, must hold nothing that is not
- * finite before they are multiplied by them; S and dP do no harm. Who sees it has it from LSE and delta. BY_COLUMNS THREADS threads of consumers look through them, before
- * a barrier of theirs. */
-template <int BYTES, int THREADS> FA_DEVICE void clear_if_nonfinite(unsigned tile)
-{
-    unsigned from = tile + 16 * (threadIdx.x % THREADS);
-    if (holds_nonfinite<BYTES, 16 * THREADS>(from)) {
-        clear_nonfinite<BYTES, 16 * THREADS>(from);
-        fence_async();
-    }
-}
-
-/* Else S and dS tell. A warp's S has the products of all queries of the tile with its 16 keys, dP those of dO and V, and dS is not finite where dP is not, even if P
- * is 0: a row with Inf or NaN leaves none of them finite. A sum beyond float tells of something that is not there, which does no harm. */
+ * finite before they are multiplied by them; S and dP do no harm, and tell. Who sees it has it from LSE and delta. A warp's S has the products of all queries of the tile
+ * with its 16 keys, dP those of dO and V, and dS is not finite where dP is not, even if P is 0: a row with Inf or NaN leaves none of them finite. A sum beyond float
+ * tells of something that is not there, which does no harm. */
 FA_DEVICE bool some_nonfinite(const float (&x)[S_COUNT])
 {
     float sums[4] = {x[0], x[1], x[2], x[3]};
@@ -45,11 +35,12 @@ FA_DEVICE bool some_nonfinite(const float (&x)[S_COUNT])
     return __any_sync(~0u, !finite((sums[0] + sums[1]) + (sums[2] + sums[3])));
 }
 
-/* All of the tile by each warp that has come upon it: the others may see what this one has already cleared. Rare. */
+/* All of the tile by each warp that has come upon it, for itself: the others may see what this one has already cleared, but not less of it than is there. Rare. */
 FA_DEVICE void clear_by_warp(unsigned tile)
 {
     clear_nonfinite<Q_BYTES, 512>(tile + threadIdx.x % 32 * 16);
     fence_async();
+    __syncwarp();
 }
 
 /* K of this warp's own keys. Rare. */
@@ -256,7 +247,7 @@ FA_DEVICE void mask_elements(float (&x)[S_COUNT], const columns &seen)
         x[n] = sees(seen, n / 2 % 2, n / 4 * 8 + n % 2) ? x[n] : 0.0f;
 }
 
-/* The dO of an edge tile has lost its Inf and NaN; delta has them, and dV gets them by P. */
+/* The dO of an edge tile has lost its Inf and NaN; delta has them, and dV gets them by P. Each consumer for itself. */
 FA_DEVICE void give_back_nonfinite(unsigned (&p)[P_STEPS][4], const columns &seen, row_stats delta)
 {
     bool some = false;
@@ -329,6 +320,36 @@ FA_DEVICE void share_dq(const float (&dq)[DQ_COUNT], int group)
                                                      __float_as_uint(dq[4 * j + 2]), __float_as_uint(dq[4 * j + 3])));
     fence_async();
     named_arrive(DQ_IS_THERE + group, 128 + 32);
+}
+
+/* dK or dV on its way out: a warp's 16 keys, of which `counting` count and the rest is 0, of each panel to place(panel). */
+template <typename PLACE> FA_DEVICE void stage_rows(const float (&x)[D_COUNT], float factor, int lane, int counting, PLACE place)
+{
+#pragma unroll
+    for (int panel = 0; panel < D_COLS / 64; panel++) {
+        unsigned stage = place(panel);
+#pragma unroll
+        for (int n = 0; n < 32; n += 8) {
+            unsigned a[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                a[i] = pack<FA_DTYPE>(x[32 * panel + n + 2 * i] * factor, x[32 * panel + n + 2 * i + 1] * factor);
+            store_matrix(stage + lane % 16 * 128 + ((n / 4 + lane / 16 ^ lane % 8) << 4), a);
+        }
+        if (counting < 16) {
+            __syncwarp();
+#pragma unroll 1
+            for (int hidden = fa_max_int(counting, 0) * 128 + lane * 16; hidden < 16 * 128; hidden += 512)
+                shared_store(stage + hidden, make_uint4(0, 0, 0, 0));
+        }
+    }
+    fence_async();
+}
+
+/* TMA takes it from there, asked by one thread. */
+FA_DEVICE void store_panel(const work &w, const fa_map &map, int apart, unsigned from, int column, int first)
+{
+    tma_store_ragged(map, from, column, w.seq.rows_k - first, w.kv_head, w.seq.kv_entry * apart + w.seq.kv_row + w.seq.rows_k);
 }
 
 /* Until dS of both consumers is there. */

@@ -129,7 +129,22 @@ FA_DEVICE bool begin_turn(const fa_args &args, const work &w, const walk &at, dq
     return turns == 0;
 }
 
-FA_DEVICE void add_dq(const fa_args &args, int adder)
+/* BY_COLUMNS a consumer's dV, with its last step, and dK, behind it, take dQ's way. */
+FA_DEVICE void pass_gradient(const work &w, const fa_map &map, int apart, int group)
+{
+    bool asks = threadIdx.x % 32 == 0;
+    if (asks)
+        bulk_added_was_read();
+    __syncwarp();
+    named_arrive(DQ_IS_FREE + group, 128 + 32);
+    named_sync(DQ_IS_THERE + group, 128 + 32);
+    if (asks && w.first_k < w.seq.rows_k)
+#pragma unroll
+        for (int panel = 0; panel < D_COLS / 64; panel++)
+            store_panel(w, map, apart, dq_at(group) + panel * PANEL_BYTES, first_column_of(group) + 64 * panel, w.first_k);
+}
+
+FA_DEVICE void add_dq(const fa_args &args, const fa_maps &maps, int adder)
 {
     constexpr int STEP_COPIES = CONSUMERS / ADDERS; /* of an adder */
     bool          asks = threadIdx.x % 32 == 0;
@@ -137,10 +152,13 @@ FA_DEVICE void add_dq(const fa_args &args, int adder)
     for (unsigned item = 0; has_item(item); item++) {
         const work &w  = work_at(item);
         walk        at = start_walk(args, w);
+        int         steps = steps_of(w);
 #pragma unroll 1
-        for (int step = 0, steps = steps_of(w); step < steps; step++, advance(args, at)) {
+        for (int step = 0; step < steps; step++, advance(args, at)) {
             float *to     = args.dq_accum + (fa_i64)at.number * (FA_TILE_Q * FA_HEAD_DIM);
             bool   stores = false;
+            if (BY_COLUMNS && step == steps - 1 && args.apart_dv >= 0)
+                pass_gradient(w, maps.dv, args.apart_dv, adder);
 #pragma unroll 1
             for (int round = 0; round < DQ_ROUNDS; round++) {
                 if (asks)
@@ -168,6 +186,8 @@ FA_DEVICE void add_dq(const fa_args &args, int adder)
                 t.open = stores || args.dq_order == FA_DQ_IN_ORDER ? at.number : -1;
             }
         }
+        if (BY_COLUMNS && steps > 0 && args.apart_dk >= 0)
+            pass_gradient(w, maps.dk, args.apart_dk, adder);
         if (asks)
             tell<0>(args, t);
     }
@@ -228,11 +248,8 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
     if (!INSPECTED && masked)
         clear_hidden_keys(w, c.ds, c.group);
     share_ds(ds_tile(c.n), c.ds, c.group);
-    if (edge) /* dO is clean when all have come here */
-        wait_for_ds();
     start_gradient(c.dv, c.p, dout_tile(c.n), c.group);
-    if (!edge)
-        wait_for_ds();
+    wait_for_ds();
     start_dq(dq, ds_tile(c.n), c.group);
     wgmma_wait<1>();
     hold(c.dv);
@@ -241,8 +258,11 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
     start_gradient(c.dk, c.ds, q_tile(c.n), c.group);
     wgmma_wait<1>();
     hold(dq);
-    if (last) /* the next K takes longer than what is left */
+    if (last) { /* the next K takes longer than what is left */
         release(k_empty());
+        if (V_IS_EARLY)
+            release(v_empty());
+    }
     share_dq(dq, c.group);
     wgmma_wait<0>();
     hold(c.dk);
@@ -251,8 +271,8 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
     c.n++;
 }
 
-/* This consumer's keys of dK or dV straight from the registers; 0 past the sequence's last that counts. What is asked for in float32 or has no map, and
- * BY_COLUMNS, by shuffles, so that rows are 16 bytes a lane. */
+/* This consumer's keys of dK or dV straight from the registers; 0 past the sequence's last that counts. What is asked for in float32, has no map, or BY_COLUMNS
+ * is seen by no query. */
 FA_DEVICE void store_gradient(const work &w, const fa_view &view, const float (&x)[D_COUNT], float factor, int cols, int group)
 {
     int    lane = threadIdx.x % 32, col = first_column_of(group), first = first_key_of(group) + threadIdx.x % 128 / 32 * 16;
@@ -260,23 +280,6 @@ FA_DEVICE void store_gradient(const work &w, const fa_view &view, const float (&
     int    rows = w.seq.rows_k - w.first_k - first, counting = w.keys.end - w.first_k - first; /* of this warp's 16 */
     if (!view.data)
         return;
-    fa_u16 *to = (fa_u16 *)view.data + from;
-    if (BY_COLUMNS && view.dtype != FA_F32) {
-#pragma unroll
-        for (int n = 0; n < D_COUNT; n += 16)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                unsigned a[4];
-                int      row = 8 * h + lane / 4, at = n / 4 * 8 + lane % 4 * 8;
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-                    a[i] = pack<FA_DTYPE>(x[n + 4 * i + 2 * h] * factor, x[n + 4 * i + 2 * h + 1] * factor);
-                transpose_quad(a);
-                if (row < rows && col + at < cols)
-                    *(uint4 *)(to + row * view.stride[1] + at) = row < counting ? make_uint4(a[0], a[1], a[2], a[3]) : make_uint4(0, 0, 0, 0);
-            }
-        return;
-    }
 #pragma unroll
     for (int n = 0; n < D_COUNT; n += 2) {
         int    row = n / 2 % 2 * 8 + lane / 4, at = n / 4 * 8 + lane % 4 * 2;
@@ -286,7 +289,7 @@ FA_DEVICE void store_gradient(const work &w, const fa_view &view, const float (&
         if (view.dtype == FA_F32)
             *(float2 *)((float *)view.data + from + row * view.stride[1] + at) = pair;
         else
-            *(unsigned *)(to + row * view.stride[1] + at) = pack<FA_DTYPE>(pair.x, pair.y);
+            *(unsigned *)((fa_u16 *)view.data + from + row * view.stride[1] + at) = pack<FA_DTYPE>(pair.x, pair.y);
     }
 }
 
@@ -305,30 +308,12 @@ FA_DEVICE unsigned staged_at(const consumer &c, bool is_dv, int panel)
 FA_DEVICE void stage_gradient(const work &w, const fa_map &map, int apart, const float (&x)[D_COUNT], float factor, bool is_dv, const consumer &c)
 {
     int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, first = w.first_k + first_key_of(c.group), counting = w.keys.end - first - 16 * warp;
-#pragma unroll
-    for (int panel = 0; panel < D_COLS / 64; panel++) {
-        unsigned stage = staged_at(c, is_dv, panel) + warp * 2048; /* 16 rows of 64 columns */
-#pragma unroll
-        for (int n = 0; n < 32; n += 8) {
-            unsigned a[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                a[i] = pack<FA_DTYPE>(x[32 * panel + n + 2 * i] * factor, x[32 * panel + n + 2 * i + 1] * factor);
-            store_matrix(stage + lane % 16 * 128 + ((n / 4 + lane / 16 ^ lane % 8) << 4), a);
-        }
-        if (counting < 16) {
-            __syncwarp();
-#pragma unroll 1
-            for (int hidden = fa_max_int(counting, 0) * 128 + lane * 16; hidden < 16 * 128; hidden += 512)
-                shared_store(stage + hidden, make_uint4(0, 0, 0, 0));
-        }
-    }
-    fence_async();
+    stage_rows(x, factor, lane, counting, [&](int panel) { return staged_at(c, is_dv, panel) + warp * 2048; });
     named_sync(OWN + c.group, 128);
     if (threadIdx.x % 128 == 0 && first < w.seq.rows_k)
 #pragma unroll
         for (int panel = 0; panel < D_COLS / 64; panel++)
-            tma_store_ragged(map, staged_at(c, is_dv, panel), 64 * panel, w.seq.rows_k - first, w.kv_head, w.seq.kv_entry * apart + w.seq.kv_row + w.seq.rows_k);
+            store_panel(w, map, apart, staged_at(c, is_dv, panel), 64 * panel, first);
 }
 
 /* V's memory is free when dV has been read from there. */
@@ -348,7 +333,7 @@ FA_DEVICE void store_gradients(const fa_args &args, const fa_maps &maps, const w
         if (threadIdx.x % 128 == 0)
             bulk_added_was_read();
     }
-    if (threadIdx.x % 128 == 0)
+    if (!V_IS_EARLY && threadIdx.x % 128 == 0)
         barrier_arrive(v_empty());
 }
 
@@ -393,8 +378,6 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
         if constexpr (FA_HAS_ALIBI || FA_HAS_DROPOUT)
             at.head = same_for_all(at.head);
         barrier_wait(k_full(), filled<1>(item));
-        if (BY_COLUMNS && INSPECTED && steps > 0)
-            inspect<KV_BYTES, 128 * CONSUMERS>(k_tile(), IS_CLEAN);
         if (!BY_COLUMNS) { /* dS will be where dK of the item before may still lie */
             if (threadIdx.x % 128 == 0)
                 bulk_added_was_read();
@@ -415,16 +398,18 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
                     any_step<GROUP, false>(args, w, c, item, at, false, left == 1);
             }
             if constexpr (BY_COLUMNS)
-                last_by_columns<GROUP>(c);
+                last_by_columns<GROUP>(args, w, c, factor);
         } else {
             barrier_wait(v_full(), filled<1>(item));
             release(k_empty());
-            if (BY_COLUMNS)
+            if (V_IS_EARLY)
                 release(v_empty());
         }
         if constexpr (BY_COLUMNS) {
-            store_gradient(w, args.dk, c.dk, args.scale * factor, args.head_dim, group);
-            store_gradient(w, args.dv, c.dv, factor, args.head_dim_v, group);
+            if (steps == 0 || args.apart_dk < 0)
+                store_gradient(w, args.dk, c.dk, args.scale * factor, args.head_dim, group);
+            if (steps == 0 || args.apart_dv < 0)
+                store_gradient(w, args.dv, c.dv, factor, args.head_dim_v, group);
         } else
             store_gradients(args, maps, w, c, factor);
     }
@@ -443,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 1)
         if (threadIdx.x == 0)
             produce(args, maps);
         else if (threadIdx.x >= 32 && threadIdx.x < 32 + 32 * ADDERS)
-            add_dq(args, ADDERS > 1 ? threadIdx.x / 32 - 1 : 0);
+            add_dq(args, maps, ADDERS > 1 ? threadIdx.x / 32 - 1 : 0);
     } else {
         registers_up<240>();
         int group = same_for_all(threadIdx.x / 128 - 1);

@@ -15,13 +15,6 @@
 
 #include "backward_products_sm90.cuh"
 
-/* Looks through a tile and clears it, before it is read again. `id`: a named barrier of THREADS threads. */
-template <int BYTES, int THREADS> FA_DEVICE void inspect(unsigned tile, int id)
-{
-    clear_if_nonfinite<BYTES, THREADS>(tile);
-    named_sync(id, THREADS);
-}
-
 /* dK += dS^T Q, both from shared memory: only consumer 1 has had dS^T in registers. */
 FA_DEVICE void start_dk(float (&c)[D_COUNT], unsigned ds, unsigned q, int group)
 {
@@ -75,8 +68,6 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
     row_stats     rows;
     dropped_bits<S_COUNT> bits;
     wait_for_q(c.n);
-    if (INSPECTED && masked)
-        inspect<Q_BYTES, 128>(q_tile(c.n), OWN + GROUP);
     start_scores(s, k_tile(), q_tile(c.n));
     if constexpr (!FIRST) {
         named_sync(DS_IS_THERE, 128 * CONSUMERS);
@@ -85,6 +76,10 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
     find_dropped(args, w, c, bits, tile);
     wgmma_wait<FIRST ? 0 : 2>();
     hold(s);
+    if (INSPECTED && masked && some_nonfinite(s)) { /* before the other has P, and so before dQ and dK are begun */
+        clear_own_keys(GROUP);
+        clear_by_warp(q_tile(c.n));
+    }
     load_stats(rows, lse_at(c.n));
     exponentials(args, w, c, s, rows, tile);
     if constexpr (FA_HAS_SOFTCAP && !FA_HAS_DROPOUT)
@@ -94,11 +89,6 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
     pack_probabilities(c, s, bits);
     if constexpr (FA_HAS_DROPOUT)
         pass(c.noted, 1);
-    if (INSPECTED && masked) {
-        wait_for_dout(c.n);
-        load_stats(rows, delta_at(c.n));
-        give_back_nonfinite(c.p, columns_of(args, w, tile, GROUP), rows);
-    }
     pass(c.p, 0);
     named_arrive(P_IS_THERE, 128 * CONSUMERS);
     if constexpr (!FIRST) {
@@ -106,8 +96,10 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
         go_on_with_dq(c, dq, GROUP);
     }
     wait_for_dout(c.n);
-    if (INSPECTED && masked)
+    if (INSPECTED && masked) {
         named_sync(DOUT_IS_CLEAN, 128 * CONSUMERS);
+        give_back_nonfinite(c.p, columns_of(args, w, tile, GROUP), {delta_at(c.n)});
+    }
     start_gradient(c.dv, c.p, dout_tile(c.n), GROUP);
     if constexpr (!FIRST) {
         wgmma_wait<1>();
@@ -134,10 +126,6 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
         start_dk_and_dq(c, dq, GROUP);
     }
     wait_for_dout(c.n);
-    if (INSPECTED && masked) {
-        inspect<Q_BYTES, 128>(dout_tile(c.n), OWN + GROUP);
-        named_arrive(DOUT_IS_CLEAN, 128 * CONSUMERS);
-    }
     start_scores(dp, v_tile(), dout_tile(c.n));
     if constexpr (!FIRST) {
         wgmma_wait<1>();
@@ -145,12 +133,19 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
     }
     wgmma_wait<FIRST ? 0 : 1>();
     hold(dp);
+    if (INSPECTED && masked) {
+        if (some_nonfinite(dp))
+            clear_by_warp(dout_tile(c.n));
+        named_arrive(DOUT_IS_CLEAN, 128 * CONSUMERS);
+    }
     load_stats(rows, delta_at(c.n));
     named_sync(P_IS_THERE, 128 * CONSUMERS);
 #pragma unroll
     for (int n = 0; n < P_STEPS; n++)
         take(c.p[n], n);
     wait_for_q(c.n); /* for dK; consumer 0 has */
+    if (INSPECTED && masked)
+        give_back_nonfinite(c.p, columns_of(args, w, tile, GROUP), rows);
     start_gradient(c.dv, c.p, dout_tile(c.n), GROUP);
 #pragma unroll
     for (int n = 0; n < P_STEPS; n++) {
@@ -181,20 +176,35 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
     c.n++;
 }
 
-/* What the last step of an item has left. */
-template <int GROUP> FA_DEVICE void last_by_columns(consumer &c)
+/* This consumer's columns of dK or dV to the warp that adds its dQ, by way of dQ's memory. */
+FA_DEVICE void share_gradient(const work &w, const float (&x)[D_COUNT], float factor, int group)
+{
+    unsigned thread = threadIdx.x % 128;
+    asm volatile("" : "+r"(thread)); /* or the compiler keeps these places in registers while it walks the query tiles */
+    int lane = thread % 32, warp = thread / 32;
+    named_sync(DQ_IS_FREE + group, 128 + 32);
+    stage_rows(x, factor, lane, w.keys.end - w.first_k - 16 * warp, [&](int panel) { return dq_at(group) + panel * PANEL_BYTES + warp * 2048; });
+    named_arrive(DQ_IS_THERE + group, 128 + 32);
+}
+
+/* What the last step of an item has left; dV leaves while its products are made. */
+template <int GROUP> FA_DEVICE void last_by_columns(const fa_args &args, const work &w, consumer &c, float factor)
 {
     float dq[DQ_COUNT];
     release(v_empty());
     if (GROUP == 0)
         named_sync(DS_IS_THERE, 128 * CONSUMERS);
     start_dk_and_dq(c, dq, GROUP);
+    if (args.apart_dv >= 0)
+        share_gradient(w, c.dv, factor, GROUP);
     wgmma_wait<0>();
     go_on_with_dq(c, dq, GROUP);
     wgmma_wait<0>();
     hold(dq);
     release(k_empty());
     share_dq(dq, GROUP);
+    if (args.apart_dk >= 0)
+        share_gradient(w, c.dk, args.scale * factor, GROUP);
 }
 
 #endif
