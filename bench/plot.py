@@ -4,7 +4,7 @@
     python3 bench/plot.py FILE [--out FOLDER] [--only NAME,...] [--list | --table summary | --table cells]
 
 FILE is what bench/compare_torch.py --json or bench/gpu.py --json wrote. Each figure becomes FOLDER/NAME.svg and
-NAME.png; --list prints the names, --table a Markdown table of compare_torch.py's report and draws nothing. From
+NAME.png; --list prints the names, --table a Markdown table and draws nothing. From
 compare_torch.py: cpu-PASS-THREADS, and decode; from gpu.py: gpu-forward, gpu-backward and gpu-both, the
 FlashAttention-2 paper's Figures 5, 6 and 4 (7 on Hopper). Forward and backward together count 3.5 forwards in the sum
 of both times. Needs matplotlib.
@@ -169,6 +169,52 @@ def title_of(row):
     return f"{row['dtype']} {row['pass']}{cpu_series(row).removeprefix('ours')}"
 
 
+def gpu_cells(report):
+    """[(title, {series: TFLOP/s or None})] of gpu.py's report, in the order of passes, head dims, masks and lengths."""
+    rows = sorted(report["rows"], key=lambda r: (r["pass"] != "forward", r["head_dim"], r["causal"], r["seqlen"]))
+    return [(row, {name: gpu_speed([row], name) for name in row["tflops"]}) for row in rows]
+
+
+def times_as_fast(cells, peer):
+    """Ours to a peer's, where both are right."""
+    return [speeds["ours"] / speeds[peer] for _, speeds in cells if speeds.get("ours") and speeds.get(peer)]
+
+
+def gpu_peers(report):
+    return [name for name in ordered({name for row in report["rows"] for name in row["tflops"]}) if name != "ours"]
+
+
+def gpu_summary_table(report):
+    """A line for each pass and head_dim: TFLOP/s, least to most, and the ratio to each peer over masks and lengths (geometric mean, least to
+    most, and how many cells are below 1)."""
+    peers = gpu_peers(report)
+    yield "| | TFLOP/s | " + " | ".join(SERIES.get(name, (name,))[0] for name in peers) + " |"
+    yield "|---" * (len(peers) + 2) + "|"
+    groups = {}
+    for cell in gpu_cells(report):
+        groups.setdefault((cell[0]["pass"], cell[0]["head_dim"]), []).append(cell)
+    for (label, head_dim), cells in groups.items():
+        ours = [speeds["ours"] for _, speeds in cells if speeds.get("ours")]
+        line = [f"{label}, {head_dim}", f"{min(ours):.0f}-{max(ours):.0f}" if ours else "-"]
+        for peer in peers:
+            ratios = times_as_fast(cells, peer)
+            below = sum(ratio < 1 for ratio in ratios)
+            line.append(f"**{statistics.geometric_mean(ratios):.2f}x** ({min(ratios):.2f}-{max(ratios):.2f}{f'; {below} of {len(ratios)} below 1' if below else ''})"
+                        if ratios else "-")
+        yield "| " + " | ".join(line) + " |"
+
+
+def gpu_cells_table(report):
+    peers = gpu_peers(report)
+    yield "| | d | causal | s | ours | " + " | ".join(peers) + " | " + " | ".join(f"ours / {peer}" for peer in peers) + " |"
+    yield "|---" * (5 + 2 * len(peers)) + "|"
+    for row, speeds in gpu_cells(report):
+        line = [row["pass"], row["head_dim"], "yes" if row["causal"] else "no", row["seqlen"]]
+        line += [f"{speeds[name]:.0f}" if speeds.get(name) else "-" for name in ("ours", *peers)]
+        line += [f"{ratio[0]:.2f}" if (ratio := times_as_fast([(row, speeds)], peer)) else "-" for peer in peers]
+        yield "| " + " | ".join(map(str, line)) + " |"
+
+
 def summary_table(report):
     """A line for each dtype and pass; for each number of threads the ratio to PyTorch over the grid (geometric mean, least
     to most) and the fastest cell."""
@@ -308,9 +354,9 @@ def main():
     except (OSError, ValueError) as problem:
         sys.exit(f"plot: {options.file}: {problem}")
     if options.table:
-        if report["schema"] != "flashattn-torch-bench-1":
-            sys.exit("plot: --table is for what bench/compare_torch.py wrote")
-        print(*(summary_table if options.table == "summary" else cells_table)(report), sep="\n")
+        of_gpu = report["schema"] == "flashattn-gpu-bench-1"
+        tables = {"summary": (summary_table, gpu_summary_table), "cells": (cells_table, gpu_cells_table)}
+        print(*tables[options.table][of_gpu](report), sep="\n")
         return 0
     wanted = options.only.split(",") if options.only else list(figures)
     for name in wanted:

@@ -242,6 +242,25 @@ def test_tables_say_what_the_report_says(monkeypatch, tmp_path, capsys):
     assert lines[5] == "| bfloat16 forward | 64 | none | 1024 | 1 | 250 | 1000 | 4.00 | 4.00 | 50% of AMX |"
 
 
+def test_tables_of_a_gpu_say_what_the_report_says(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "report.json"
+    report = gpu_report()
+    report["rows"][0] = {**report["rows"][0], "tflops": {"ours": 100.0, "flash": 400.0}}
+    file.write_text(json.dumps(report))
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(file), "--table", "summary"])
+    assert plot.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| | TFLOP/s | PyTorch standard | PyTorch FlashAttention-2 | cuDNN |" and len(lines) == 2 + 2
+    assert lines[2] == "| forward, 64 | 100-300 | - | **0.96x** (0.25-1.50; 1 of 4 below 1) | - |"  # (1/4 * 3/2 ** 3) ** (1/4)
+    assert lines[3] == "| backward, 64 | 100-300 | - | **1.50x** (1.50-1.50) | - |"  # a peer that is wrong or missing has no ratio
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(file), "--table", "cells"])
+    assert plot.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 8
+    assert lines[2] == "| forward | 64 | no | 512 | 100 | - | 400 | - | - | 0.25 | - |"
+    assert lines[-1] == "| backward | 64 | yes | 1024 | 100 | - | - | - | - | - | - |"
+
+
 @pytest.mark.parametrize("kernel, says", [
     ("forward_avx512-bf16", "25% of BF16"), ("forward_avx512", "100% of FMA"), ("forward_amx-fp16", "50% of AMX"), ("backward_neon-bf16", "100% of FMA")])
 def test_a_share_is_of_what_the_kernel_multiplies_with(kernel, says):
