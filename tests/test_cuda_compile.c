@@ -361,8 +361,6 @@ static bool is_built_with(const fa_tune_row *row, int arch, const option *with)
     bool f32 = row->dtypes == FA_IN_F32, slow = f32 || is_backward(row);
     if (f32 && is_backward(row) && row->head_dim > 64 && (with->set == set_full || with->set == set_window)) /* dropout and one launch spill more */
         return false;
-    if (row->kernel == FA_KERNEL_FORWARD_SM90 && row->dtypes == FA_IN_16_BIT && row->masks == FA_ON_NONE && row->variant == 0) /* the masked row's tiles */
-        return false;
     if (arch != (row->arch_max >= 90 && row->arch_min <= 90 ? 90 : row->arch_min)) /* 12.0 gives a thread more registers: 254 of 255 with dropout */
         return arch == 120 && with->set == set_dropout && !slow;
     if (arch == 90)
