@@ -3,7 +3,8 @@
  *
  *     warpgroup 0, warp 0    producer: one thread finds this block's tiles of keys (struct work), fetches K and V of each and keeps
  *                            the rings of Q and dO full
- *                  warp 1    has TMA add dQ of each step to the float one in memory (at head_dim 256 warps 1 and 2, a consumer's each)
+ *                  warp 1    has TMA add dQ of each step to the float one in memory (at head_dim 256 warps 1 and 2, a consumer's each, and
+ *                            dV and dK by the same way)
  *     warpgroups 1, 2        consumers: 64 keys each, whose dK and dV stay in their registers while they walk the query tiles
  *
  * A step, transposed as in backward_sm80.cu, so that P^T and dS^T are left operands where they lie. The tensor cores have the products
