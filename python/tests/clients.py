@@ -111,20 +111,20 @@ def train(attend, dtype, steps, batch=4, context=64, **shape):
     return losses
 
 
-def sentences():
-    """(ids, mask): 32 sentences of 4, 8, .. 128 tokens, padded to 128. For the tests and bench.py, as are steps."""
-    ids = torch.randint(1000, 20000, (32, 128), generator=torch.Generator().manual_seed(0))
-    return ids, (torch.arange(128) < (torch.arange(1, 33) * 4).view(-1, 1)).long()
+def sentences(count=32):
+    """(ids, mask): sentences of 4, 8, .. 128 tokens, or fewer that are evenly apart, padded to 128. For the tests and bench.py, as are steps."""
+    ids = torch.randint(1000, 20000, (count, 128), generator=torch.Generator().manual_seed(0))
+    return ids, (torch.arange(128) < (torch.arange(1, count + 1) * (128 // count)).view(-1, 1)).long()
 
 
-def steps(dtype):
+def steps(dtype, layers=4):
     """[PyTorch's, ours]: functions that do a training step at context 1024 and return the loss before it."""
     data = text(20_000)
     ids = torch.stack([data[n : n + 1025] for n in (0, 700)])
     runs = []
     for attend in (theirs, ours):
         torch.manual_seed(0)
-        model = NanoGPT(attend, context=1024, width=384, heads=6, layers=4).to(dtype)
+        model = NanoGPT(attend, context=1024, width=384, heads=6, layers=layers).to(dtype)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         runs.append(lambda model=model, optimizer=optimizer: step(model, optimizer, ids))
     return runs

