@@ -170,7 +170,7 @@ def title_of(row):
 
 
 def gpu_cells(report):
-    """[(title, {series: TFLOP/s or None})] of gpu.py's report, in the order of passes, head dims, masks and lengths."""
+    """[(row, {series: TFLOP/s or None})] of gpu.py's report, in the order of passes, head dims, masks and lengths."""
     rows = sorted(report["rows"], key=lambda r: (r["pass"] != "forward", r["head_dim"], r["causal"], r["seqlen"]))
     return [(row, {name: gpu_speed([row], name) for name in row["tflops"]}) for row in rows]
 
