@@ -132,33 +132,42 @@ FA_DEVICE void plan(const fa_args &args, const fa_maps &maps)
     }
 }
 
+/* A tile of V, of which `tile` is the number in its sequence. */
+FA_DEVICE void fetch_values_of(const fa_args &args, const fa_maps &maps, unsigned n, int entry, int head, int tile, int kv_row)
+{
+    barrier_wait(v_empty(n), freed<V_STAGES>(n));
+    barrier_expect(v_full(n), V_BYTES);
+    if constexpr (FP8 && !TURNS_V)
+        bulk_load(v_tile(n), args.v_turned + (((fa_i64)entry * args.heads_k + head) * args.tiles_k + tile) * V_BYTES, V_BYTES, v_full(n));
+    else if constexpr (FP8)
+        fetch_values(v_tile(n), maps.v, v_full(n), entry, head, kv_row + tile * FA_TILE_K);
+    else
+        fetch_tile<FA_TILE_K, FA_HEAD_DIM_V>(v_tile(n), maps.v, v_full(n), entry, head, kv_row + tile * FA_TILE_K);
+}
+
+/* K of a step is needed before V of the one before, also where that is the last of the item before. */
 FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
 {
     unsigned k = 0, v = 0; /* tiles asked for */
-    for (unsigned item = 0; has_item(args, item); item++) {
+    int      entry = 0, head = 0, tile = 0, row = 0; /* of the last of K */
+    bool     more = has_item(args, 0);
+    for (unsigned item = 0; more; item++) {
         barrier_wait(found(item), filled<WORKS>(item));
-        const work &w   = work_at(item);
-        int         row = w.seq.kv_row + w.right * FA_TILE_K, entry = w.seq.kv_entry, head = w.kv_head, tiles = w.tiles;
-        for (int n = 0; n <= tiles && tiles > 0; n++) { /* K of a step is needed before V of the one before */
-            if (n < tiles) {
-                barrier_wait(k_empty(k), freed<FA_STAGES>(k));
-                barrier_expect(k_full(k), K_BYTES);
-                fetch_tile<FA_TILE_K, FA_HEAD_DIM>(k_tile(k), maps.k, k_full(k), entry, head, row - n * FA_TILE_K);
-                k++;
-            }
-            if (n > 0) {
-                barrier_wait(v_empty(v), freed<V_STAGES>(v));
-                barrier_expect(v_full(v), V_BYTES);
-                if constexpr (FP8 && !TURNS_V)
-                    bulk_load(v_tile(v), args.v_turned + (((fa_i64)entry * args.heads_k + head) * args.tiles_k + w.right - (n - 1)) * V_BYTES,
-                              V_BYTES, v_full(v));
-                else if constexpr (FP8)
-                    fetch_values(v_tile(v), maps.v, v_full(v), entry, head, row - (n - 1) * FA_TILE_K);
-                else
-                    fetch_tile<FA_TILE_K, FA_HEAD_DIM_V>(v_tile(v), maps.v, v_full(v), entry, head, row - (n - 1) * FA_TILE_K);
-                v++;
-            }
+        const work &w = work_at(item);
+        more          = w.more;
+        for (int left = w.tiles, next = w.right; left > 0; left--, next--) {
+            barrier_wait(k_empty(k), freed<FA_STAGES>(k));
+            barrier_expect(k_full(k), K_BYTES);
+            fetch_tile<FA_TILE_K, FA_HEAD_DIM>(k_tile(k), maps.k, k_full(k), w.seq.kv_entry, w.kv_head, w.seq.kv_row + next * FA_TILE_K);
+            if (v < k++)
+                fetch_values_of(args, maps, v++, entry, head, tile, row);
+            entry = w.seq.kv_entry;
+            head  = w.kv_head;
+            tile  = next;
+            row   = w.seq.kv_row;
         }
+        if (v < k && (w.tiles == 0 || !more)) /* the planner may be waiting for Q's stage, which the inspectors free when they have seen all of V */
+            fetch_values_of(args, maps, v++, entry, head, tile, row);
     }
 }
 
@@ -196,9 +205,11 @@ FA_DEVICE bool inspect_tile(unsigned tile, fa_range rows)
 FA_DEVICE void inspect(const fa_args &args)
 {
     unsigned tile = 0;
-    for (unsigned item = 0; has_item(args, item); item++) {
+    bool     more = has_item(args, 0);
+    for (unsigned item = 0; more; item++) {
         barrier_wait(q_full(item), filled<Q_STAGES>(item));
         work &w = work_at(item);
+        more    = w.more;
         for (int n = 0; n < w.tiles; n++, tile++) {
             int first_key = (w.right - n) * FA_TILE_K;
             barrier_wait(v_full(tile), filled<V_STAGES>(tile));
@@ -497,7 +508,8 @@ FA_DEVICE void consume(const fa_args &args, int group)
     c.tile  = 0;
     if (group == CONSUMERS - 1)
         pass_turn(group);
-    for (unsigned item = 0; has_item(args, item); item++) {
+    bool more = has_item(args, 0);
+    for (unsigned item = 0; more; more = same_for_all(work_at(item).more), item++) {
         const work &w = work_at(item);
         if (!begun)
             barrier_wait(q_full(item), filled<Q_STAGES>(item));
@@ -525,7 +537,7 @@ FA_DEVICE void consume(const fa_args &args, int group)
             step<true>(args, w, c, item, n);
         begun = false;
         if constexpr (Q_STAGES > 1)
-            if (has_item(args, item + 1)) {
+            if (same_for_all(w.more)) {
                 barrier_wait(q_full(item + 1), filled<Q_STAGES>(item + 1));
                 begun = same_for_all(work_at(item + 1).tiles) > 0;
             }
@@ -542,7 +554,8 @@ FA_DEVICE void consume_beside(const fa_args &args, int group)
     consumer c;
     c.group = group;
     c.tile  = 0;
-    for (unsigned item = 0; has_item(args, item); item++) {
+    bool more = has_item(args, 0);
+    for (unsigned item = 0; more; more = same_for_all(work_at(item).more), item++) {
         const work &w = work_at(item);
         barrier_wait(q_full(item), filled<Q_STAGES>(item));
         int tiles = same_for_all(w.tiles), n = 0;

@@ -49,6 +49,16 @@ FA_DEVICE void add_alibi(const work &w, float (&s)[S_COUNT], int group, int step
 #endif
 }
 
+/* Visible columns as bits, of which seven at once become predicates: half of the instructions. Two blocks a multiprocessor have no registers for it, nor has dropout. */
+constexpr bool MASK_BY_BITS = FA_MIN_BLOCKS == 1 && FA_TILE_K <= 128 && !FA_HAS_DROPOUT;
+
+/* Of this thread's columns 8 j + e of a row, bit 2 j + e, those below x. */
+FA_DEVICE unsigned columns_below(int x)
+{
+    x = clamp_int(x, 0, FA_TILE_K);
+    return (unsigned)((1ull << (x / 8 * 2 + min(x % 8, 2))) - 1);
+}
+
 /* S of keys that a row does not see becomes -inf. */
 FA_DEVICE void mask_scores(const fa_args &args, const work &w, float (&s)[S_COUNT], int group, int step)
 {
@@ -57,11 +67,12 @@ FA_DEVICE void mask_scores(const fa_args &args, const work &w, float (&s)[S_COUN
     for (int h = 0; h < 2; h++) {
         row_limits limits = row_limits_of(window_of(args), w.seq, w.keys, w.first_q + 64 * group + fragment_row() + 8 * h);
         int        first = limits.first - col, last = limits.last - col;
+        unsigned   seen = MASK_BY_BITS ? columns_below(last + 1) & ~columns_below(first) : 0;
 #pragma unroll
         for (int j = 0; j < FA_TILE_K / 8; j++)
 #pragma unroll
             for (int e = 0; e < 2; e++)
-                if (8 * j + e > last || 8 * j + e < first)
+                if (MASK_BY_BITS ? !(seen >> (2 * j + e) & 1) : 8 * j + e > last || 8 * j + e < first)
                     s[4 * j + 2 * h + e] = -infinity();
     }
 }

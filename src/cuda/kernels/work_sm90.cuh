@@ -15,6 +15,7 @@ struct work {
     int       right, tiles;           /* key tiles right, right - 1, ...: step n has tile right - n */
     int       first_clean, end_clean; /* steps [first_clean, end_clean) need no mask */
     int       cleared;                /* an inspector found Inf or NaN in V and took it away */
+    int       more;                   /* the block has an item behind this one: who computes that for himself divides for 300 cycles */
     sequence  seq;
 #if FA_DTYPE == FA_F8E4M3
     float     unit, descale; /* log2 units of a dot product; what O is to be multiplied with */
@@ -79,6 +80,7 @@ FA_DEVICE void find_work(const fa_args &args, unsigned n, work &w)
     w.kv_head     = w.head / args.group;
     w.first_q     = at.tile * FA_TILE_Q;
     w.cleared     = 0;
+    w.more        = has_item(args, n + 1);
     w.tiles       = 0;
     w.seq         = sequence_at(args, w.b);
 #if FA_DTYPE == FA_F8E4M3
