@@ -284,6 +284,19 @@ static const test_case backward_shapes[] = {
      .sinks = true, .dropout = 0.1f},
     {.name = "dropout, used lengths, softcap", .batch = 5, .seqlen_q = 300, .seqlen_k = 300, .softcap = 10, .seqused_q = LENGTHS_MIXED, .seqused_k = LENGTHS_MIXED,
      .dropout = 0.4f},
+    {.name = "80 queries, whole tiles", .seqlen_q = 560, .seqlen_k = 384, .heads_q = 2, .head_dim = 128},
+    {.name = "80 queries, tails", .batch = 2, .seqlen_q = 613, .seqlen_k = 195, .heads_q = 2, .head_dim = 128},
+    {.name = "80 queries, groups", .batch = 64, .seqlen_q = 530, .seqlen_k = 130, .heads_q = 2, .heads_k = 1, .head_dim = 128},
+    {.name = "80 queries, many tiles a block", .batch = 47, .seqlen_q = 530, .seqlen_k = 140, .heads_q = 3, .head_dim = 128},
+    {.name = "80 queries, one key", .seqlen_q = 600, .seqlen_k = 1, .head_dim = 128},
+    {.name = "80 queries, no key", .seqlen_q = 600, .seqlen_k = 0, .head_dim = 128},
+    {.name = "80 queries, used lengths", .batch = 5, .seqlen_q = 700, .seqlen_k = 400, .heads_q = 2, .seqused_q = LENGTHS_MIXED, .seqused_k = LENGTHS_MIXED,
+     .head_dim = 128},
+    {.name = "80 queries, 96 columns, heads first", .batch = 2, .seqlen_q = 600, .seqlen_k = 150, .heads_q = 2, .layout = LAYOUT_HEADS_FIRST, .head_dim = 96},
+    {.name = "80 queries, 72 and 120 columns", .seqlen_q = 550, .seqlen_k = 200, .head_dim = 72, .head_dim_v = 120},
+    {.name = "80 queries, softcap, ALiBi, sinks", .batch = 2, .seqlen_q = 533, .seqlen_k = 195, .heads_q = 2, .softcap = 30, .logit_size = 20, .alibi = true, .sinks = true,
+     .head_dim = 128},
+    {.name = "80 queries, dropout", .batch = 2, .seqlen_q = 533, .seqlen_k = 195, .heads_q = 2, .dropout = 0.3f, .head_dim = 128},
 };
 
 static void every_backward_shape_is_right(void **state)

@@ -90,6 +90,8 @@ const fa_tune_row fa_tune_rows[] = {
 
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 0, 336,
      "two consumers of 64 keys; dQ by TMA; the producer's thread spills, and under a softcap the consumers' dozen registers (decision 0055)"},
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_NONE, FA_FOR_LONG_TMA, 512, 80, 128, 12, 2, 1, 0, 240,
+     "long: tiles of 80 queries, for which shared memory reads less than for 64; short ones waste a part of the last; spills as above (decision 0056)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_TMA, 0, 64, 128, 12, 2, 1, 0, 192,
      "two consumers of 64 keys; dQ by TMA; the producer's thread spills (decision 0055)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_TMA, 0, 64, 64, 12, 2, 1, 0, 304,

@@ -1,12 +1,52 @@
 /*
  * After backward_sm90.cu: its float dQ becomes the caller's. A block has a tile of queries of one head, a warp 16 rows x 64 columns at once, which
- * it finds in the order of an accumulator. Where no key was seen there is none, and dQ is 0.
+ * it finds in the order of an accumulator; of 80 queries 8 rows x 64 columns, in the order of a dQ^T. Where no key was seen there is none, and dQ is 0.
  */
 #include "fragment_sm90.cuh"
 #include "packed_sm90.cuh"
 
-constexpr int PIECES = FA_TILE_Q / 16 * (FA_HEAD_DIM / 64); /* of a warp */
-static_assert(PIECES % 8 == 0, "two consumers of four warps");
+constexpr bool DQ_TURNED = FA_TILE_Q == 80;
+constexpr int  PIECES    = FA_TILE_Q / (DQ_TURNED ? 8 : 16) * (FA_HEAD_DIM / 64); /* of a warp */
+static_assert(PIECES % (DQ_TURNED ? 4 : 8) == 0, "two consumers of four warps");
+
+FA_DEVICE float4 load_piece(const float4 *from, bool there) { return there ? __ldcs(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
+
+/* This warp's pieces of dQ^T: lane 4 g + t has of 16 columns the g-th and the one 8 on, of rows 2 t and 2 t + 1. */
+FA_DEVICE void convert_turned(const fa_args &args, const sequence &s, const float4 *all, int first, int head, bool there)
+{
+    int   lane = threadIdx.x % 32, t = lane % 4, g = lane / 4;
+    float f    = args.scale * args.dropout.keep_scale;
+    for (int piece = threadIdx.x / 32; piece < PIECES; piece += FA_WARPS) {
+        int    col = piece / (FA_TILE_Q / 8) * 64, row = first + piece % (FA_TILE_Q / 8) * 8;
+        float4 x[4];
+#pragma unroll
+        for (int w = 0; w < 4; w++)
+            x[w] = load_piece(all + piece * 128 + w * 32 + lane, there);
+        fa_i64 at = s.q_entry * args.dq.stride[0] + (s.q_row + row) * args.dq.stride[1] + head * args.dq.stride[2] + col;
+        if (args.dq.dtype == FA_F32) {
+#pragma unroll
+            for (int n = 0; n < 16; n++) { /* 16 columns, their halves, two rows */
+                int i = 2 * t + n % 2, j = n / 4 * 16 + n / 2 % 2 * 8 + g;
+                if (row + i < s.rows_q && col + j < args.head_dim)
+                    ((float *)args.dq.data)[at + i * args.dq.stride[1] + j] = (&x[n / 4].x)[n % 4] * f;
+            }
+            continue;
+        }
+#pragma unroll
+        for (int w = 0; w < 4; w += 2) {
+            unsigned a[4];
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                float4 y = x[w + n / 2];
+                a[n]     = transpose_matrix(n % 2 ? pack<FA_DTYPE>(y.z * f, y.w * f) : pack<FA_DTYPE>(y.x * f, y.y * f)); /* row g, columns 2 t, + 1 of eight */
+            }
+            transpose_quad(a);
+            int j = w * 16 + t * 8;
+            if (row + g < s.rows_q && col + j < args.head_dim)
+                *(uint4 *)((fa_u16 *)args.dq.data + at + g * args.dq.stride[1] + j) = make_uint4(a[0], a[1], a[2], a[3]);
+        }
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_convert_sm90(const __grid_constant__ fa_args args)
 {
@@ -17,6 +57,10 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_convert_sm9
     if (place.tile < 0 || place.tile * FA_TILE_Q >= s.rows_q)
         return;
     bool there = args.dq_turn[(fa_i64)head * args.all_tiles_q + number] != 0;
+    if constexpr (DQ_TURNED) {
+        convert_turned(args, s, (const float4 *)(args.dq_accum + ((fa_i64)head * args.all_tiles_q + number) * (FA_TILE_Q * FA_HEAD_DIM)), place.tile * FA_TILE_Q, head, there);
+        return;
+    }
     for (int piece = threadIdx.x / 32; piece < PIECES; piece += FA_WARPS) {
         int           group = piece / 4, row = piece % 4 * 16 + lane / 4, col = 0;
         const float4 *from  = (const float4 *)(args.dq_accum + ((fa_i64)head * args.all_tiles_q + number) * (FA_TILE_Q * FA_HEAD_DIM)) + group * 1024 + piece % 4 * 32 + lane;
@@ -27,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_convert_sm9
             col = 64 * group;
 #pragma unroll
         for (int j = 0; j < 8; j++)
-            x[j] = there ? __ldcs(from + 128 * j) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            x[j] = load_piece(from + 128 * j, there);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             int    i  = place.tile * FA_TILE_Q + row + 8 * h;

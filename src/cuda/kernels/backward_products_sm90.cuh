@@ -71,7 +71,10 @@ FA_DEVICE void start_gradient(float (&c)[D_COUNT], unsigned (&x)[P_STEPS][4], un
     wgmma_commit();
 }
 
-/* This consumer's part of dS K, in a round. */
+/* dQ begins with this consumer's own keys, so that the other's dS has longer to come. */
+constexpr bool OWN_FIRST = DQ_TURNED;
+
+/* This consumer's part of dS K, in a round; DQ_TURNED of K^T dS^T. */
 FA_DEVICE void start_dq(float (&dq)[DQ_COUNT], unsigned ds, int group, int round = 0)
 {
     constexpr bool BY_ROWS = FA_TILE_Q == 128;
@@ -80,8 +83,16 @@ FA_DEVICE void start_dq(float (&dq)[DQ_COUNT], unsigned ds, int group, int round
     hold(dq);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < FA_TILE_K / 16; step++)
-        wgmma_shared<1>(dq, a.from(step / 4 * (FA_TILE_Q * 128) + step % 4 * 32), b.from(step * 2048), step > 0);
+    for (int step = 0; step < FA_TILE_K / 16; step++) {
+        int whose = OWN_FIRST && group == 1 ? 1 - step / 4 : step / 4;
+        if (OWN_FIRST && step == 4)
+            named_sync(DS_IS_THERE, 128 * CONSUMERS);
+        matrix of_ds = a.from(whose * (FA_TILE_Q * 128) + step % 4 * 32), of_k = b.from((4 * whose + step % 4) * 2048);
+        if constexpr (DQ_TURNED)
+            wgmma_shared<0, 1>(dq, of_k, of_ds, step > 0); /* rows of both are queries or keys as they lie */
+        else
+            wgmma_shared<1>(dq, of_ds, of_k, step > 0);
+    }
     wgmma_commit();
 }
 
@@ -115,16 +126,18 @@ FA_DEVICE bool sees(const columns &seen, int h, int col)
  * lane would be a fifth of what shared memory does there, so each of the eight lanes that have the same columns holds an eighth of them. */
 constexpr bool SHUFFLED = FA_TILE_Q == 128;
 
+constexpr int OWN_STATS = (FA_TILE_Q + 63) / 64; /* of 80 columns the second is something else, but in the first lanes */
+
 struct row_stats {
     unsigned from;
-    float2   own[FA_TILE_Q / 64];
+    float2   own[OWN_STATS];
 };
 
 /* This lane's 8 bytes of every 256. */
 FA_DEVICE void load_own(row_stats &rows)
 {
 #pragma unroll
-    for (int n = 0; n < FA_TILE_Q / 64; n++)
+    for (int n = 0; n < OWN_STATS; n++)
         rows.own[n] = shared_load_float2(rows.from + threadIdx.x % 32 * 8 + n * 256);
 }
 
@@ -253,7 +266,7 @@ FA_DEVICE void give_back_nonfinite(unsigned (&p)[P_STEPS][4], const columns &see
     bool some = false;
     load_own(delta);
 #pragma unroll
-    for (int n = 0; n < FA_TILE_Q / 64; n++)
+    for (int n = 0; n < OWN_STATS; n++)
         some |= !finite(delta.own[n].x) || !finite(delta.own[n].y);
     if (!__any_sync(~0u, some))
         return;
@@ -346,17 +359,45 @@ template <typename PLACE> FA_DEVICE void stage_rows(const float (&x)[D_COUNT], f
     fence_async();
 }
 
+/* This consumer's part of dK or dV to the warp that adds its dQ, by way of dQ's memory. */
+FA_DEVICE void share_gradient(const work &w, const float (&x)[D_COUNT], float factor, int group)
+{
+    unsigned thread = threadIdx.x % 128;
+    asm volatile("" : "+r"(thread)); /* or the compiler keeps these places in registers while it walks the query tiles */
+    int lane = thread % 32, warp = thread / 32;
+    named_sync(DQ_IS_FREE + group, 128 + 32);
+    stage_rows(x, factor, lane, w.keys.end - w.first_k - first_key_of(group) - 16 * warp,
+               [&](int panel) { return dq_at(group) + panel * PANEL_BYTES + warp * 2048; });
+    named_arrive(DQ_IS_THERE + group, 128 + 32);
+}
+
 /* TMA takes it from there, asked by one thread. */
 FA_DEVICE void store_panel(const work &w, const fa_map &map, int apart, unsigned from, int column, int first)
 {
     tma_store_ragged(map, from, column, w.seq.rows_k - first, w.kv_head, w.seq.kv_entry * apart + w.seq.kv_row + w.seq.rows_k);
 }
 
-/* Until dS of both consumers is there. */
-FA_DEVICE void wait_for_ds()
+/* One stage of dS: the other consumer's dQ has been made of it, and, for the other, this one's. */
+FA_DEVICE void wait_for_free_ds(int group)
+{
+    if (DS_STAGES == 1)
+        named_sync(DS_IS_FREE + group, 128 * CONSUMERS);
+}
+
+FA_DEVICE void free_ds(int group)
+{
+    if (DS_STAGES == 1)
+        named_arrive(DS_IS_FREE + 1 - group, 128 * CONSUMERS);
+}
+
+/* Until dS is there, of both consumers or of this one. */
+FA_DEVICE void wait_for_ds(int group)
 {
     fence_async();
-    named_sync(DS_IS_THERE, 128 * CONSUMERS);
+    if (OWN_FIRST)
+        named_sync(OWN + group, 128);
+    else
+        named_sync(DS_IS_THERE, 128 * CONSUMERS);
 }
 
 #endif

@@ -14,16 +14,16 @@
  *     dV += P^T dO, dQ = dS K         the other consumer's dS is waited for
  *     dK += dS^T Q                    dQ to shared memory, for warp 1
  *
- * dQ needs dS of both consumers: each makes 64 queries of 128 x 64, or 64 columns of 64 x 128. Its order in memory is that of the
- * registers, [64 queries or columns][8 columns][thread][4], undone by backward_convert_sm90.cu.
+ * dQ needs dS of both consumers: each makes 64 queries of 128 x 64, or 64 columns of 64 x 128, or of the 80 x 128 that head_dim 128 has without a mask
+ * (DQ_TURNED). Its order in memory is that of the registers, [64 queries or columns][8 columns, DQ_TURNED queries][thread][4], undone by backward_convert_sm90.cu.
  *
  * At head_dim 256 (BY_COLUMNS) both consumers have the same 64 keys: backward_wide_sm90.cuh.
  *
  * The compiler serialises all products where it runs out of registers: so nothing is in flight from one round of the loop to the next, and
  * loops are as plain as they can be (decision 0055).
  *
- * Shared memory: K, V, three stages of Q and two of dO (BY_COLUMNS two and one), two of dS (panels as in ptx_sm90.cuh), dQ, LSE and delta of the stages, barriers, works,
- * at head_dim 128 a quarter of dK and dV on their way out.
+ * Shared memory: K, V, three stages of Q and two of dO (BY_COLUMNS two and one), two of dS (DQ_TURNED one; panels as in ptx_sm90.cuh), dQ, LSE and delta of the stages,
+ * barriers, works, at head_dim 128 with 64 queries a quarter of dK and dV on their way out.
  */
 #include "backward_wide_sm90.cuh"
 
@@ -130,19 +130,25 @@ FA_DEVICE bool begin_turn(const fa_args &args, const work &w, const walk &at, dq
     return turns == 0;
 }
 
-/* BY_COLUMNS a consumer's dV, with its last step, and dK, behind it, take dQ's way. */
-FA_DEVICE void pass_gradient(const work &w, const fa_map &map, int apart, int group)
+/* Behind an item's last step dK takes dQ's way, BY_COLUMNS dV too, with its last step. */
+FA_DEVICE void pass_gradient(const work &w, const fa_map &map, int apart, int adder)
 {
     bool asks = threadIdx.x % 32 == 0;
     if (asks)
         bulk_added_was_read();
     __syncwarp();
-    named_arrive(DQ_IS_FREE + group, 128 + 32);
-    named_sync(DQ_IS_THERE + group, 128 + 32);
-    if (asks && w.first_k < w.seq.rows_k)
 #pragma unroll
-        for (int panel = 0; panel < D_COLS / 64; panel++)
-            store_panel(w, map, apart, dq_at(group) + panel * PANEL_BYTES, first_column_of(group) + 64 * panel, w.first_k);
+    for (int n = 0; n < CONSUMERS / ADDERS; n++)
+        named_arrive(DQ_IS_FREE + adder + n, 128 + 32);
+#pragma unroll
+    for (int n = 0; n < CONSUMERS / ADDERS; n++) {
+        int group = adder + n, first = w.first_k + first_key_of(group);
+        named_sync(DQ_IS_THERE + group, 128 + 32);
+        if (asks && first < w.seq.rows_k)
+#pragma unroll
+            for (int panel = 0; panel < D_COLS / 64; panel++)
+                store_panel(w, map, apart, dq_at(group) + panel * PANEL_BYTES, first_column_of(group) + 64 * panel, first);
+    }
 }
 
 FA_DEVICE void add_dq(const fa_args &args, const fa_maps &maps, int adder)
@@ -187,7 +193,7 @@ FA_DEVICE void add_dq(const fa_args &args, const fa_maps &maps, int adder)
                 t.open = stores || args.dq_order == FA_DQ_IN_ORDER ? at.number : -1;
             }
         }
-        if (BY_COLUMNS && steps > 0 && args.apart_dk >= 0)
+        if (DK_BY_DQ && steps > 0 && args.apart_dk >= 0)
             pass_gradient(w, maps.dk, args.apart_dk, adder);
         if (asks)
             tell<0>(args, t);
@@ -227,6 +233,7 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
         pack_probabilities(c, s, bits);
     wgmma_wait<0>();
     hold(dp);
+    wait_for_free_ds(c.group);
     if constexpr (HAS_NOTED) {
 #pragma unroll
         for (int n = 0; n < P_STEPS; n++)
@@ -250,7 +257,7 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
         clear_hidden_keys(w, c.ds, c.group);
     share_ds(ds_tile(c.n), c.ds, c.group);
     start_gradient(c.dv, c.p, dout_tile(c.n), c.group);
-    wait_for_ds();
+    wait_for_ds(c.group);
     start_dq(dq, ds_tile(c.n), c.group);
     wgmma_wait<1>();
     hold(c.dv);
@@ -259,6 +266,7 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
     start_gradient(c.dk, c.ds, q_tile(c.n), c.group);
     wgmma_wait<1>();
     hold(dq);
+    free_ds(c.group);
     if (last) { /* the next K takes longer than what is left */
         release(k_empty());
         if (V_IS_EARLY)
@@ -318,15 +326,18 @@ FA_DEVICE void stage_gradient(const work &w, const fa_map &map, int apart, const
 }
 
 /* V's memory is free when dV has been read from there. */
-FA_DEVICE void store_gradients(const fa_args &args, const fa_maps &maps, const work &w, const consumer &c, float factor)
+FA_DEVICE void store_gradients(const fa_args &args, const fa_maps &maps, const work &w, const consumer &c, float factor, bool some)
 {
-    constexpr int MAY_LAST = STAGED_IN_DS ? 2 : D_COLS / 64; /* copies that V has no need to wait for */
+    constexpr int MAY_LAST = STAGED_IN_DS ? 2 : DK_BY_DQ ? 0 : D_COLS / 64; /* copies that V has no need to wait for */
     if (args.apart_dv >= 0)
         stage_gradient(w, maps.dv, args.apart_dv, c.dv, factor, true, c);
     else
         store_gradient(w, args.dv, c.dv, factor, args.head_dim_v, c.group);
-    if (args.apart_dk >= 0) {
-        stage_gradient(w, maps.dk, args.apart_dk, c.dk, args.scale * factor, false, c);
+    if (args.apart_dk >= 0 && (some || !DK_BY_DQ)) {
+        if (DK_BY_DQ)
+            share_gradient(w, c.dk, args.scale * factor, c.group);
+        else
+            stage_gradient(w, maps.dk, args.apart_dk, c.dk, args.scale * factor, false, c);
         if (threadIdx.x % 128 == 0)
             bulk_added_was_read<MAY_LAST>();
     } else {
@@ -361,6 +372,7 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
     consumer c;
     c.group = group;
     c.n     = 0;
+    free_ds(group);
     float factor = FA_HAS_DROPOUT ? args.dropout.keep_scale : 1.0f;
     for (unsigned item = 0; same_for_all(has_item(item)); item++) {
         const work &w     = work_at(item);
@@ -379,7 +391,7 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
         if constexpr (FA_HAS_ALIBI || FA_HAS_DROPOUT)
             at.head = same_for_all(at.head);
         barrier_wait(k_full(), filled<1>(item));
-        if (!BY_COLUMNS) { /* dS will be where dK of the item before may still lie */
+        if (!DK_BY_DQ) { /* dS will be where dK of the item before may still lie */
             if (threadIdx.x % 128 == 0)
                 bulk_added_was_read();
             named_sync(OWN + group, 128);
@@ -412,8 +424,9 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
             if (steps == 0 || args.apart_dv < 0)
                 store_gradient(w, args.dv, c.dv, factor, args.head_dim_v, group);
         } else
-            store_gradients(args, maps, w, c, factor);
+            store_gradients(args, maps, w, c, factor, steps > 0);
     }
+    wait_for_free_ds(group);
     if (!BY_COLUMNS && threadIdx.x % 128 == 0)
         bulk_added_was_read();
 }

@@ -176,17 +176,6 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
     c.n++;
 }
 
-/* This consumer's columns of dK or dV to the warp that adds its dQ, by way of dQ's memory. */
-FA_DEVICE void share_gradient(const work &w, const float (&x)[D_COUNT], float factor, int group)
-{
-    unsigned thread = threadIdx.x % 128;
-    asm volatile("" : "+r"(thread)); /* or the compiler keeps these places in registers while it walks the query tiles */
-    int lane = thread % 32, warp = thread / 32;
-    named_sync(DQ_IS_FREE + group, 128 + 32);
-    stage_rows(x, factor, lane, w.keys.end - w.first_k - 16 * warp, [&](int panel) { return dq_at(group) + panel * PANEL_BYTES + warp * 2048; });
-    named_arrive(DQ_IS_THERE + group, 128 + 32);
-}
-
 /* What the last step of an item has left; dV leaves while its products are made. */
 template <int GROUP> FA_DEVICE void last_by_columns(const fa_args &args, const work &w, consumer &c, float factor)
 {

@@ -30,7 +30,7 @@ template <int COUNT> FA_DEVICE void drop_elements(const fa_args &args, float (&p
 
 /* Bits of which pairs are dropped: of pair n of 16-bit operands bit n % 16 of word n / 16, and the bit 16 further for its second element. */
 template <int COUNT> struct dropped_bits {
-    unsigned word[COUNT / 32];
+    unsigned word[(COUNT + 31) / 32];
 };
 
 /* BIT, and BIT + 2 for the high half. */
@@ -56,7 +56,7 @@ FA_DEVICE void find_dropped(const fa_args &args, dropped_bits<COUNT> &bits, int 
         note_two<BIT + 16>(word, numbers.word[1], threshold);
         note_two<BIT + 1>(word, numbers.word[2], threshold); /* eight keys on */
         note_two<BIT + 17>(word, numbers.word[3], threshold);
-        if constexpr (N % 32 == 24) {
+        if constexpr (N % 32 == 24 || N + 8 == COUNT) {
             unsigned other = __shfl_xor_sync(0xFFFFFFFFu, word, 4);
             word           = __byte_perm(word, other, odd ? 0x3276 : 0x5410);
         }

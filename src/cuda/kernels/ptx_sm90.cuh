@@ -191,6 +191,13 @@ FA_DEVICE void store_matrix(unsigned to, const unsigned (&r)[4])
                  : "memory");
 }
 
+/* A matrix as store_matrix has it, in registers: its transpose. */
+FA_DEVICE unsigned transpose_matrix(unsigned r)
+{
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(r));
+    return r;
+}
+
 /* Four floats as E4M3, rounded to nearest even, no larger than 448; `a` has the lowest address. */
 FA_DEVICE unsigned pack_e4m3(float a, float b, float c, float d)
 {
