@@ -24,21 +24,67 @@ static const cli_help compile_help = {
     .usage    = "--out FOLDER [--arch LIST] [shape] [problem]",
     .about    = "Build the GPU kernels of a call ahead and put them into a folder. A program on a machine without\n"
                 "NVRTC gives that folder as flash_attn_options.kernel_folder. Run again with other shapes and\n"
-                "options to add more. A kernel serves all lengths, batches and heads; what counts is the type, the\n"
-                "head dims, the mask and the options.",
+                "options to add more. What counts is the type, the head dims, the mask, the options and how many\n"
+                "query heads share a key head; of lengths and batches all are served, unless lengths are given, as\n"
+                "numbers or by a file: then such calls alone.",
     .examples = "  flashattn compile --out kernels --dtype bf16 --head-dim 128 --causal\n"
                 "  flashattn compile --out kernels --arch 80,90 --dtype f16 --head-dim 64 --softcap 30 --forward-only",
 };
 
+/* The problems to build for: of one shape, or of all lengths. */
+typedef struct compile_shapes {
+    const cli_shape_flags *shape;
+    bool                   all_lengths, all_batches;
+} compile_shapes;
+
+static bool names_lengths(const cli_shape_flags *shape, const cli_problem_flags *p)
+{
+    return shape->seqlen >= 0 || shape->seqlen_q >= 0 || shape->seqlen_k >= 0 || p->max_seqlen_q > 0 ||
+           p->max_seqlen_k > 0 || p->num_splits > 0 || p->bias || p->cu_seqlens_q || p->cu_seqlens_k || p->seqused_q ||
+           p->seqused_k || p->leftpad_k || p->cache_batch_idx || p->page_table || p->slices || p->slice_offsets;
+}
+
+/* Kernels are chosen by lengths too, by whether the call fills a GPU, and by whether the queries of all heads of a key
+ * head fit into a tile. Bounds of that are powers of two, so lengths on both sides of each meet all of them. What a
+ * length has no kernel for another may have. */
+static flash_attn_status compile_lengths(flash_attn_context *context, flash_attn_problem problem,
+                                         const compile_shapes *shapes, flash_attn_pass pass, int32_t arch,
+                                         const char *folder)
+{
+    enum { LONGEST = 8192, MANY = 512 };
+    static const int64_t keys[] = {0 /* as queries */, 128, 1024, LONGEST, 131072};
+    flash_attn_status    result = FLASH_ATTN_UNSUPPORTED;
+    if (!shapes->all_lengths)
+        return flash_attn_compile(context, &problem, pass, arch, folder);
+    for (int64_t queries = 1; queries <= LONGEST; queries *= 2)
+        for (int more = 0; more < 2; more++)
+            for (size_t k = 0; k < sizeof keys / sizeof *keys; k++)
+                for (int many = 0; many <= shapes->all_batches; many++) {
+                    cli_shape_flags shape = *shapes->shape;
+                    shape.seqlen_q        = queries + more;
+                    shape.seqlen_k        = keys[k] ? keys[k] : shape.seqlen_q;
+                    shape.batch           = many ? MANY : shape.batch;
+                    cli_shape_apply(&shape, &problem);
+                    flash_attn_status one = flash_attn_compile(context, &problem, pass, arch, folder);
+                    if (one != FLASH_ATTN_OK && one != FLASH_ATTN_UNSUPPORTED)
+                        return one;
+                    result = one == FLASH_ATTN_OK ? one : result;
+                }
+    return result;
+}
+
 /* A pass that has no kernel for an architecture is said and does not stop the others. */
-static int compile_all(flash_attn_context *context, const flash_attn_problem *problem, const compile_flags *flags)
+static int compile_all(flash_attn_context *context, const flash_attn_problem *problem, const compile_shapes *shapes,
+                       const compile_flags *flags)
 {
     int built = 0, status = CLI_OK;
     for (int i = 0; i < flags->arch.count; i++)
-        for (int pass = FLASH_ATTN_FORWARD; pass <= (flags->forward_only ? FLASH_ATTN_FORWARD : FLASH_ATTN_BACKWARD); pass++) {
-            int32_t           arch   = (int32_t)flags->arch.value[i];
-            const char       *name   = pass == FLASH_ATTN_FORWARD ? "forward" : "backward";
-            flash_attn_status result = flash_attn_compile(context, problem, (flash_attn_pass)pass, arch, flags->out);
+        for (int pass = FLASH_ATTN_FORWARD; pass <= (flags->forward_only ? FLASH_ATTN_FORWARD : FLASH_ATTN_BACKWARD);
+             pass++) {
+            int32_t           arch = (int32_t)flags->arch.value[i];
+            const char       *name = pass == FLASH_ATTN_FORWARD ? "forward" : "backward";
+            flash_attn_status result =
+                compile_lengths(context, *problem, shapes, (flash_attn_pass)pass, arch, flags->out);
             if (result == FLASH_ATTN_OK) {
                 printf("sm_%d %s\n", arch, name);
                 built++;
@@ -61,9 +107,15 @@ int cli_compile(int argc, char **argv)
     const cli_group   groups[] = {{"options", compile_options, &own},
                                   {"shape", cli_shape_options, &shape},
                                   {"problem", cli_problem_options, &flags}};
-    int               go_on    = cli_parse(&compile_help, groups, 3, argc, argv);
+    shape.batch = shape.seqlen = -1;
+    int go_on                  = cli_parse(&compile_help, groups, 3, argc, argv);
     if (go_on != CLI_GO_ON)
         return go_on;
+    compile_shapes shapes = {&shape, !names_lengths(&shape, &flags),
+                             shape.batch < 0 && !flags.alibi && !flags.descale_q && !flags.descale_k &&
+                                 !flags.descale_v};
+    shape.batch           = shape.batch < 0 ? 1 : shape.batch;
+    shape.seqlen          = shape.seqlen < 0 ? 1024 : shape.seqlen;
     if (!own.out)
         return cli_fail_usage(&compile_help, "--out is missing: the folder to fill");
     if (own.arch.count == 0)
@@ -76,7 +128,7 @@ int cli_compile(int argc, char **argv)
     if (cli_problem_apply(&owner, &flags, shape.dtype) == CLI_GO_ON &&
         cli_shape_pages(&compile_help, &shape, &owner.problem) == CLI_GO_ON &&
         cli_make_context(&where, &context) == CLI_GO_ON)
-        exit_status = compile_all(context, &owner.problem, &own);
+        exit_status = compile_all(context, &owner.problem, &shapes, &own);
     flash_attn_destroy(context);
     cli_problem_free(&owner);
     return exit_status;

@@ -352,7 +352,8 @@ FLASH_ATTN_API flash_attn_status flash_attn_prepare(flash_attn_context *context,
                                                     flash_attn_pass pass);
 
 /* Build ahead, without a GPU, all CUDA kernels that a call would run on a GPU of compute capability `arch` (80 for 8.0,
- * 90, ...), and put them into `folder`, which is made if missing. A context whose options name that folder as
+ * 90, ...), and put them into `folder`, which is made if missing; what it has already stays. Calls of other lengths, batch
+ * or heads may run others (`flashattn compile` builds for all lengths). A context whose options name that folder as
  * kernel_folder, in the same version of the library, loads them without NVRTC. Pointers may be NULL as in
  * flash_attn_prepare. Errors: INVALID (folder, arch), UNSUPPORTED, COMPILE. */
 FLASH_ATTN_API flash_attn_status flash_attn_compile(flash_attn_context *context, const flash_attn_problem *problem,

@@ -203,6 +203,8 @@ flash_attn_status fa_cuda_info(flash_attn_context *context, int32_t index, flash
 static flash_attn_status export_kernel(fa_cuda *cuda, const fa_key *key, const char *folder)
 {
     fa_binary binary;
+    if (fa_jit_is_exported(&cuda->jit, key, folder)) /* calls of many lengths share most of their kernels */
+        return FLASH_ATTN_OK;
     FA_TRY(fa_jit_compile(&cuda->jit, key, &binary));
     flash_attn_status status = fa_jit_export(&cuda->jit, key, &binary, folder);
     free(binary.cubin);

@@ -376,10 +376,10 @@ flash_attn_status fa_jit_compile(fa_jit *jit, const fa_key *key, fa_binary *bina
     return job.status == FLASH_ATTN_OK ? FLASH_ATTN_OK : fa_fail(job.status, "%s", job.error);
 }
 
-static bool find_in_folder(const fa_jit *jit, const fa_key *key, fa_binary *binary)
+static bool find_in_folder(const fa_jit *jit, const char *name, const fa_key *key, fa_binary *binary)
 {
     char identity[IDENTITY_BYTES];
-    int  folder = jit->folder ? fa_open_folder(jit->folder, false) : -1;
+    int  folder = name ? fa_open_folder(name, false) : -1;
     if (folder < 0)
         return false;
     identify(jit, key, false, identity);
@@ -390,7 +390,7 @@ static bool find_in_folder(const fa_jit *jit, const fa_key *key, fa_binary *bina
 
 flash_attn_status fa_jit_build(fa_jit *jit, const fa_key *key, fa_binary *binary)
 {
-    if (find_in_folder(jit, key, binary))
+    if (find_in_folder(jit, jit->folder, key, binary))
         return FLASH_ATTN_OK;
     FA_TRY(need_nvrtc(jit));
     if (jit->cache < 0)
@@ -408,6 +408,15 @@ flash_attn_status fa_jit_build(fa_jit *jit, const fa_key *key, fa_binary *binary
     }
     fa_cache_unlock(lock);
     return status;
+}
+
+bool fa_jit_is_exported(const fa_jit *jit, const fa_key *key, const char *folder)
+{
+    fa_binary binary;
+    bool      found = find_in_folder(jit, folder, key, &binary);
+    if (found)
+        free(binary.cubin);
+    return found;
 }
 
 flash_attn_status fa_jit_export(fa_jit *jit, const fa_key *key, const fa_binary *binary, const char *folder)

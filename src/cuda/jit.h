@@ -73,6 +73,9 @@ flash_attn_status fa_jit_build(fa_jit *jit, const fa_key *key, fa_binary *binary
 /* Compile without looking on disk: for tests, and to fill a folder. */
 flash_attn_status fa_jit_compile(fa_jit *jit, const fa_key *key, fa_binary *binary);
 
+/* True if the folder has it already. */
+bool fa_jit_is_exported(const fa_jit *jit, const fa_key *key, const char *folder);
+
 /* Write a binary into a folder for machines without NVRTC. */
 flash_attn_status fa_jit_export(fa_jit *jit, const fa_key *key, const fa_binary *binary, const char *folder);
 

@@ -1,0 +1,42 @@
+#!/usr/bin/env python3
+"""Tests of `flashattn compile`, with Python's standard library alone. Skipped where there is no NVRTC.
+
+python3 tests/test_cli_compile.py path/to/flashattn [unittest options]
+"""
+
+import os
+import subprocess
+import sys
+import unittest
+
+from cli_support import COMMAND, TIMEOUT_S, Case
+
+PROBLEM = "--arch 90 --dtype bf16 --head-dim 64 --causal --forward-only".split()
+CALLS = [(1, 1, 1), (3, 5000, 1), (16, 300, 7), (40, 40, 2), (100, 70000, 1), (128, 128, 300), (129, 131, 3), (700, 700, 1), (1500, 3000, 40), (5000, 5000, 1)]
+
+
+class Compile(Case):
+    def compile(self, folder, *words):
+        """The kernels that are in the folder then."""
+        done = subprocess.run([COMMAND[0], "compile", "--out", self.path(folder), *PROBLEM, *map(str, words)], capture_output=True, text=True, timeout=TIMEOUT_S)
+        if "NVRTC, the compiler of GPU kernels, was not found" in done.stderr:
+            self.skipTest(done.stderr.strip())
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        return set(os.listdir(self.path(folder)))
+
+    def test_all_lengths_are_served(self):
+        every = self.compile("every")
+        for queries, keys, batch in CALLS:
+            call = ["--seqlen-q", queries, "--seqlen-k", keys, "--batch", batch]
+            self.assertEqual(self.compile("every", *call), every, call)  # nothing is added
+
+        one = self.compile("one", "--seqlen", 700)
+        self.assertLess(one, every)  # such calls alone
+        self.assertLess(one, self.compile("one", "--seqlen", 1))  # and what is there stays
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    COMMAND[0] = os.path.abspath(sys.argv.pop(1))
+    unittest.main()
