@@ -53,7 +53,15 @@ bool              case_sees(const case_instance *x, int64_t b, int i, int j);
 void              case_key_place(const case_instance *x, int64_t b, int j, int64_t place[2]);
 void              case_make_inputs(case_instance *x);
 
-/* case_runner.c: outputs become 0xFF; nothing but them has changed since (else false, and the result's reason). */
+/* case_runner.c. F32, contiguous tensors of the outputs' shapes: NaN for the reference to write over, zeros for plain
+ * attention to add to. False if memory ran out. */
+bool case_make_results(case_instance *x, flash_attn_tensor results[NUM_OUTPUTS], int byte);
+
+/* The hash of what gave `hash` and these bytes behind it, in words of 8, the last filled with zeros. */
+#define CASE_HASH_START 0xCBF29CE484222325u
+uint64_t case_hash(uint64_t hash, const void *bytes, size_t count);
+
+/* Outputs become 0xFF; nothing but them has changed since (else false, and the result's reason). */
 void case_poison_outputs(case_instance *x);
 bool case_only_outputs_changed(case_instance *x, case_result *result);
 

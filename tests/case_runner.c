@@ -31,9 +31,7 @@ static void fill_defaults(test_case *c)
     c->group      = c->group ? c->group : "";
 }
 
-/* F32, contiguous tensors of the outputs' shapes: NaN for the reference to write over, zeros for plain attention to add
- * to. False if memory ran out. */
-static bool make_results(case_instance *x, flash_attn_tensor results[NUM_OUTPUTS], int byte)
+bool case_make_results(case_instance *x, flash_attn_tensor results[NUM_OUTPUTS], int byte)
 {
     memset(results, 0, NUM_OUTPUTS * sizeof results[0]);
     for (int n = 0; n < NUM_OUTPUTS; n++) {
@@ -170,7 +168,7 @@ static bool make_expectations(case_instance *x, char *why, size_t why_bytes)
 {
     flash_attn_tensor exact[NUM_OUTPUTS] = {0}, rounded[NUM_OUTPUTS] = {0};
     case_terms        terms = {{0}, {0}};
-    bool ok = make_results(x, x->expected, 0xFF) && make_results(x, exact, 0) && make_results(x, rounded, 0);
+    bool ok = case_make_results(x, x->expected, 0xFF) && case_make_results(x, exact, 0) && case_make_results(x, rounded, 0);
     flash_attn_status status = ok ? run_reference(x, x->expected) : FLASH_ATTN_NO_MEMORY;
     bool              small  = x->dtype != FLASH_ATTN_F32;
     ok                       = status == FLASH_ATTN_OK && case_plain(x, NULL, exact, &terms) &&
@@ -200,17 +198,23 @@ static bool make_expectations(case_instance *x, char *why, size_t why_bytes)
     return ok;
 }
 
-static uint64_t hash_bytes(const unsigned char *bytes, size_t count)
+static uint64_t hash_word(uint64_t hash, const void *bytes, size_t count)
 {
-    uint64_t hash = 0xCBF29CE484222325u;
-    for (size_t n = 0; n + 8 <= count; n += 8) { /* buffers are multiples of 64 bytes */
-        uint64_t word;
-        memcpy(&word, bytes + n, 8);
-        hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
-        hash ^= hash >> 29;
-    }
-    return hash;
+    uint64_t word = 0;
+    memcpy(&word, bytes, count);
+    hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
+    return hash ^ hash >> 29;
 }
+
+uint64_t case_hash(uint64_t hash, const void *bytes, size_t count)
+{
+    size_t n = 0;
+    for (; n + 8 <= count; n += 8)
+        hash = hash_word(hash, (const char *)bytes + n, 8);
+    return n < count ? hash_word(hash, (const char *)bytes + n, count - n) : hash;
+}
+
+static uint64_t hash_buffer(const case_buffer *buffer) { return case_hash(CASE_HASH_START, buffer->base, buffer->bytes); }
 
 case_instance *case_build(const test_case *shape, flash_attn_dtype dtype, unsigned flags, uint64_t seed, char *why,
                           size_t why_bytes)
@@ -236,7 +240,7 @@ case_instance *case_build(const test_case *shape, flash_attn_dtype dtype, unsign
     if (x->failed)
         snprintf(why, why_bytes, "no memory for the inputs");
     for (int n = 0; n < x->num_buffers; n++)
-        x->buffers[n].hash = hash_bytes(x->buffers[n].base, x->buffers[n].bytes);
+        x->buffers[n].hash = hash_buffer(&x->buffers[n]);
     if (x->failed || (!(flags & CASE_NO_EXPECT) && !make_expectations(x, why, why_bytes))) {
         case_free(x);
         return NULL;
@@ -358,7 +362,7 @@ bool case_only_outputs_changed(case_instance *x, case_result *result)
     for (int n = 0; n < x->num_buffers; n++) {
         const case_buffer *buffer = &x->buffers[n];
         if (!buffer->output) {
-            if (hash_bytes(buffer->base, buffer->bytes) == buffer->hash)
+            if (hash_buffer(buffer) == buffer->hash)
                 continue;
             snprintf(result->reason, sizeof result->reason, "input memory %d was written to", n);
             return false;
@@ -505,6 +509,6 @@ uint64_t case_output_hash(const case_instance *x)
     uint64_t hash = 0;
     for (int n = 0; n < x->num_buffers; n++)
         if (x->buffers[n].output)
-            hash = hash * 31 + hash_bytes(x->buffers[n].base, x->buffers[n].bytes);
+            hash = hash * 31 + hash_buffer(&x->buffers[n]);
     return hash;
 }

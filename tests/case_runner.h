@@ -31,6 +31,8 @@
 
 #include "cases.h"
 
+#include <stdio.h>
+
 typedef struct case_instance case_instance;
 
 typedef enum case_verdict { CASE_PASSED, CASE_FAILED, CASE_SKIPPED } case_verdict;
@@ -45,7 +47,7 @@ typedef struct case_result {
 /* What case_build makes besides the inputs. */
 enum {
     CASE_BACKWARD  = 1, /* gradients too, unless the case is forward_only or has a cache */
-    CASE_NO_EXPECT = 2, /* inputs only, for timing: case_run must not be called */
+    CASE_NO_EXPECT = 2, /* inputs only, for timing: case_run must not be called before case_read_expected */
     CASE_RANDOM    = 4  /* the shape was drawn at random: allow what the top of this file says */
 };
 
@@ -54,6 +56,13 @@ enum {
 case_instance *case_build(const test_case *shape, flash_attn_dtype dtype, unsigned flags, uint64_t seed, char *why,
                           size_t why_bytes);
 void           case_free(case_instance *instance);
+
+/* case_expected.c. One run keeps its expected values, and what they allow, in a file, and a slow one (an emulated
+ * processor, sanitizers) reads them: the same cases in the same order. Each has a key, of the case and every byte of its
+ * inputs, and a hash of its values. False: the file cannot be written; it ends, is damaged, or goes on with another case
+ * or other inputs. */
+bool case_write_expected(case_instance *instance, FILE *file);
+bool case_read_expected(case_instance *instance, FILE *file, char *why, size_t why_bytes);
 
 /* The host memory problem: device CPU. Gradients are NULL if the case has none. Valid until case_free. */
 const flash_attn_problem *case_problem(const case_instance *instance);

@@ -2,6 +2,8 @@
  * own memory would make are the place where answers are spoilt. */
 #include "harness.h"
 
+#include <unistd.h>
+
 typedef enum sabotage {
     NOTHING,
     O_OFF,          /* one element of o off by a little more than allowed */
@@ -146,11 +148,71 @@ static void the_same_seed_makes_the_same_case(void **state)
     assert_true(hash[0] != hash[2]);
 }
 
+/* How near the reference's own answer in the case's dtype comes to what is allowed. */
+static double judged(case_instance *x)
+{
+    case_result result = case_run(x, &(case_device){.device = {.type = FLASH_ATTN_REFERENCE}});
+    assert_int_equal(result.verdict, CASE_PASSED);
+    return result.worst;
+}
+
+static double kept_worst; /* of the case whose values were written */
+
+static bool recalled(FILE *file, const test_case *c, flash_attn_dtype dtype, uint64_t seed)
+{
+    char           why[200] = "";
+    case_instance *x        = case_build(c, dtype, CASE_BACKWARD | CASE_NO_EXPECT, seed, why, sizeof why);
+    assert_non_null(x);
+    rewind(file);
+    bool ok = case_read_expected(x, file, why, sizeof why);
+    assert_true(ok == (why[0] == 0));
+    if (ok)
+        assert_true(judged(x) == kept_worst);
+    case_free(x);
+    return ok;
+}
+
+static void expected_values_from_a_file_are_of_this_case_and_whole_or_refused(void **state)
+{
+    (void)state;
+    FILE          *file   = tmpfile();
+    case_instance *x      = case_build(&shape, FLASH_ATTN_BF16, CASE_BACKWARD, 5, NULL, 0);
+    test_case      capped = shape, renamed = shape;
+    capped.softcap = 20; /* the same inputs */
+    renamed.name   = "another";
+    assert_true(file && x && case_write_expected(x, file));
+    kept_worst = judged(x);
+    assert_true(kept_worst > 0);
+    case_free(x);
+    long bytes = ftell(file);
+    assert_true(recalled(file, &shape, FLASH_ATTN_BF16, 5));
+    assert_int_equal(ftell(file), bytes);
+    assert_false(recalled(file, &shape, FLASH_ATTN_BF16, 6));
+    assert_false(recalled(file, &shape, FLASH_ATTN_F16, 5));
+    assert_false(recalled(file, &capped, FLASH_ATTN_BF16, 5));
+    assert_false(recalled(file, &renamed, FLASH_ATTN_BF16, 5));
+    for (long at = 0; at < bytes; at += bytes / 50) {
+        for (int twice = 0; twice < 2; twice++) { /* damaged, and as it was */
+            fseek(file, at, SEEK_SET);
+            int byte = fgetc(file);
+            fseek(file, at, SEEK_SET);
+            fputc(byte ^ 1, file);
+            assert_true(recalled(file, &shape, FLASH_ATTN_BF16, 5) == (twice == 1));
+        }
+    }
+    assert_int_equal(ftruncate(fileno(file), bytes - 1), 0);
+    assert_false(recalled(file, &shape, FLASH_ATTN_BF16, 5));
+    assert_int_equal(ftruncate(fileno(file), 0), 0);
+    assert_false(recalled(file, &shape, FLASH_ATTN_BF16, 5));
+    fclose(file);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_judge_notices_every_kind_of_wrong_answer),
         cmocka_unit_test(the_same_seed_makes_the_same_case),
+        cmocka_unit_test(expected_values_from_a_file_are_of_this_case_and_whole_or_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -3,6 +3,9 @@
  * same bits. One line a group:
  *
  *     test_cases [f32|f16|bf16|f8e4m3] [--all-threads | --threads N] [--group NAME] [--seed N] [--tier NAME] [--verbose]
+ *                [--expected-to FILE | --expected-from FILE]
+ *
+ * The last two keep the expected values of all these cases, or take them from such a file in place of the reference.
  */
 #include "case_numbers.h"
 #include "case_runner.h"
@@ -12,7 +15,7 @@ static struct {
     flash_attn_dtype dtype;
     bool             all_threads, verbose;
     int              threads; /* this number alone; 0: several */
-    const char      *group, *tier;
+    const char      *group, *tier, *expected_to, *expected_from;
     uint64_t         seed;
 } options = {.seed = 1};
 
@@ -24,6 +27,7 @@ typedef struct group_run {
 } group_run;
 
 static group_run total;
+static FILE     *expected; /* of --expected-to or --expected-from */
 
 static void fail_line(const test_case *c, const char *tier_name, int threads, const char *reason)
 {
@@ -61,10 +65,26 @@ static void run_one(case_instance *instance, const test_case *c, const tier *t, 
     }
 }
 
+/* With expected values; NULL: why says why not. */
+static case_instance *build(const test_case *c, char *why, size_t why_bytes)
+{
+    unsigned       flags = CASE_BACKWARD | (options.expected_from ? CASE_NO_EXPECT : 0);
+    case_instance *x     = case_build(c, options.dtype, flags, options.seed, why, why_bytes);
+    bool           ok    = x && (!options.expected_from || case_read_expected(x, expected, why, why_bytes));
+    if (ok && options.expected_to && !case_write_expected(x, expected)) {
+        snprintf(why, why_bytes, "%s cannot be written", options.expected_to);
+        ok = false;
+    }
+    if (ok)
+        return x;
+    case_free(x);
+    return NULL;
+}
+
 static void run_case(const test_case *c, group_run *group)
 {
     char           why[300];
-    case_instance *instance = case_build(c, options.dtype, CASE_BACKWARD, options.seed, why, sizeof why);
+    case_instance *instance = build(c, why, sizeof why);
     if (!instance) {
         group->tally.failed++;
         fail_line(c, "reference", 1, why);
@@ -117,10 +137,34 @@ static bool parse(int argc, char **argv)
             options.tier = value;
         else if (strcmp(argv[n], "--seed") == 0 && ++n)
             options.seed = strtoull(value, NULL, 0);
+        else if (strcmp(argv[n], "--expected-to") == 0 && ++n)
+            options.expected_to = value;
+        else if (strcmp(argv[n], "--expected-from") == 0 && ++n)
+            options.expected_from = value;
         else
             return false;
     }
-    return true;
+    return !(options.expected_to && options.expected_from);
+}
+
+static bool open_expected(void)
+{
+    const char *name = options.expected_to ? options.expected_to : options.expected_from;
+    expected         = name ? fopen(name, options.expected_to ? "wb" : "rb") : NULL;
+    if (name && !expected)
+        perror(name);
+    return !name || expected;
+}
+
+/* False: what was written is not whole, or something is left of what was read. */
+static bool close_expected(void)
+{
+    bool rest = expected && options.expected_from && fgetc(expected) != EOF;
+    bool ok   = !rest && (!expected || fclose(expected) == 0);
+    if (!ok)
+        printf("  FAILED %s\n", rest ? "the file of expected values holds more than these cases"
+                                    : "the expected values cannot be written");
+    return ok;
 }
 
 int main(int argc, char **argv)
@@ -130,9 +174,11 @@ int main(int argc, char **argv)
     if (!parse(argc, argv)) {
         fprintf(stderr,
                 "usage: test_cases [f32|f16|bf16|f8e4m3] [--all-threads | --threads N] [--group NAME] [--seed N] "
-                "[--tier NAME] [--verbose]\n");
+                "[--tier NAME] [--verbose] [--expected-to FILE | --expected-from FILE]\n");
         return 2;
     }
+    if (!open_expected())
+        return 1;
     for (int n = 0; n < num_test_cases; n++) {
         const char *name  = test_cases[n].group;
         bool        first = n == 0 || strcmp(name, test_cases[n - 1].group) != 0;
@@ -145,5 +191,5 @@ int main(int argc, char **argv)
     printf("\n");
     int failed = _cmocka_run_group_tests("cases", groups, count, NULL, NULL);
     print_tally(&total.tally);
-    return failed;
+    return !close_expected() || failed;
 }
