@@ -282,17 +282,17 @@ static void views_of_any_layout_give_the_same_answer(void **state)
 }
 
 /* So many pages hold a head's keys that x86's tables of vector instructions pack those of all heads first where they
- * lie side by side. */
+ * lie side by side. Where nothing is packed there is little to see. */
 static void heads_side_by_side(const tier *t, flash_attn_dtype dtype)
 {
     static const char *packed_first = "all heads, side by side, are packed first";
     bool packs = t->isa == FLASH_ATTN_ISA_AVX2 || t->isa == FLASH_ATTN_ISA_AVX512 || t->isa == FLASH_ATTN_ISA_AVX512_BF16;
-    test_case c = {.seqlen_q = 500, .seqlen_k = 530, .head_dim = 64, .mask = FLASH_ATTN_CAUSAL};
+    test_case c = {.seqlen_q = packs ? 500 : 100, .seqlen_k = 530, .head_dim = 64, .mask = FLASH_ATTN_CAUSAL};
     c.heads_q   = dtype == FLASH_ATTN_F32 ? 16 : 32; /* a page a key */
     fixture f   = fixture_make(&c, dtype, 38);
     c.layout    = LAYOUT_HEADS_FIRST;
     fixture g   = fixture_make(&c, dtype, 38);
-    for (int threads = 1; threads <= 3; threads += 2) {
+    for (int threads = 1; threads <= (packs ? 3 : 1); threads += 2) {
         flash_attn_options     options = {.num_threads = threads, .max_isa = t->isa};
         flash_attn_context    *context;
         flash_attn_explanation side_by_side, apart;

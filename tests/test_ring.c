@@ -28,7 +28,7 @@ static const ring_case cases[] = {
 };
 enum { NUM_CASES = sizeof cases / sizeof *cases };
 
-static bool is_short;
+static bool is_short, one_dtype; /* of a ring, by turns */
 
 /* ---- positions ---- */
 
@@ -161,7 +161,9 @@ static void a_ring_gives_what_one_rank_gives(void **state)
                 shape.layout    = (flash_attn_ring_layout)layout;
                 shape.ranks     = ranks;
                 for (int dtype = FLASH_ATTN_F32; dtype <= FLASH_ATTN_BF16; dtype++)
-                    if (!is_short || (layout == n % 3 && ranks == 2 + n / 3 % 3 && dtype == (n + n / 3) % 3))
+                    if (is_short    ? layout == n % 3 && ranks == 2 + n / 3 % 3 && dtype == (n + n / 3) % 3
+                        : one_dtype ? dtype == (n + layout + ranks) % 3
+                                    : true)
                         run_case(shape, (flash_attn_dtype)dtype, tier_at(num_tiers() - 1));
             }
 }
@@ -275,7 +277,8 @@ static void future_keys_do_not_change_causal_output(void **state)
 
 int main(int argc, char **argv)
 {
-    is_short = argc > 1 && strcmp(argv[1], "--short") == 0;
+    is_short  = argc > 1 && strcmp(argv[1], "--short") == 0;
+    one_dtype = argc > 1 && strcmp(argv[1], "--one-dtype") == 0;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(shares_hold_every_position_once),
         cmocka_unit_test(rectangles_show_each_visible_pair_once),
