@@ -25,7 +25,7 @@ static const cli_help compile_help = {
     .about    = "Build the GPU kernels of a call ahead and put them into a folder. A program on a machine without\n"
                 "NVRTC gives that folder as flash_attn_options.kernel_folder. Run again with other shapes and\n"
                 "options to add more. What counts is the type, the head dims, the mask, the options and how many\n"
-                "query heads share a key head; of lengths and batches all are served, unless lengths are given, as\n"
+                "query heads share a key head; of lengths and batches all are served, unless they are given, as\n"
                 "numbers or by a file: then such calls alone.",
     .examples = "  flashattn compile --out kernels --dtype bf16 --head-dim 128 --causal\n"
                 "  flashattn compile --out kernels --arch 80,90 --dtype f16 --head-dim 64 --softcap 30 --forward-only",
@@ -40,8 +40,15 @@ typedef struct compile_shapes {
 static bool names_lengths(const cli_shape_flags *shape, const cli_problem_flags *p)
 {
     return shape->seqlen >= 0 || shape->seqlen_q >= 0 || shape->seqlen_k >= 0 || p->max_seqlen_q > 0 ||
-           p->max_seqlen_k > 0 || p->num_splits > 0 || p->bias || p->cu_seqlens_q || p->cu_seqlens_k || p->seqused_q ||
-           p->seqused_k || p->leftpad_k || p->cache_batch_idx || p->page_table || p->slices || p->slice_offsets;
+           p->max_seqlen_k > 0 || p->bias || p->cu_seqlens_q || p->cu_seqlens_k || p->seqused_q || p->seqused_k ||
+           p->leftpad_k || p->cache_batch_idx || p->page_table || p->slices || p->slice_offsets;
+}
+
+/* By numbers that each sequence has for itself. */
+static bool names_batch(const flash_attn_problem *p)
+{
+    return p->alibi_slopes.shape[0] > 1 || p->descale.q.shape[0] > 1 || p->descale.k.shape[0] > 1 ||
+           p->descale.v.shape[0] > 1;
 }
 
 /* Kernels are chosen by lengths too, by whether the call fills a GPU, and by whether the queries of all heads of a key
@@ -111,9 +118,7 @@ int cli_compile(int argc, char **argv)
     int go_on                  = cli_parse(&compile_help, groups, 3, argc, argv);
     if (go_on != CLI_GO_ON)
         return go_on;
-    compile_shapes shapes = {&shape, !names_lengths(&shape, &flags),
-                             shape.batch < 0 && !flags.alibi && !flags.descale_q && !flags.descale_k &&
-                                 !flags.descale_v};
+    compile_shapes shapes = {&shape, !names_lengths(&shape, &flags), shape.batch < 0};
     shape.batch           = shape.batch < 0 ? 1 : shape.batch;
     shape.seqlen          = shape.seqlen < 0 ? 1024 : shape.seqlen;
     if (!own.out)
@@ -127,8 +132,10 @@ int cli_compile(int argc, char **argv)
     cli_shape_apply(&shape, &owner.problem);
     if (cli_problem_apply(&owner, &flags, shape.dtype) == CLI_GO_ON &&
         cli_shape_pages(&compile_help, &shape, &owner.problem) == CLI_GO_ON &&
-        cli_make_context(&where, &context) == CLI_GO_ON)
-        exit_status = compile_all(context, &owner.problem, &shapes, &own);
+        cli_make_context(&where, &context) == CLI_GO_ON) {
+        shapes.all_batches = shapes.all_batches && !names_batch(&owner.problem);
+        exit_status        = compile_all(context, &owner.problem, &shapes, &own);
+    }
     flash_attn_destroy(context);
     cli_problem_free(&owner);
     return exit_status;

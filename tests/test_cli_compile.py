@@ -9,9 +9,10 @@ import subprocess
 import sys
 import unittest
 
-from cli_support import COMMAND, TIMEOUT_S, Case
+from cli_support import COMMAND, TIMEOUT_S, Case, write_npy
 
-PROBLEM = "--arch 90 --dtype bf16 --head-dim 64 --causal --forward-only".split()
+PROBLEM = "--arch 90 --head-dim 64 --causal --forward-only".split()
+BF16 = ["--dtype", "bf16"]
 CALLS = [(1, 1, 1), (3, 5000, 1), (16, 300, 7), (40, 40, 2), (100, 70000, 1), (128, 128, 300), (129, 131, 3), (700, 700, 1), (1500, 3000, 40), (5000, 5000, 1)]
 
 
@@ -25,14 +26,20 @@ class Compile(Case):
         return set(os.listdir(self.path(folder)))
 
     def test_all_lengths_are_served(self):
-        every = self.compile("every")
+        every = self.compile("every", *BF16)
         for queries, keys, batch in CALLS:
-            call = ["--seqlen-q", queries, "--seqlen-k", keys, "--batch", batch]
+            call = [*BF16, "--seqlen-q", queries, "--seqlen-k", keys, "--batch", batch]
             self.assertEqual(self.compile("every", *call), every, call)  # nothing is added
 
-        one = self.compile("one", "--seqlen", 700)
+        one = self.compile("one", *BF16, "--seqlen", 700)
         self.assertLess(one, every)  # such calls alone
-        self.assertLess(one, self.compile("one", "--seqlen", 1))  # and what is there stays
+        self.assertLess(one, self.compile("one", *BF16, "--seqlen", 1))  # and what is there stays
+
+    def test_a_scale_of_all_sequences_leaves_the_batch_free(self):
+        write_npy(self.path("scale.npy"), [0.5], (1,))
+        scaled = ["--dtype", "f8e4m3", "--descale-k", self.path("scale.npy")]
+        every = self.compile("every", *scaled)
+        self.assertEqual(self.compile("every", *scaled, "--seqlen-q", 5, "--seqlen-k", 417, "--batch", 40), every)
 
 
 if __name__ == "__main__":
