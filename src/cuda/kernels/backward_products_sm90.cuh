@@ -72,7 +72,7 @@ FA_DEVICE void start_gradient(float (&c)[D_COUNT], unsigned (&x)[P_STEPS][4], un
 }
 
 /* dQ begins with this consumer's own keys, so that the other's dS has longer to come. */
-constexpr bool OWN_FIRST = DQ_TURNED;
+constexpr bool OWN_FIRST = FA_HEAD_DIM == 128;
 
 /* This consumer's part of dS K, in a round; DQ_TURNED of K^T dS^T. */
 FA_DEVICE void start_dq(float (&dq)[DQ_COUNT], unsigned ds, int group, int round = 0)
