@@ -122,15 +122,15 @@ static double l2_scale(const difference *d, const case_terms *terms, int n)
 }
 
 /* What float32 scores of the size of the largest LSE lose: a sum of head_dim products errs by about the root of their
- * number. In random shapes a softcap, a sink or a bias may hide from LSE how large the products were, and among so many
- * scores one is that far off now and then: three times as much. */
+ * number. In random shapes one of so many scores is that far off now and then: twice as much. A softcap, a sink or a bias
+ * may hide from LSE how large the products were; of these the root mean square is known, and the largest is more. */
 static double score_rounding(const case_instance *x)
 {
     double root = sqrt(x->shape.head_dim), size = x->largest_lse;
     double logit = x->shape.logit_size == 0 ? 1 : (double)x->shape.logit_size;
     double scale = x->shape.scale == 0 ? 1 / root : fabs((double)x->shape.scale);
     if (x->any_shape)
-        size = 3 * fmax(size, scale * logit * root);
+        size = fmax(2 * size, 3 * scale * logit * root);
     return size * 0x1p-24 * fmax(1, root / 4);
 }
 
@@ -156,11 +156,10 @@ static void set_allowances(case_instance *x, int n, const difference *reference,
     /* One number a head is too few to measure plain attention's error by, and dropout drops other pairs there: of a P that is
      * rounded half an epsilon is lost, and a number may be four times the root mean square that its size is taken from. */
     double share = n == OUT_DSINKS ? 1 : !x->any_shape ? 0 : x->shape.dropout > 0 ? 2 : gradient ? 0.5 : 0;
-    /* O of random shapes may be a number or two that happen to cancel, or whose P plain attention happens to round to nothing. */
-    if (x->any_shape && n == OUT_O && terms->l2[n] > 2 * scale)
-        share = fmax(share, 0.25);
-    if (x->any_shape && n == OUT_O && reference->reference_l2 < 4 * reference->reference_largest)
-        share = fmax(share, 0.5);
+    /* O of random shapes may be few numbers, whose P plain attention happens to round to nothing, or that happen to cancel. */
+    bool few = reference->reference_l2 < 4 * reference->reference_largest, cancels = terms->l2[n] > 2 * scale;
+    if (x->any_shape && n == OUT_O)
+        share = fmax(share, few ? 0.5 : cancels ? 0.25 : 0);
     x->allowed[n] += share * dtype_epsilon(x->dtype) * terms->largest[n];
     x->allowed_l2[n] += share * dtype_epsilon(x->dtype) * terms->l2[n] / scale;
 }
