@@ -7,6 +7,13 @@
 #include "packed_sm90.cuh"
 #include "pairs_sm90.cuh"
 
+/* What the warps that add dQ are to do next. */
+struct turn {
+    int      number; /* of the query tile, as in struct walk; -1: there is none */
+    unsigned item;
+    int      stores, last; /* nobody has come to the tile before; an item's last step */
+};
+
 /* BY_COLUMNS: both consumers have the same 64 keys, and each a half of the columns of dK, dV and dQ; one makes P, the other dS. */
 constexpr bool BY_COLUMNS = FA_HEAD_DIM == 256;
 /* DQ_TURNED: dQ^T = K^T dS^T, 80 queries across, for which shared memory reads less than for 64. */
@@ -14,17 +21,20 @@ constexpr bool DQ_TURNED = FA_TILE_Q == 80;
 constexpr int CONSUMERS = 2, STAGES = BY_COLUMNS ? 1 : 2 /* of dO */, Q_STAGES = BY_COLUMNS ? 2 : 3, DS_STAGES = DQ_TURNED ? 1 : 2, WORKS = 8;
 constexpr bool HAS_NOTED = FA_HAS_SOFTCAP || FA_HAS_DROPOUT; /* dS is made of something else than P */
 constexpr int ADDERS = BY_COLUMNS ? 2 : 1; /* warps that add dQ */
+constexpr int SLOTS = 2, PIECES = SLOTS * ADDERS / CONSUMERS; /* of dQ's memory: of such a warp, of a consumer, who in a round fills each of its own once */
+static_assert(PIECES == SLOTS || ADDERS == 1, "a warp's slots are one consumer's, or it has all");
 constexpr int D_COLS = FA_HEAD_DIM / (BY_COLUMNS ? 2 : 1), DQ_ROUNDS = BY_COLUMNS ? 2 : 1; /* of dK and dV of a consumer; in which its dQ leaves */
 static_assert(FA_WARPS == 4 * (CONSUMERS + 1) && FA_TILE_K == 64 * (BY_COLUMNS ? 1 : CONSUMERS), "a consumer has 64 keys");
 constexpr int S_COUNT = FA_TILE_Q / 2, D_COUNT = D_COLS / 2, DQ_COUNT = DQ_TURNED ? S_COUNT : 32, P_STEPS = FA_TILE_Q / 16; /* of a thread; 16 queries a step */
 static_assert(FA_TILE_Q * FA_HEAD_DIM == 2 * DQ_ROUNDS * 128 * DQ_COUNT && FA_HEAD_DIM == FA_HEAD_DIM_V, "a consumer has 64 x 64 of dQ a round, or 80 x 64");
 constexpr int KV_BYTES = FA_TILE_K * FA_HEAD_DIM * 2, Q_BYTES = FA_TILE_Q * FA_HEAD_DIM * 2, DS_BYTES = FA_TILE_Q * FA_TILE_K * 2;
-constexpr int DQ_BYTES = 128 * DQ_COUNT * 4 /* of a consumer */, STAT_BYTES = FA_TILE_Q * 4;
+constexpr int DQ_BYTES = 128 * DQ_COUNT * 4 / PIECES /* of a slot */, STAT_BYTES = FA_TILE_Q * 4;
 constexpr int V_AT = KV_BYTES, Q_AT = V_AT + KV_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES, DS_AT = DO_AT + STAGES * Q_BYTES;
-constexpr int DQ_AT = DS_AT + DS_STAGES * DS_BYTES, LSE_AT = DQ_AT + CONSUMERS * DQ_BYTES, DELTA_AT = LSE_AT + Q_STAGES * STAT_BYTES;
+constexpr int DQ_AT = DS_AT + DS_STAGES * DS_BYTES, LSE_AT = DQ_AT + ADDERS * SLOTS * DQ_BYTES, DELTA_AT = LSE_AT + Q_STAGES * STAT_BYTES;
 constexpr int PASSED_AT = DELTA_AT + STAGES * STAT_BYTES /* P from one consumer to the other, and what dS is made of instead */;
-constexpr int BARRIERS_AT = PASSED_AT + (BY_COLUMNS ? DS_BYTES * (1 + HAS_NOTED) : 0), BARRIERS = 4 + WORKS + 2 * (Q_STAGES + STAGES);
-constexpr int WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16, STAGED_AT = (WORKS_AT + WORKS * (int)sizeof(work) + 1023) / 1024 * 1024;
+constexpr int BARRIERS_AT = PASSED_AT + (BY_COLUMNS ? DS_BYTES * (1 + HAS_NOTED) : 0), BARRIERS = 6 + WORKS + 2 * (Q_STAGES + STAGES);
+constexpr int TURN_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16, WORKS_AT = TURN_AT + (int)sizeof(turn);
+constexpr int STAGED_AT = (WORKS_AT + WORKS * (int)sizeof(work) + 1023) / 1024 * 1024;
 /* dK and dV on their way out, panels of 64 keys: at head_dim 64 both in the memory of dS that nobody reads, at 128 half of dK there and half behind all else, dV
  * where V of the same keys was; BY_COLUMNS both in that of dQ, one after the other; DQ_TURNED dK in that of dQ, dV where V was. */
 constexpr int  PANEL_BYTES = 64 * 128;
@@ -34,11 +44,12 @@ constexpr bool V_IS_EARLY   = BY_COLUMNS || STAGED_IN_DS; /* given back before d
 constexpr int  STAGED_BYTES = DK_BY_DQ || STAGED_IN_DS ? 0 : CONSUMERS * PANEL_BYTES;
 
 static_assert(STAGED_AT + STAGED_BYTES <= 227 * 1024, "what a block may have");
-static_assert(!DK_BY_DQ || D_COLS / 64 * PANEL_BYTES <= DQ_BYTES, "dK goes where dQ goes");
+static_assert(!DK_BY_DQ || D_COLS / 64 / PIECES * PANEL_BYTES <= DQ_BYTES, "dK goes where dQ goes");
 
 extern "C" __constant__ int fa_shared_bytes = STAGED_AT + STAGED_BYTES;
 extern __shared__ __align__(1024) char shared[];
 
+FA_DEVICE turn &next_turn() { return *(turn *)(shared + TURN_AT); }
 FA_DEVICE work &work_at(unsigned item) { return ((work *)(shared + WORKS_AT))[item % WORKS]; }
 
 /* ---- barriers; `item` counts the block's tiles of keys, `n` query tiles, since the kernel began. Phases alternate ---- */
@@ -55,6 +66,9 @@ FA_DEVICE unsigned q_empty(unsigned n) { return q_barrier(1, n); }
 FA_DEVICE unsigned dout_barrier(int which, unsigned n) { return barrier_at(4 + WORKS + 2 * Q_STAGES + which * STAGES + n % STAGES); }
 FA_DEVICE unsigned dout_full(unsigned n) { return dout_barrier(0, n); } /* with delta */
 FA_DEVICE unsigned dout_empty(unsigned n) { return dout_barrier(1, n); }
+
+FA_DEVICE unsigned turn_full() { return barrier_at(4 + WORKS + 2 * (Q_STAGES + STAGES)); }
+FA_DEVICE unsigned turn_empty() { return barrier_at(5 + WORKS + 2 * (Q_STAGES + STAGES)); }
 
 /* Waiting for a ring to be filled for the n-th time and, with the other parity, for it to be free, which it is at first. */
 template <int COUNT> FA_DEVICE unsigned filled(unsigned n) { return n / COUNT & 1; }
@@ -78,6 +92,8 @@ FA_DEVICE void start_barriers()
         barrier_init(dout_full(n), 1);
         barrier_init(dout_empty(n), 4 * CONSUMERS);
     }
+    barrier_init(turn_full(), 1);
+    barrier_init(turn_empty(), ADDERS);
     barrier_init_done();
 }
 
@@ -93,10 +109,10 @@ FA_DEVICE unsigned delta_at(unsigned n) { return shared_address(shared) + DELTA_
 FA_DEVICE int first_key_of(int group) { return BY_COLUMNS ? 0 : 64 * group; }
 FA_DEVICE int first_column_of(int group) { return BY_COLUMNS ? D_COLS * group : 0; }
 
-FA_DEVICE unsigned dq_at(int group) { return shared_address(shared) + DQ_AT + group * DQ_BYTES; }
+FA_DEVICE unsigned dq_at(int slot) { return shared_address(shared) + DQ_AT + slot * DQ_BYTES; }
 
-/* Named barriers; of DQ, DS_IS_FREE and OWN one a consumer. BY_COLUMNS alone: P_IS_THERE, DOUT_IS_CLEAN and the next two; with one stage of dS: DS_IS_FREE. */
-enum { DS_IS_THERE = 1, DQ_IS_THERE = 3, DQ_IS_FREE = 5, P_IS_THERE = 7, OWN = 8, DOUT_IS_CLEAN = 10, DS_IS_WHOLE = 11, ADDERS_TOGETHER = 12, DS_IS_FREE = 13 };
+/* Named barriers; of DQ one a slot, of OWN and DS_IS_FREE one a consumer. BY_COLUMNS alone: P_IS_THERE, DOUT_IS_CLEAN, DS_IS_WHOLE; elsewhere, with one stage of dS, DS_IS_FREE. */
+enum { DS_IS_THERE = 1, DQ_IS_THERE = 3, P_IS_THERE = 7, OWN = 8, DOUT_IS_CLEAN = 10, DS_IS_WHOLE = 11, DS_IS_FREE = 10, DQ_IS_FREE = 12 };
 
 /* ---- the block's tiles of keys ---- */
 

@@ -7,10 +7,15 @@
 #include "backward_block_sm90.cuh"
 #include "dropout_sm90.cuh"
 
+/* Of K's columns a consumer keeps the first 16 K_HELD of its keys in registers, where these have room and it pays: S then reads the less of shared memory. */
+constexpr bool HOLDS_K = !HAS_NOTED && !FA_HAS_ALIBI && (FA_HEAD_DIM == 64 ? FA_MASK == FA_MASK_NONE : FA_HEAD_DIM == 128 && FA_MASK == FA_MASK_CAUSAL);
+constexpr int  K_HELD  = 4;
+
 struct consumer {
     float    dk[D_COUNT], dv[D_COUNT];
     unsigned p[P_STEPS][4], ds[P_STEPS][4]; /* P^T and dS^T, as left operands */
     unsigned noted[P_STEPS][4];             /* HAS_NOTED: what dS is made of, P or under a softcap P (1 - tanh^2), negative where it is dropped */
+    unsigned k[K_HELD][4];                  /* HOLDS_K: as left operands */
     float    alibi_log2;                    /* the head's slope */
     int      group;
     unsigned n;                             /* query tiles since the kernel began */
@@ -55,8 +60,47 @@ FA_DEVICE void clear_own_keys(int group)
 
 /* ---- the products: started here, finished by wgmma_wait ---- */
 
+FA_DEVICE void load_held_k(consumer &c)
+{
+    int lane = threadIdx.x % 32, row = first_key_of(c.group) + threadIdx.x % 128 / 32 * 16 + lane % 16;
+    if constexpr (HOLDS_K)
+#pragma unroll
+        for (int step = 0; step < K_HELD; step++)
+            load_matrix(c.k[step], k_tile() + row * 128 + ((step * 2 + lane / 16 ^ row % 8) << 4));
+}
+
 /* s = X Y^T; x: this consumer's keys of K or V, y: a tile of Q or dO. */
 FA_DEVICE void start_scores(float (&s)[S_COUNT], unsigned x, unsigned y) { start_rows_by_rows<FA_TILE_K, FA_TILE_Q>(s, x, y); }
+
+/* S^T, for which a part of K may be in registers. */
+template <bool HOLDS = HOLDS_K> FA_DEVICE void start_s(float (&s)[S_COUNT], consumer &c)
+{
+    unsigned k = k_tile() + first_key_of(c.group) * 128;
+    if constexpr (HOLDS) {
+        matrix a = matrix_of(k, 0), b = matrix_of(q_tile(c.n), 0);
+        hold(s);
+        hold(c.k);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < FA_HEAD_DIM / 16; step++) {
+            matrix of_q = b.from(step / 4 * (FA_TILE_Q * 128) + step % 4 * 32);
+            if (step < K_HELD)
+                wgmma_registers<0>(s, c.k[step], of_q, step > 0);
+            else
+                wgmma_shared(s, a.from(step / 4 * (FA_TILE_K * 128) + step % 4 * 32), of_q, step > 0);
+        }
+        wgmma_commit();
+    } else
+        start_scores(s, k, q_tile(c.n));
+}
+
+/* S^T is there. */
+FA_DEVICE void hold_s(float (&s)[S_COUNT], consumer &c)
+{
+    hold(s);
+    if constexpr (HOLDS_K)
+        hold(c.k);
+}
 
 /* c += X^T Y; x: P^T or dS^T, y: a tile of dO or Q, this consumer's columns. */
 FA_DEVICE void start_gradient(float (&c)[D_COUNT], unsigned (&x)[P_STEPS][4], unsigned y, int group)
@@ -325,36 +369,37 @@ FA_DEVICE void clear_hidden_keys(const work &w, unsigned (&ds)[P_STEPS][4], int 
 /* To the warp that adds it to the float dQ. */
 FA_DEVICE void share_dq(const float (&dq)[DQ_COUNT], int group)
 {
-    unsigned to = dq_at(group) + threadIdx.x % 128 * 16;
-    named_sync(DQ_IS_FREE + group, 128 + 32);
+    constexpr int COUNT = DQ_COUNT / 4 / PIECES;
+    unsigned      to    = dq_at(group * PIECES) + threadIdx.x % 128 * 16;
 #pragma unroll
-    for (int j = 0; j < DQ_COUNT / 4; j++)
+    for (int j = 0; j < DQ_COUNT / 4; j++) {
+        if (j % COUNT == 0)
+            named_sync(DQ_IS_FREE + group * PIECES + j / COUNT, 128 + 32);
         shared_store(to + j * (128 * 16), make_uint4(__float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]),
                                                      __float_as_uint(dq[4 * j + 2]), __float_as_uint(dq[4 * j + 3])));
-    fence_async();
-    named_arrive(DQ_IS_THERE + group, 128 + 32);
+        if (j % COUNT == COUNT - 1) {
+            fence_async();
+            named_arrive(DQ_IS_THERE + group * PIECES + j / COUNT, 128 + 32);
+        }
+    }
 }
 
-/* dK or dV on its way out: a warp's 16 keys, of which `counting` count and the rest is 0, of each panel to place(panel). */
-template <typename PLACE> FA_DEVICE void stage_rows(const float (&x)[D_COUNT], float factor, int lane, int counting, PLACE place)
+/* A panel of dK or dV on its way out: a warp's 16 keys, of which `counting` count and the rest is 0. */
+FA_DEVICE void stage_panel(const float (&x)[D_COUNT], int panel, float factor, int lane, int counting, unsigned stage)
 {
 #pragma unroll
-    for (int panel = 0; panel < D_COLS / 64; panel++) {
-        unsigned stage = place(panel);
+    for (int n = 0; n < 32; n += 8) {
+        unsigned a[4];
 #pragma unroll
-        for (int n = 0; n < 32; n += 8) {
-            unsigned a[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                a[i] = pack<FA_DTYPE>(x[32 * panel + n + 2 * i] * factor, x[32 * panel + n + 2 * i + 1] * factor);
-            store_matrix(stage + lane % 16 * 128 + ((n / 4 + lane / 16 ^ lane % 8) << 4), a);
-        }
-        if (counting < 16) {
-            __syncwarp();
+        for (int i = 0; i < 4; i++)
+            a[i] = pack<FA_DTYPE>(x[32 * panel + n + 2 * i] * factor, x[32 * panel + n + 2 * i + 1] * factor);
+        store_matrix(stage + lane % 16 * 128 + ((n / 4 + lane / 16 ^ lane % 8) << 4), a);
+    }
+    if (counting < 16) {
+        __syncwarp();
 #pragma unroll 1
-            for (int hidden = fa_max_int(counting, 0) * 128 + lane * 16; hidden < 16 * 128; hidden += 512)
-                shared_store(stage + hidden, make_uint4(0, 0, 0, 0));
-        }
+        for (int hidden = fa_max_int(counting, 0) * 128 + lane * 16; hidden < 16 * 128; hidden += 512)
+            shared_store(stage + hidden, make_uint4(0, 0, 0, 0));
     }
     fence_async();
 }
@@ -362,13 +407,19 @@ template <typename PLACE> FA_DEVICE void stage_rows(const float (&x)[D_COUNT], f
 /* This consumer's part of dK or dV to the warp that adds its dQ, by way of dQ's memory. */
 FA_DEVICE void share_gradient(const work &w, const float (&x)[D_COUNT], float factor, int group)
 {
-    unsigned thread = threadIdx.x % 128;
+    constexpr int PANELS = D_COLS / 64 / PIECES; /* of a slot */
+    unsigned      thread = threadIdx.x % 128;
     asm volatile("" : "+r"(thread)); /* or the compiler keeps these places in registers while it walks the query tiles */
     int lane = thread % 32, warp = thread / 32;
-    named_sync(DQ_IS_FREE + group, 128 + 32);
-    stage_rows(x, factor, lane, w.keys.end - w.first_k - first_key_of(group) - 16 * warp,
-               [&](int panel) { return dq_at(group) + panel * PANEL_BYTES + warp * 2048; });
-    named_arrive(DQ_IS_THERE + group, 128 + 32);
+#pragma unroll
+    for (int panel = 0; panel < D_COLS / 64; panel++) {
+        int slot = group * PIECES + panel / PANELS;
+        if (panel % PANELS == 0)
+            named_sync(DQ_IS_FREE + slot, 128 + 32);
+        stage_panel(x, panel, factor, lane, w.keys.end - w.first_k - first_key_of(group) - 16 * warp, dq_at(slot) + panel % PANELS * PANEL_BYTES + warp * 2048);
+        if (panel % PANELS == PANELS - 1)
+            named_arrive(DQ_IS_THERE + slot, 128 + 32);
+    }
 }
 
 /* TMA takes it from there, asked by one thread. */

@@ -5,6 +5,7 @@
  *                            the rings of Q and dO full
  *                  warp 1    has TMA add dQ of each step to the float one in memory (at head_dim 256 warps 1 and 2, a consumer's each, and
  *                            dV and dK by the same way)
+ *                  warp 3    one thread waits for the turn at the float dQ of the next step: adding alone takes a warp all of its time
  *     warpgroups 1, 2        consumers: 64 keys each, whose dK and dV stay in their registers while they walk the query tiles
  *
  * A step, transposed as in backward_sm80.cu, so that P^T and dS^T are left operands where they lie. The tensor cores have the products
@@ -12,7 +13,7 @@
  *
  *     S^T = K Q^T, dP^T = V dO^T      P^T = exp(S^T - LSE), as soon as S is there; dS^T = P^T (dP^T - delta), to shared memory for dQ
  *     dV += P^T dO, dQ = dS K         the other consumer's dS is waited for
- *     dK += dS^T Q                    dQ to shared memory, for warp 1
+ *     dK += dS^T Q                    dQ to shared memory, for the warp that adds it
  *
  * dQ needs dS of both consumers: each makes 64 queries of 128 x 64, or 64 columns of 64 x 128, or of the 80 x 128 that head_dim 128 has without a mask
  * (DQ_TURNED). Its order in memory is that of the registers, [64 queries or columns][8 columns, DQ_TURNED queries][thread][4], undone by backward_convert_sm90.cu.
@@ -85,118 +86,137 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
     }
 }
 
-/* ---- the warp that adds dQ, BY_COLUMNS one for each consumer: once a step, from shared memory by TMA ---- */
+/* ---- who adds dQ: a thread that takes turns, one warp (BY_COLUMNS one for each consumer) that adds once a step, from shared memory by TMA ---- */
 
-/* Nobody clears the float dQ: one stores it, the others wait until it is there and add. FA_DQ_FIRST_COMES: of a query tile's dq_turn an adder has a bit by which
- * who comes first says that it will store, and one by which it says that it has; blocks begin at different tiles (start_walk), so few ever wait. Else dq_turn counts
+/* Nobody clears the float dQ: one stores it, the others wait until it is there and add. FA_DQ_FIRST_COMES: a query tile's dq_turn has a bit by which who comes first
+ * says that a block will store, and one of each adder by which it says that it has; blocks begin at different tiles (start_walk), so few ever wait. Else dq_turn counts
  * turns that are over: one for each tile of keys that it sees, in order, or with FA_DQ_FIRST_KEYS that of the head's first tile of keys alone. */
-struct dq_turns {
-    int adder, open; /* open: the query tile of which others are still to be told, or -1 */
-};
+constexpr int WILL = 1, HAS = 2 /* the first adder's */, ALL_HAVE = (HAS << ADDERS) - HAS;
 
-/* All that was asked for is there, but PENDING copies. */
-template <int PENDING> FA_DEVICE void tell(const fa_args &args, dq_turns &t)
+/* Wait for this block's turn; true: it stores. */
+FA_DEVICE bool begin_turn(const fa_args &args, const work &w, const walk &at)
 {
-    if (t.open < 0)
-        return;
-    bulk_added<PENDING>();
-    fence_async_global();
-    add_release(args.dq_turn + t.open, args.dq_order == FA_DQ_FIRST_COMES ? 4 << t.adder : 1);
-    t.open = -1;
-}
-
-/* True: store. Who waits has told before, or two could wait for each other. */
-FA_DEVICE bool begin_turn(const fa_args &args, const work &w, const walk &at, dq_turns &t)
-{
-    int *turn = args.dq_turn + at.number;
+    int *turn = args.dq_turn + at.number, turns = 1;
     if (args.dq_order == FA_DQ_FIRST_COMES) {
-        int will = 1 << t.adder, has = 4 << t.adder, now = or_acquire(turn, will);
-        if (!(now & will))
+        int now = or_acquire(turn, WILL);
+        if (!(now & WILL))
             return true;
-        if (!(now & has)) {
-            tell<0>(args, t);
-            while (!(load_acquire(turn) & has))
-                continue;
-        }
-        fence_async_global();
+        while ((now & ALL_HAVE) != ALL_HAVE)
+            now = load_acquire(turn);
         return false;
     }
-    fa_range keys  = fa_keys_seen(window_of(args), w.seq.diagonal, queries_of_tile(w, at.tile), {w.seq.key_begin, w.seq.seqlen_k});
-    int      turns = args.dq_order == FA_DQ_IN_ORDER ? w.first_k / FA_TILE_K - keys.begin / FA_TILE_K : w.first_k > 0;
-    tell<0>(args, t);
+    if (args.dq_order == FA_DQ_IN_ORDER)
+        turns = w.first_k / FA_TILE_K - fa_keys_seen(window_of(args), w.seq.diagonal, queries_of_tile(w, at.tile), {w.seq.key_begin, w.seq.seqlen_k}).begin / FA_TILE_K;
+    else if (w.first_k == 0)
+        turns = 0;
     while (load_acquire(turn) < ADDERS * turns)
         continue;
-    fence_async_global();
     return turns == 0;
 }
 
-/* Behind an item's last step dK takes dQ's way, BY_COLUMNS dV too, with its last step. */
-FA_DEVICE void pass_gradient(const work &w, const fa_map &map, int apart, int adder)
+/* One thread: a turn for each step, one step ahead of the warps that add. It waits for other blocks, which wait for nothing but the consumers of theirs: what they
+ * have begun to store they will, whatever this one does. */
+FA_DEVICE void take_turns(const fa_args &args)
 {
-    bool asks = threadIdx.x % 32 == 0;
-    if (asks)
-        bulk_added_was_read();
-    __syncwarp();
-#pragma unroll
-    for (int n = 0; n < CONSUMERS / ADDERS; n++)
-        named_arrive(DQ_IS_FREE + adder + n, 128 + 32);
-#pragma unroll
-    for (int n = 0; n < CONSUMERS / ADDERS; n++) {
-        int group = adder + n, first = w.first_k + first_key_of(group);
-        named_sync(DQ_IS_THERE + group, 128 + 32);
-        if (asks && first < w.seq.rows_k)
-#pragma unroll
-            for (int panel = 0; panel < D_COLS / 64; panel++)
-                store_panel(w, map, apart, dq_at(group) + panel * PANEL_BYTES, first_column_of(group) + 64 * panel, first);
+    unsigned n = 0;
+    for (unsigned item = 0; has_item(item); item++) {
+        const work &w  = work_at(item);
+        walk        at = start_walk(args, w);
+        for (int left = steps_of(w); left > 0; left--, n++, advance(args, at)) {
+            barrier_wait(turn_empty(), freed<1>(n));
+            next_turn() = {at.number, item, begin_turn(args, w, at), left == 1};
+            fence_async_global(); /* what others have stored, for TMA */
+            barrier_arrive(turn_full());
+        }
     }
+    barrier_wait(turn_empty(), freed<1>(n));
+    next_turn().number = -1;
+    barrier_arrive(turn_full());
+}
+
+/* By the thread that asks: all that was asked for is there, but PENDING copies. `open`: the query tile of which others are still to be told, or -1. */
+template <int PENDING> FA_DEVICE void tell(const fa_args &args, int &open, int adder)
+{
+    if (open < 0)
+        return;
+    bulk_added<PENDING>();
+    fence_async_global();
+    add_release(args.dq_turn + open, args.dq_order == FA_DQ_FIRST_COMES ? HAS << adder : 1);
+    open = -1;
+}
+
+/* A slot of dQ's memory to its consumer, as soon as TMA has read all but the PENDING newest copies. */
+template <int PENDING> FA_DEVICE void give_slot(int slot, bool asks)
+{
+    if (asks)
+        bulk_added_was_read<PENDING>();
+    __syncwarp();
+    named_arrive(DQ_IS_FREE + slot, 128 + 32);
+}
+
+/* What consumers put into this warp's slots, ROUNDS times each: ask(n, slot) has TMA take the n-th, the last by LAST_COPIES copies at least. Before and after, slots
+ * are with their consumers; where both are one's, so is the first, and the second as soon as TMA has read what came before. */
+template <int ROUNDS, int LAST_COPIES, typename ASK> FA_DEVICE void pass_slots(int adder, bool asks, ASK ask)
+{
+#pragma unroll 1
+    for (int n = 0; n < ROUNDS * SLOTS; n++) {
+        int slot = adder * SLOTS + n % SLOTS;
+        if (PIECES == SLOTS)
+            give_slot<0>(slot ^ 1, asks);
+        named_sync(DQ_IS_THERE + slot, 128 + 32);
+        if (asks)
+            ask(n, slot);
+    }
+    if (PIECES < SLOTS) {
+        give_slot<LAST_COPIES>(0, asks);
+        give_slot<0>(1, asks);
+    }
+}
+
+/* Behind an item's last step dK takes dQ's way, BY_COLUMNS dV too, with its last step. */
+FA_DEVICE void pass_gradient(const work &w, const fa_map &map, int apart, int adder, bool asks)
+{
+    constexpr int PANELS = D_COLS / 64 / PIECES; /* of a slot */
+    pass_slots<1, 0>(adder, asks, [&](int, int slot) {
+        int group = slot / PIECES, first = w.first_k + first_key_of(group);
+        if (first < w.seq.rows_k)
+#pragma unroll
+            for (int panel = 0; panel < PANELS; panel++)
+                store_panel(w, map, apart, dq_at(slot) + panel * PANEL_BYTES, first_column_of(group) + 64 * (slot % PIECES * PANELS + panel), first);
+    });
 }
 
 FA_DEVICE void add_dq(const fa_args &args, const fa_maps &maps, int adder)
 {
-    constexpr int STEP_COPIES = CONSUMERS / ADDERS; /* of an adder */
-    bool          asks = threadIdx.x % 32 == 0;
-    dq_turns      t = {adder, -1};
-    for (unsigned item = 0; has_item(item); item++) {
-        const work &w  = work_at(item);
-        walk        at = start_walk(args, w);
-        int         steps = steps_of(w);
+    bool asks = threadIdx.x % 32 == 0;
+    int  open = -1;
+#pragma unroll
+    for (int n = 0; n < SLOTS / PIECES; n++)
+        named_arrive(DQ_IS_FREE + adder * SLOTS + n, 128 + 32);
 #pragma unroll 1
-        for (int step = 0; step < steps; step++, advance(args, at)) {
-            float *to     = args.dq_accum + (fa_i64)at.number * (FA_TILE_Q * FA_HEAD_DIM);
-            bool   stores = false;
-            if (BY_COLUMNS && step == steps - 1 && args.apart_dv >= 0)
-                pass_gradient(w, maps.dv, args.apart_dv, adder);
-#pragma unroll 1
-            for (int round = 0; round < DQ_ROUNDS; round++) {
-                if (asks)
-                    bulk_added_was_read();
-                __syncwarp();
-                for (int group = adder; group < CONSUMERS; group += ADDERS)
-                    named_arrive(DQ_IS_FREE + group, 128 + 32);
-                if (round == 0) {
-                    if (ADDERS > 1) { /* else one could be ahead, holding a tile, and its consumer wait for the other's, whose adder waits: a circle */
-                        if (asks)
-                            tell<0>(args, t);
-                        named_sync(ADDERS_TOGETHER, 32 * ADDERS);
-                    }
-                    if (asks)
-                        stores = begin_turn(args, w, at, t);
-                }
-                for (int group = adder; group < CONSUMERS; group += ADDERS) {
-                    named_sync(DQ_IS_THERE + group, 128 + 32);
-                    if (asks)
-                        bulk_add(to + (group * DQ_ROUNDS + round) * (DQ_BYTES / 4), dq_at(group), DQ_BYTES, stores);
-                }
-            }
-            if (asks) {
-                tell<STEP_COPIES * DQ_ROUNDS>(args, t); /* a step later there is nothing to wait for */
-                t.open = stores || args.dq_order == FA_DQ_IN_ORDER ? at.number : -1;
-            }
+    for (unsigned n = 0;; n++) {
+        if (asks && (args.dq_order != FA_DQ_FIRST_COMES || !barrier_passed(turn_full(), filled<1>(n))))
+            tell<0>(args, open, adder); /* many wait for it, or whom this block waits for may */
+        barrier_wait(turn_full(), filled<1>(n));
+        turn now = next_turn();
+        if (now.number < 0)
+            break;
+        if (BY_COLUMNS && now.last && args.apart_dv >= 0)
+            pass_gradient(work_at(now.item), maps.dv, args.apart_dv, adder, asks);
+        float *to = args.dq_accum + (fa_i64)now.number * (FA_TILE_Q * FA_HEAD_DIM) + adder * (DQ_ROUNDS * SLOTS * DQ_BYTES / 4);
+        pass_slots<DQ_ROUNDS, 1>(adder, asks, [&](int n, int slot) {
+            bulk_add(to + n * (DQ_BYTES / 4), dq_at(slot), DQ_BYTES, now.stores);
+            if (n == 0) /* not before: else this block would come first where another begins now */
+                barrier_arrive(turn_empty());
+        });
+        if (asks) {
+            tell<DQ_ROUNDS * SLOTS>(args, open, adder); /* a step later there is nothing to wait for */
+            open = now.stores || args.dq_order == FA_DQ_IN_ORDER ? now.number : -1;
         }
-        if (DK_BY_DQ && steps > 0 && args.apart_dk >= 0)
-            pass_gradient(w, maps.dk, args.apart_dk, adder);
-        if (asks)
-            tell<0>(args, t);
+        if (DK_BY_DQ && now.last && args.apart_dk >= 0)
+            pass_gradient(work_at(now.item), maps.dk, args.apart_dk, adder, asks);
+        if (asks && now.last)
+            tell<0>(args, open, adder);
     }
     if (asks)
         bulk_added_was_read();
@@ -211,7 +231,7 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
     bool      edge = INSPECTED && masked;
     dropped_bits<S_COUNT> bits;
     wait_for_q(c.n);
-    start_scores(s, k_tile() + first_key_of(c.group) * 128, q_tile(c.n));
+    start_s(s, c);
     load_stats(lse, lse_at(c.n));
     barrier_wait(v_full(), filled<1>(item)); /* later than K: dV was there */
     wait_for_dout(c.n);
@@ -221,7 +241,7 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
         seen = columns_of(args, w, tile, c.group);
     find_dropped(args, w, c, bits, tile);
     wgmma_wait<1>();
-    hold(s);
+    hold_s(s, c);
     if (edge && some_nonfinite(s)) {
         clear_own_keys(c.group);
         clear_by_warp(q_tile(c.n));
@@ -317,7 +337,9 @@ FA_DEVICE unsigned staged_at(const consumer &c, bool is_dv, int panel)
 FA_DEVICE void stage_gradient(const work &w, const fa_map &map, int apart, const float (&x)[D_COUNT], float factor, bool is_dv, const consumer &c)
 {
     int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, first = w.first_k + first_key_of(c.group), counting = w.keys.end - first - 16 * warp;
-    stage_rows(x, factor, lane, counting, [&](int panel) { return staged_at(c, is_dv, panel) + warp * 2048; });
+#pragma unroll
+    for (int panel = 0; panel < D_COLS / 64; panel++)
+        stage_panel(x, panel, factor, lane, counting, staged_at(c, is_dv, panel) + warp * 2048);
     named_sync(OWN + c.group, 128);
     if (threadIdx.x % 128 == 0 && first < w.seq.rows_k)
 #pragma unroll
@@ -391,6 +413,7 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
         if constexpr (FA_HAS_ALIBI || FA_HAS_DROPOUT)
             at.head = same_for_all(at.head);
         barrier_wait(k_full(), filled<1>(item));
+        load_held_k(c);
         if (!DK_BY_DQ) { /* dS will be where dK of the item before may still lie */
             if (threadIdx.x % 128 == 0)
                 bulk_added_was_read();
@@ -427,6 +450,7 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
             store_gradients(args, maps, w, c, factor, steps > 0);
     }
     wait_for_free_ds(group);
+    named_sync(DQ_IS_FREE + group * PIECES, 128 + 32);
     if (!BY_COLUMNS && threadIdx.x % 128 == 0)
         bulk_added_was_read();
 }
@@ -443,6 +467,8 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 1)
             produce(args, maps);
         else if (threadIdx.x >= 32 && threadIdx.x < 32 + 32 * ADDERS)
             add_dq(args, maps, ADDERS > 1 ? threadIdx.x / 32 - 1 : 0);
+        else if (threadIdx.x == 96)
+            take_turns(args);
     } else {
         registers_up<240>();
         int group = same_for_all(threadIdx.x / 128 - 1);

@@ -8,7 +8,8 @@
  *     P = exp(S - LSE), to consumer 1                             the other half of dQ; P from consumer 0; dV
  *     the other half of dQ, dV                                    dS = P (dP - delta), to shared memory
  *
- * dQ leaves in two rounds of 64 columns, each consumer's by a warp of its own. P lies in shared memory until dS of its step is there, dS for two steps.
+ * dQ leaves in two rounds of 64 columns, each in two pieces, each consumer's by a warp of its own. For that it may wait, so Q and dO, which have few stages, are given
+ * back before it, as soon as the last product of them is there. P lies in shared memory until dS of its step is there, dS for two steps.
  */
 #ifndef FA_BACKWARD_WIDE_SM90_CUH
 #define FA_BACKWARD_WIDE_SM90_CUH
@@ -34,12 +35,17 @@ FA_DEVICE void start_dk_and_dq(consumer &c, float (&dq)[DQ_COUNT], int group)
     start_dq(dq, ds_tile(c.n - 1), group, 0);
 }
 
-/* Both are there: Q is done with, this half of dQ leaves, the other begins. */
-FA_DEVICE void go_on_with_dq(consumer &c, float (&dq)[DQ_COUNT], int group)
+/* dK is there: Q is done with. */
+FA_DEVICE void end_dk(consumer &c)
 {
     hold(c.dk);
-    hold(dq);
     release(q_empty(c.n - 1));
+}
+
+/* This half of dQ is there: it leaves, the other begins. */
+FA_DEVICE void go_on_with_dq(consumer &c, float (&dq)[DQ_COUNT], int group)
+{
+    hold(dq);
     share_dq(dq, group);
     start_dq(dq, ds_tile(c.n - 1), group, 1);
 }
@@ -82,6 +88,10 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
     }
     load_stats(rows, lse_at(c.n));
     exponentials(args, w, c, s, rows, tile);
+    if constexpr (!FIRST) {
+        wgmma_wait<1>();
+        end_dk(c);
+    }
     if constexpr (FA_HAS_SOFTCAP && !FA_HAS_DROPOUT)
         pass(c.noted, 1);
     if (INSPECTED && masked)
@@ -101,15 +111,14 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
         give_back_nonfinite(c.p, columns_of(args, w, tile, GROUP), {delta_at(c.n)});
     }
     start_gradient(c.dv, c.p, dout_tile(c.n), GROUP);
-    if constexpr (!FIRST) {
-        wgmma_wait<1>();
-        hold(dq);
-        share_dq(dq, GROUP);
-    }
     wgmma_wait<0>();
     hold(c.dv);
     hold(c.p);
     release(dout_empty(c.n));
+    if constexpr (!FIRST) {
+        hold(dq);
+        share_dq(dq, GROUP);
+    }
     c.n++;
 }
 
@@ -124,6 +133,8 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
         barrier_wait(v_full(), filled<1>(item));
     else {
         start_dk_and_dq(c, dq, GROUP);
+        wgmma_wait<1>();
+        end_dk(c);
     }
     wait_for_dout(c.n);
     start_scores(dp, v_tile(), dout_tile(c.n));
@@ -155,6 +166,10 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
         if constexpr (HAS_NOTED) /* at once: registers are short */
             hold(dp);
     }
+    wgmma_wait<0>();
+    hold(c.dv);
+    hold(c.p);
+    release(dout_empty(c.n));
     if (INSPECTED && masked)
         mask_elements(dp, columns_of(args, w, tile, GROUP));
     pack_operand(ds, dp);
@@ -164,14 +179,9 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
     fence_async();
     named_arrive(DS_IS_THERE, 128 * CONSUMERS);
     if constexpr (!FIRST) {
-        wgmma_wait<1>();
         hold(dq);
         share_dq(dq, GROUP);
     }
-    wgmma_wait<0>();
-    hold(c.dv);
-    hold(c.p);
-    release(dout_empty(c.n));
     named_sync(DS_IS_WHOLE, 128); /* for this consumer's own products */
     c.n++;
 }
@@ -187,6 +197,7 @@ template <int GROUP> FA_DEVICE void last_by_columns(const fa_args &args, const w
     if (args.apart_dv >= 0)
         share_gradient(w, c.dv, factor, GROUP);
     wgmma_wait<0>();
+    end_dk(c);
     go_on_with_dq(c, dq, GROUP);
     wgmma_wait<0>();
     hold(dq);

@@ -315,26 +315,25 @@ template <int B_DOWN = 0, int A_DOWN = 0, int COUNT> FA_DEVICE void wgmma_shared
 }
 
 /* c (64 x 2 COUNT) = or += a b; a 64 x 16 in registers: rows and columns as those of an accumulator, two neighbours a
- * register; b by rows in shared memory, K along the rows. FP8: a b^T, a 64 x 32, lane t's columns 4 t ... 4 t + 3 and those 16 on. */
-template <int COUNT>
-FA_DEVICE void wgmma_registers(float (&c)[COUNT], const unsigned (&a)[4], matrix b, int add)
+ * register; b by rows in shared memory, K along the rows, or with B_DOWN 0 a b^T. FP8: a b^T, a 64 x 32, lane t's columns 4 t ... 4 t + 3 and those 16 on. */
+template <int B_DOWN = 1, int COUNT> FA_DEVICE void wgmma_registers(float (&c)[COUNT], const unsigned (&a)[4], matrix b, int add)
 {
     static_assert(COUNT == 32 || COUNT == 64 || COUNT == 128, "no such WGMMA here");
     if constexpr (COUNT == 32)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; " FA_WGMMA(64) "{" FA_N32
-                     "}, {%32, %33, %34, %35}, %36, p, 1, 1" FA_TURNED("1") "; }"
+                     "}, {%32, %33, %34, %35}, %36, p, 1, 1" FA_TURNED("%38") "; }"
                      : FA_O32(c, 0)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word()), "r"(add));
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word()), "r"(add), "n"(B_DOWN));
     else if constexpr (COUNT == 64)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0; " FA_WGMMA(128) "{" FA_N64
-                     "}, {%64, %65, %66, %67}, %68, p, 1, 1" FA_TURNED("1") "; }"
+                     "}, {%64, %65, %66, %67}, %68, p, 1, 1" FA_TURNED("%70") "; }"
                      : FA_O32(c, 0), FA_O32(c, 32)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word()), "r"(add));
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word()), "r"(add), "n"(B_DOWN));
     else
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %133, 0; " FA_WGMMA(256) "{" FA_N128
-                     "}, {%128, %129, %130, %131}, %132, p, 1, 1" FA_TURNED("1") "; }"
+                     "}, {%128, %129, %130, %131}, %132, p, 1, 1" FA_TURNED("%134") "; }"
                      : FA_O32(c, 0), FA_O32(c, 32), FA_O32(c, 64), FA_O32(c, 96)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word()), "r"(add));
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word()), "r"(add), "n"(B_DOWN));
 }
 
 /* Give registers back, or take them: a whole warpgroup, COUNT a thread from now on. */
