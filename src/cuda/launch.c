@@ -380,7 +380,7 @@ flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, con
 {
     bool backward = call->pass == FLASH_ATTN_BACKWARD;
     flash_attn_status (*make)(const fa_driver *, const flash_attn_tensor *, int, int, fa_map *) = backward ? make_ragged_map : make_map;
-    int columns = call->q.dtype == FLASH_ATTN_F8E4M3 && row->head_dim > 64 ? 128 : 64; /* panels of ptx_sm90.cuh */
+    int columns = call->q.dtype == FLASH_ATTN_F8E4M3 && row->head_dim > 64 ? 128 : 64; /* panels_sm90.cuh */
     int rows_k  = fa_page_piece(call, row->tile_k);
     memset(maps, 0, sizeof *maps);
     FA_TRY(make(driver, &call->q, row->tile_q, columns, &maps->q));

@@ -192,13 +192,6 @@ FA_DEVICE void load_stats(row_stats &rows, unsigned from)
         load_own(rows);
 }
 
-/* x of the lane in quad `quad` that has this lane's place there. */
-FA_DEVICE float from_quad(float x, int quad)
-{
-    asm("shfl.sync.idx.b32 %0, %0, %1, 0x31f, 0xffffffff;" : "+f"(x) : "r"(4 * quad)); /* 0x31f: segments of every fourth lane */
-    return x;
-}
-
 /* Of this thread's columns 8 j and 8 j + 1. */
 FA_DEVICE float2 stats_of(const row_stats &rows, int j)
 {

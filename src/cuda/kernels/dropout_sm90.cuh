@@ -4,15 +4,6 @@
 
 #include "fragment_sm90.cuh"
 
-/* Two elements become 0 where their number, the low or the high half of a word, is below the threshold, given in the high half. A product with 0 is not
- * the unit's that compares. */
-FA_DEVICE void drop_two(float &of_low, float &of_high, unsigned word, unsigned threshold)
-{
-    asm("{ .reg .pred low, high; setp.lo.u32 low, %3, %4; setp.lo.u32 high, %2, %4; @low mul.f32 %0, %0, 0f00000000; @high mul.f32 %1, %1, 0f00000000; }"
-        : "+f"(of_low), "+f"(of_high)
-        : "r"(word), "r"(word << 16), "r"(threshold));
-}
-
 /* P of 16 keys a round, queries down: a thread's eight elements have their numbers of one call. row_block, col_block: of 16, the second the first element's. */
 template <int COUNT> FA_DEVICE void drop_elements(const fa_args &args, float (&p)[COUNT], int batch_head, int row_block, int col_block)
 {
@@ -32,14 +23,6 @@ template <int COUNT> FA_DEVICE void drop_elements(const fa_args &args, float (&p
 template <int COUNT> struct dropped_bits {
     unsigned word[(COUNT + 31) / 32];
 };
-
-/* BIT, and BIT + 2 for the high half. */
-template <int BIT> FA_DEVICE void note_two(unsigned &bits, unsigned word, unsigned threshold)
-{
-    asm("{ .reg .pred low, high; setp.lo.u32 low, %2, %3; setp.lo.u32 high, %1, %3; @low or.b32 %0, %0, %4; @high or.b32 %0, %0, %5; }"
-        : "+r"(bits)
-        : "r"(word), "r"(word << 16), "r"(threshold), "n"(1u << BIT), "n"(4u << BIT));
-}
 
 /* Numbers are dealt to rows of queries, so here a thread's eight elements of 16 keys and 16 queries lie in two calls, half of each being its neighbour's,
  * whose key is one further or one back. Each makes one call, for the first or the second query of pairs, and they swap halves for all of a tile at once. */
@@ -69,8 +52,7 @@ template <int STEPS, int COUNT> FA_DEVICE void drop_pairs(unsigned (&p)[STEPS][4
 {
 #pragma unroll
     for (int n = 0; n < COUNT / 2; n++) {
-        unsigned signs = bits.word[n / 16] << (15 - n % 16), halves;
-        asm("prmt.b32 %0, %1, %1, 0xBB99;" : "=r"(halves) : "r"(signs)); /* each sign in all bits of its half */
+        unsigned signs = bits.word[n / 16] << (15 - n % 16), halves = spread_signs(signs);
         noted[n / 4][n % 4] |= signs & 0x80008000u;
         p[n / 4][n % 4] &= ~halves;
     }

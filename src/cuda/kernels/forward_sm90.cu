@@ -22,7 +22,7 @@
  * times as large, so that it stays above FP8's smallest numbers down to 2^-14.
  * Hopper's sums of FP8 products keep few bits, so every KEPT_STEPS steps O is taken out of the accumulators and added up in float, in shared memory.
  *
- * Shared memory: FA_Q stages of Q, FA_STAGES tiles of K, V_STAGES of V (panels as in ptx_sm90.cuh), barriers, works, in FP8 what is kept of O.
+ * Shared memory: FA_Q stages of Q, FA_STAGES tiles of K, V_STAGES of V (panels as in panels_sm90.cuh), barriers, works, in FP8 what is kept of O.
  */
 #include "dropout_sm90.cuh"
 #include "kept_sm90.cuh"

@@ -2,7 +2,7 @@
 #ifndef FA_FRAGMENT_SM90_CUH
 #define FA_FRAGMENT_SM90_CUH
 
-#include "ptx_sm90.cuh"
+#include "tma_sm90.cuh"
 
 /* A number that is the same for all lanes, so that the compiler knows it: what branches by it stays together, and addresses that come
  * of it are found once a warp. */

@@ -2,18 +2,11 @@
  * The PTX of Hopper, one function an instruction: barriers in shared memory that count bytes (mbarrier), the tensor memory
  * accelerator (TMA), products of a whole warpgroup (WGMMA), registers that move between warpgroups.
  * https://docs.nvidia.com/cuda/parallel-thread-execution/
- *
- * A tile in shared memory is made of panels: 64 columns of 16 bits, 128 bytes a row, rows one behind the other, each panel
- * 1024-byte aligned. Inside a row the 16-byte chunk c lies at chunk c ^ (row % 8): TMA's 128-byte swizzle, which WGMMA reads.
- * Of FP8 a panel is 128 columns, or 64 where a row has no whole number of those: then chunk c lies at c ^ (row / 2 % 4).
  */
 #ifndef FA_PTX_SM90_CUH
 #define FA_PTX_SM90_CUH
 
-#include "numbers.cuh"
-
-constexpr int ELEMENT_BYTES = FA_DTYPE == FA_F8E4M3 ? 1 : 2;
-__device__ constexpr int panel_bytes(int columns) { return columns * ELEMENT_BYTES % 128 == 0 ? 128 : 64; }
+#include "panels_sm90.cuh"
 
 /* ---- mbarriers: `barrier` is the shared address of eight bytes ---- */
 
@@ -100,16 +93,6 @@ FA_DEVICE void tma_load(unsigned to, const fa_map &map, unsigned barrier, int co
                  : "memory");
 }
 
-/* A tile of ROWS rows and COLS columns by TMA, asked for by one thread; its box has ROWS rows. `barrier` must expect
- * ROWS * COLS elements' bytes. */
-template <int ROWS, int COLS>
-FA_DEVICE void fetch_tile(unsigned tile, const fa_map &map, unsigned barrier, int entry, int head, int first)
-{
-#pragma unroll
-    for (int panel = 0; panel < COLS * ELEMENT_BYTES / panel_bytes(COLS); panel++)
-        tma_load(tile + panel * (ROWS * panel_bytes(COLS)), map, barrier, panel_bytes(COLS) / ELEMENT_BYTES * panel, first, head, entry);
-}
-
 /* Of a ragged map (launch.c): rows of one sequence, which ends before row `end` of the tensor (entries one behind the other), from the one on that has
  * `left` rows before that. What is not the sequence's arrives as zeros. The map's last two dimensions cancel what its row counts too much. */
 FA_DEVICE void tma_load_ragged(unsigned to, const fa_map &map, unsigned barrier, int column, int left, int head, int end)
@@ -126,22 +109,6 @@ FA_DEVICE void tma_prefetch_ragged(const fa_map &map, int column, int left, int 
     asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::"l"(&map), "r"(column), "r"(FA_RAGGED_ROWS - left),
                  "r"(head), "r"(end), "r"(FA_RAGGED_ROWS)
                  : "memory");
-}
-
-template <int ROWS, int COLS> FA_DEVICE void prefetch_ragged(const fa_map &map, int head, int end, int left)
-{
-#pragma unroll
-    for (int panel = 0; panel < COLS / 64; panel++)
-        tma_prefetch_ragged(map, 64 * panel, left, head, end);
-}
-
-/* As fetch_tile, of a ragged map. */
-template <int ROWS, int COLS>
-FA_DEVICE void fetch_ragged(unsigned tile, const fa_map &map, unsigned barrier, int head, int end, int left)
-{
-#pragma unroll
-    for (int panel = 0; panel < COLS / 64; panel++)
-        tma_load_ragged(tile + panel * (ROWS * 128), map, barrier, 64 * panel, left, head, end);
 }
 
 /* Neighbours without a tensor map, both ends and `bytes` multiples of 16: from global memory, counted at a barrier ... */
@@ -209,26 +176,53 @@ FA_DEVICE unsigned pack_e4m3(float a, float b, float c, float d)
     return packed;
 }
 
+/* ---- numbers ---- */
+
+/* x, no larger than 30; NaN stays. */
+FA_DEVICE float at_most_30(float x)
+{
+    float y;
+    asm("min.NaN.f32 %0, %1, 0f41F00000;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* x of the lane in quad `quad` that has this lane's place there. */
+FA_DEVICE float from_quad(float x, int quad)
+{
+    asm("shfl.sync.idx.b32 %0, %0, %1, 0x31f, 0xffffffff;" : "+f"(x) : "r"(4 * quad)); /* 0x31f: segments of every fourth lane */
+    return x;
+}
+
+/* Nothing, but the compiler leaves what makes x before it and what x makes behind. */
+FA_DEVICE void keep_order(float &x) { asm volatile("" : "+f"(x)); }
+
+/* Two elements become 0 where their number, the low or the high half of a word, is below the threshold, given in the high half. A product with 0 is not
+ * the unit's that compares. */
+FA_DEVICE void drop_two(float &of_low, float &of_high, unsigned word, unsigned threshold)
+{
+    asm("{ .reg .pred low, high; setp.lo.u32 low, %3, %4; setp.lo.u32 high, %2, %4; @low mul.f32 %0, %0, 0f00000000; @high mul.f32 %1, %1, 0f00000000; }"
+        : "+f"(of_low), "+f"(of_high)
+        : "r"(word), "r"(word << 16), "r"(threshold));
+}
+
+/* Of `bits` BIT where the low number is below the threshold, and BIT + 2 where the high one is. */
+template <int BIT> FA_DEVICE void note_two(unsigned &bits, unsigned word, unsigned threshold)
+{
+    asm("{ .reg .pred low, high; setp.lo.u32 low, %2, %3; setp.lo.u32 high, %1, %3; @low or.b32 %0, %0, %4; @high or.b32 %0, %0, %5; }"
+        : "+r"(bits)
+        : "r"(word), "r"(word << 16), "r"(threshold), "n"(1u << BIT), "n"(4u << BIT));
+}
+
+/* The sign of each half of a word, in all bits of the half. */
+FA_DEVICE unsigned spread_signs(unsigned word)
+{
+    unsigned halves;
+    asm("prmt.b32 %0, %1, %1, 0xBB99;" : "=r"(halves) : "r"(word));
+    return halves;
+}
+
 /* ---- WGMMA (sm_90a) ---- */
 #if FA_ARCH == 90
-
-/* A matrix of panels for WGMMA. Start address, "leading" and "stride" offset in units of 16 bytes in bits 0, 16, 32; swizzle
- * in bits 62-63, 1: of 128 bytes, 2: of 64.
- *   Rows are the product's M or N, columns its K (Q, and K of Q K^T): the stride offset is from 8 rows to the next 8; the
- *   leading one is not used, for 16 columns lie in one panel. 16 columns (of FP8 32) on: + 32 bytes; after four of them the next panel.
- *   Rows are the product's K, columns its N (V of P V, "transposed"): the stride offset likewise, 8 keys to the next; the
- *   leading one is from a panel to the next. 16 keys on: + 2048 bytes. */
-struct matrix {
-    unsigned low, high;
-
-    __device__ __forceinline__ matrix from(int bytes) const { return {low + (bytes >> 4), high}; } /* addresses are below 2^18: no carry */
-    __device__ __forceinline__ unsigned long long word() const { return (unsigned long long)high << 32 | low; }
-};
-
-template <int ROW_BYTES = 128> FA_DEVICE matrix matrix_of(unsigned address, unsigned leading)
-{
-    return {(address & 0x3FFFF) >> 4 | (leading >> 4) << 16, 8 * ROW_BYTES >> 4 | (ROW_BYTES == 128 ? 1u : 2u) << 30};
-}
 
 FA_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 FA_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

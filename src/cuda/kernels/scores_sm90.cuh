@@ -8,9 +8,7 @@
 /* 1 + exp2(x), no larger than 2^30 or so; NaN stays. */
 FA_DEVICE float one_and_power(float x)
 {
-    float y;
-    asm("min.NaN.f32 %0, %1, 0f41F00000;" : "=f"(y) : "f"(x));
-    return 1.0f + exp2_fast(y);
+    return 1.0f + exp2_fast(at_most_30(x));
 }
 
 /* Softcap. tanh(x) = 2 / (1 + exp(-2 x)) - 1, so cap * tanh is 2 cap / (1 + exp(...)) but for a constant, which only LSE has to know

@@ -80,7 +80,7 @@ FA_DEVICE bool softmax_ahead(float (&s)[S_COUNT], row_state &rows, float (&alpha
 #pragma unroll
             for (int i = j; i < j + 4 && i < FA_TILE_K / 8; i++)
                 highest[h] = fmaxf(highest[h], fmaxf(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]));
-            asm volatile("" : "+f"(highest[h]));
+            keep_order(highest[h]);
 #pragma unroll
             for (int i = j; i < j + 4 && i < FA_TILE_K / 8; i++)
 #pragma unroll

@@ -1,6 +1,6 @@
 /*
  * V in FP8 turned round for Hopper's products, which take both operands with the inner dimension, here keys, along the rows: a block writes one tile's
- * V^T as shared memory is to hold it (panels and swizzle of ptx_sm90.cuh), so that one bulk copy brings it. Every 16 keys stand in the order of P's registers
+ * V^T as shared memory is to hold it (panels and swizzle of panels_sm90.cuh), so that one bulk copy brings it. Every 16 keys stand in the order of P's registers
  * (warpgroup.cuh).
  */
 #ifndef FA_TURN_SM90_CUH

@@ -1,6 +1,6 @@
 /*
  * forward_sm90.cu: V in FP8, whose products take both operands with the inner dimension, here keys, along the rows. A tile is made of squares of
- * 64 keys by 64 columns, 64 bytes a row with the swizzle of ptx_sm90.cuh: all columns of 64 keys, then those of the next. The inspectors turn each square
+ * 64 keys by 64 columns, 64 bytes a row with the swizzle of panels_sm90.cuh: all columns of 64 keys, then those of the next. The inspectors turn each square
  * round in its place: V^T of 64 keys is a panel then. 16 keys stand in the order of P's registers (warpgroup.cuh), which is that in which
  * bytes of two matrices of 16 bits, turned round as they are read, come together in a register.
  */

@@ -6,7 +6,7 @@
  *
  *                  D columns
  *             +----+----+-- --+----+     A row is read by D / 8 neighbouring lanes, eight columns (16 bytes) each, which become
- *     a row   | 8  | 8  | ... | 8  |     eight bytes of the tile: panels and swizzle of ptx_sm90.cuh. As these kernels know the
+ *     a row   | 8  | 8  | ... | 8  |     eight bytes of the tile: panels and swizzle of panels_sm90.cuh. As these kernels know the
  *             +----+----+-- --+----+     layout, K7 needs no tensor map: a tile comes by one bulk copy.
  *
  * V is turned round on its way (turn_sm90.cuh), for WGMMA takes FP8's operands with the inner dimension along the rows only. Rows

@@ -51,7 +51,7 @@ FA_DEVICE fa_u16 *row_of(const fa_view &view, int entry, int row, int head)
     return (fa_u16 *)view.data + entry * view.stride[0] + row * view.stride[1] + head * view.stride[2];
 }
 
-/* Where the 16-byte chunk (8 columns) of a row lies in a tile of ROWS rows: panels as in ptx_sm90.cuh. */
+/* Where the 16-byte chunk (8 columns) of a row lies in a tile of ROWS rows: panels as in panels_sm90.cuh. */
 template <int ROWS> FA_DEVICE int chunk_at(int row, int chunk)
 {
     return chunk / 8 * (ROWS * 128) + row * 128 + ((chunk % 8) ^ (row % 8)) * 16;

@@ -4,7 +4,7 @@
 #define FA_LADDER_RING_CUH
 
 #include "ladder_fma.cuh"
-#include "ptx_sm90.cuh"
+#include "tma_sm90.cuh"
 
 constexpr int P_AT = Q_BYTES + FA_STAGES * 2 * KV_BYTES, BARRIERS_AT = P_AT + P_BYTES;
 
