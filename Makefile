@@ -4,7 +4,7 @@
 #     make            build the library, the command and the examples in build/
 #     make test       build and run every test
 #     make test-gpu   build and run the GPU's tests; skipped, with the reason, where there is no GPU
-#     make test-emulated-gpu  the GPU's case list on an emulated GPU of four architectures (make test runs a part of it)
+#     make test-emulated-gpu  the GPU's case list on an emulated GPU of four architectures, and Hopper's own kernels (make test runs a part of it)
 #     make test-python  install the Python package and PyTorch into build/venv and run the package's tests
 #     make test-python-gpu  the package's tests on CUDA tensors, with the PyTorch of $(PYTHON); skipped without a GPU
 #     make demo       build, check, train a small GPT for 30 seconds, print the bench table: two minutes on two cores
@@ -56,7 +56,7 @@ test-gpu: build-tests
 
 # Some minutes: each architecture has tiles of its own, and each variant is compiled.
 test-emulated-gpu: build-tests
-	printf '%s\n' 80 86 90 120 | xargs -P $(JOBS) -n 1 sh $(BUILD)/tests/emulator/all_cases.sh
+	printf '%s\n' sm90.0 sm90.1 sm90.2 sm90.3 80 86 90 120 | xargs -P $(JOBS) -n 1 sh $(BUILD)/tests/emulator/all_cases.sh
 
 # A private environment, so that nothing of the system's Python changes. What pip installs there is not asked for again.
 test-python: setup-build setup-python

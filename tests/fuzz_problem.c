@@ -3,11 +3,12 @@
  * judged as a case; a spoilt one must be refused with everything untouched, or be harmless. After each, a known good
  * call must work.
  *
- *     fuzz_problem [--seconds N] [--seed N] [--tier NAME] [--dtype NAME] [--gpu]
+ *     fuzz_problem [--seconds N] [--seed N] [--tier NAME] [--dtype NAME] [--gpu] [--hopper]
  *
  * runs seeds 1, 2, 3, ... (from --seed on) for so many seconds, 0 meaning for ever; without --seconds, the one seed.
  * --tier, --dtype: every problem on this tier and of this type, f8e4m3 too, in place of those that were drawn.
  * --gpu: valid ones alone, on CUDA device 0, real or emulated; each new combination of options compiles a kernel.
+ * --hopper: the same of such as Hopper's own kernels take, which are longer, some in the deterministic mode.
  * Built with clang -fsanitize=fuzzer -DFLASH_ATTN_FUZZ it is a libFuzzer target instead.
  */
 #include "case_gpu.h"
@@ -105,6 +106,39 @@ static void take_lengths(bytes *b, test_case *c)
     c->forward_only = one_in(b, 4);
 }
 
+/* What has more than 128 queries, whole 16 bytes a row, 16 bits or FP8, and neither bias nor block mask; many sequences in one of four. */
+static void take_hoppers_shape(bytes *b, test_case *c)
+{
+    bool many     = one_in(b, 4);
+    c->batch      = many ? 1 + below(b, 40) : c->batch;
+    c->seqlen_q   = 129 + below(b, many ? 100 : 600);
+    c->seqlen_k   = one_in(b, 4) ? length(b, 200) : 1 + below(b, many ? 150 : 700);
+    c->head_dim   = 8 * (5 + below(b, 28));
+    c->head_dim_v = one_in(b, 4) ? 8 * (5 + below(b, 28)) : c->head_dim;
+    c->bias       = 0;
+    c->slices     = (slice_pattern)0;
+    c->page_size  = c->page_size ? 8 * (1 + below(b, 16)) : 0;
+    c->scale      = c->scale > 0 ? c->scale : 0;
+    c->o_f32      = c->o_f32 && one_in(b, 2);
+    if (!one_in(b, 3)) { /* else most backwards would be the portable kernel's */
+        c->heads_k         = c->heads_q;
+        c->leftpad         = false;
+        c->cache_batch_idx = false;
+        c->num_splits      = 0;
+    }
+    if (c->varlen_q && one_in(b, 3))
+        c->varlen_q = LENGTHS_FEW;
+    if (c->seqused_q && one_in(b, 2))
+        c->seqused_q = LENGTHS_FEW;
+    while ((int64_t)c->batch * c->heads_q * c->seqlen_q * c->seqlen_k > 600000 && c->seqlen_k > 1) {
+        c->heads_q = c->heads_q > c->heads_k ? c->heads_q - c->heads_k : c->heads_q;
+        c->batch   = (7 * c->batch + 7) / 8;
+        c->seqlen_k = c->seqlen_k * 7 / 8;
+    }
+    if (c->layout != LAYOUT_HEADS_FIRST)
+        c->layout = LAYOUT_CONTIGUOUS;
+}
+
 static void describe(const test_case *c, flash_attn_dtype dtype, const tier *t, int threads)
 {
     printf("  %s on %s, %d threads: b %d, sq %d, sk %d, hq %d, hk %d, d %d, dv %d, mask %d (%d, %d), scale %g, softcap "
@@ -183,6 +217,7 @@ static void spoil(bytes *b, flash_attn_problem *p, flash_attn_grads *g, int batc
 static const case_memory *gpu_memory;     /* NULL: the CPU */
 static const tier        *one_tier;       /* NULL: any */
 static int                one_dtype = -1; /* likewise */
+static bool               hopper;
 
 typedef enum outcome { RIGHT, REFUSED, UNSUPPORTED, WRONG, NUM_OUTCOMES } outcome;
 
@@ -244,7 +279,12 @@ static outcome run_bytes(bytes b)
     test_case        c       = take_shape(&b);
     take_scores(&b, &c);
     take_lengths(&b, &c);
-    spoilt           = spoilt && !gpu_memory;
+    spoilt             = spoilt && !gpu_memory;
+    bool deterministic = hopper && one_in(&b, 3);
+    if (hopper)
+        take_hoppers_shape(&b, &c);
+    if (hopper && dtype == FLASH_ATTN_F32)
+        dtype = one_in(&b, 4) ? FLASH_ATTN_F8E4M3 : FLASH_ATTN_BF16;
     case_instance *x = case_build(&c, dtype, CASE_RANDOM | CASE_BACKWARD | (spoilt ? CASE_NO_EXPECT : 0), seed, why, sizeof why);
     outcome        result;
     if (!x) {
@@ -254,7 +294,7 @@ static outcome run_bytes(bytes b)
     } else {
         case_device device = {.context = t->context, .num_threads = threads};
         if (gpu_memory)
-            device = (case_device){.device = {.type = FLASH_ATTN_CUDA}, .memory = gpu_memory};
+            device = (case_device){.device = {.type = FLASH_ATTN_CUDA}, .memory = gpu_memory, .deterministic = deterministic};
         case_result judged = case_run(x, &device);
         result = judged.verdict == CASE_PASSED ? RIGHT : judged.verdict == CASE_SKIPPED ? UNSUPPORTED : WRONG;
         if (result == WRONG)
@@ -341,15 +381,16 @@ int main(int argc, char **argv)
             }
         } else if (strcmp(argv[n], "--dtype") == 0 && n + 1 < argc && take_dtype(argv[n + 1])) {
             n++;
-        } else if (strcmp(argv[n], "--gpu") == 0) {
+        } else if (strcmp(argv[n], "--gpu") == 0 || strcmp(argv[n], "--hopper") == 0) {
             char why[200];
+            hopper     = hopper || strcmp(argv[n], "--hopper") == 0;
             gpu_memory = case_gpu_memory(0, why, sizeof why);
             if (!gpu_memory) {
                 printf("skipped: %s\n", why);
                 return 0;
             }
         } else {
-            fprintf(stderr, "usage: fuzz_problem [--seconds N] [--seed N] [--tier NAME] [--dtype NAME] [--gpu]\n");
+            fprintf(stderr, "usage: fuzz_problem [--seconds N] [--seed N] [--tier NAME] [--dtype NAME] [--gpu] [--hopper]\n");
             return 2;
         }
     }

@@ -189,7 +189,7 @@ static void need_hopper(const fp8_problem *p)
     flash_attn_device_info info;
     need_gpu();
     expect_ok(flash_attn_get_device_info(NULL, p->device.device, &info));
-    if (strcmp(info.isa, "sm_90") != 0 || strstr(info.name, "emulated")) {
+    if (strcmp(info.isa, "sm_90") != 0 || strstr(info.name, "emulated GPU")) {
         print_message("skipped: device 0 is %s, of %s\n", info.name, info.isa);
         skip();
     }

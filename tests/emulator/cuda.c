@@ -3,7 +3,8 @@
  * kernel is a shared object that the emulated NVRTC (nvrtc.c) has built, and a launch runs its blocks one after the other
  * before it returns. For tests alone: it is found by LD_LIBRARY_PATH.
  *
- * EMULATOR_ARCH: compute capability (90); EMULATOR_DEVICES: how many devices (2).
+ * EMULATOR_ARCH: compute capability (90); EMULATOR_DEVICES: how many devices (2); EMULATOR_MULTIPROCESSORS: of each (132);
+ * EMULATOR_TMA: 1 if they have Hopper's tensor maps, so that its own kernels are taken (0); EMULATOR_SEED: of the lots that are drawn (1).
  */
 #include "fibers.h"
 #include "object.h"
@@ -23,7 +24,7 @@ enum {
     INVALID_CLUSTER_SIZE = 912
 };
 enum { CLUSTER_DIMENSION = 4 }; /* a launch's attribute */
-enum { MAX_DEVICES = 8, MAX_DEPTH = 8 };
+enum { MAX_DEVICES = 8, MAX_DEPTH = 8, MAX_PARAMETERS = 2 };
 
 static int number(const char *name, int if_absent)
 {
@@ -70,7 +71,7 @@ int cuDeviceGet(int *device, int ordinal)
 
 int cuDeviceGetName(char *name, int length, int device)
 {
-    snprintf(name, (size_t)length, "emulated GPU %d", device);
+    snprintf(name, (size_t)length, "emulated %s %d", number("EMULATOR_TMA", 0) ? "Hopper" : "GPU", device);
     return OK;
 }
 
@@ -87,12 +88,12 @@ int cuDeviceGetAttribute(int *value, int attribute, int device)
     int arch = number("EMULATOR_ARCH", 90);
     (void)device;
     switch (attribute) {
-    case MULTIPROCESSORS: *value = 132; break;
+    case MULTIPROCESSORS: *value = number("EMULATOR_MULTIPROCESSORS", 132); break;
     case L2_BYTES: *value = 50 << 20; break;
     case MAJOR: *value = arch / 10; break;
     case MINOR: *value = arch % 10; break;
     case MAX_SHARED: *value = arch == 80 ? 163 << 10 : arch == 90 || arch == 100 ? 227 << 10 : 99 << 10; break;
-    case TENSOR_MAPS: *value = 0; break; /* Hopper's own kernels are not emulated */
+    case TENSOR_MAPS: *value = number("EMULATOR_TMA", 0); break;
     default: *value = 1;
     }
     return OK;
@@ -294,7 +295,7 @@ typedef struct operation {
     struct operation *next;
     library          *kernel; /* NULL: a memset */
     unsigned          grid, cluster, threads, shared_bytes;
-    void             *parameter;
+    void             *parameter[MAX_PARAMETERS];
     uint64_t          to;
     unsigned char     byte;
     size_t            bytes;
@@ -330,47 +331,61 @@ static bool keep(stream *s, operation o)
     return true;
 }
 
+static void free_parameters(const operation *o)
+{
+    for (int n = 0; n < MAX_PARAMETERS; n++)
+        free(o->parameter[n]);
+}
+
 static void run_kernel(const operation *o)
 {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    emulator_kernel        kernel = {.state = dlsym(o->kernel->object, "emulator"), .parameter = o->parameter, .grid = o->grid,
+    emulator_kernel        kernel = {.state = dlsym(o->kernel->object, "emulator"), .parameter = (const void *const *)o->parameter, .grid = o->grid,
                                      .cluster = o->cluster, .threads = (int)o->threads, .shared_bytes = (int)o->shared_bytes};
+    const unsigned        *at_once = dlsym(o->kernel->object, "emulator_blocks_at_once"); /* else a cluster */
+    unsigned               fits    = EMULATOR_MAX_FIBERS / o->threads, most = at_once ? (*at_once < fits ? *at_once : fits) : 1;
+    unsigned               count   = most < o->cluster ? o->cluster : most / o->cluster * o->cluster;
     char *(*statics)(size_t *bytes);
     *(void **)&kernel.run = dlsym(o->kernel->object, "emulator_run");
     *(void **)&statics    = dlsym(o->kernel->object, "emulator_statics");
     kernel.statics        = statics(&kernel.statics_bytes);
+    kernel.has_async      = at_once != NULL;
     pthread_mutex_lock(&lock);
-    for (unsigned block = 0; block < o->grid; block += o->cluster)
-        emulator_run_cluster(&kernel, block);
+    for (unsigned block = 0; block < o->grid; block += count)
+        emulator_run_blocks(&kernel, block, count < o->grid - block ? count : o->grid - block);
     pthread_mutex_unlock(&lock);
 }
 
 int cuLaunchKernelEx(const launch_config *config, library *kernel, void **parameters, void **extra)
 {
     (void)extra;
-    size_t (*bytes)(void);
+    size_t (*bytes)(unsigned n);
     if (!current())
         return INVALID_CONTEXT;
     *(void **)&bytes = dlsym(kernel->object, "emulator_parameter_bytes");
-    if (points_to_other_device(parameters[0], bytes()))
-        return ILLEGAL_ADDRESS;
+    for (unsigned n = 0; n < MAX_PARAMETERS; n++)
+        if (points_to_other_device(parameters[n], bytes(n)))
+            return ILLEGAL_ADDRESS;
     unsigned cluster = 1;
     for (unsigned n = 0; n < config->num_attributes; n++)
         if (config->attributes[n].id == CLUSTER_DIMENSION)
             cluster = config->attributes[n].value[0];
     if (cluster == 0 || config->grid[0] % cluster != 0)
         return INVALID_VALUE;
-    if (cluster > EMULATOR_MAX_CLUSTER || (cluster > 1 && number("EMULATOR_ARCH", 90) < 90))
+    if (cluster > EMULATOR_MAX_BLOCKS || (cluster > 1 && number("EMULATOR_ARCH", 90) < 90))
         return INVALID_CLUSTER_SIZE;
     operation o      = {.kernel = kernel, .grid = config->grid[0], .cluster = cluster, .threads = config->block[0],
-                        .shared_bytes = config->shared_bytes, .parameter = malloc(bytes())};
-    if (!o.parameter)
-        return OUT_OF_MEMORY;
-    memcpy(o.parameter, parameters[0], bytes());
+                        .shared_bytes = config->shared_bytes};
+    for (unsigned n = 0; n < MAX_PARAMETERS && bytes(n) > 0; n++) {
+        o.parameter[n] = aligned_alloc(64, (bytes(n) + 63) / 64 * 64);
+        if (!o.parameter[n])
+            return OUT_OF_MEMORY;
+        memcpy(o.parameter[n], parameters[n], bytes(n));
+    }
     if (keep(config->stream, o))
         return OK;
     run_kernel(&o);
-    free(o.parameter);
+    free_parameters(&o);
     return OK;
 }
 
@@ -449,7 +464,7 @@ int cuGraphExecDestroy(operation *executable)
 {
     while (executable) {
         operation *next = executable->next;
-        free(executable->parameter);
+        free_parameters(executable);
         free(executable);
         executable = next;
     }
@@ -488,5 +503,3 @@ int cuEventElapsedTime(float *milliseconds, const struct timespec *begin, const 
     *milliseconds = (float)((double)(end->tv_sec - begin->tv_sec) * 1e3 + (double)(end->tv_nsec - begin->tv_nsec) * 1e-6);
     return OK;
 }
-
-int cuTensorMapEncodeTiled(void) { return NOT_FOUND; } /* Hopper's own kernels are not emulated */

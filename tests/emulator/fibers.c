@@ -1,9 +1,11 @@
 /*
  * Threads of a cluster's blocks as fibers. A fiber runs until its warp has to meet, until a barrier, or to its end; then the
  * next one of its warp has its turn, when none of the warp can go on the next warp, and when none of the block can the next
- * block. Warps and blocks so drift apart as far as their barriers let them, which is what shows a missing one.
+ * block. Warps and blocks so drift apart as far as their barriers let them, which is what shows a missing one. When no thread can go on
+ * a load of TMA lands, or a warp's product is done.
  */
 #include "fibers.h"
+#include "hopper_parts.h"
 
 #include <stdbool.h>
 #include <stdio.h>
@@ -13,13 +15,16 @@
 
 enum { STACK_BYTES = 256 << 10, NUM_BARRIERS = 16 };
 
-typedef enum fiber_state { READY, AT_MEETING, AT_BARRIER, AT_CLUSTER_BARRIER, DONE } fiber_state;
+typedef enum fiber_state { READY, AT_MEETING, AT_BARRIER, AT_CLUSTER_BARRIER, AT_PHASE, POLLING, LATE, DONE } fiber_state;
 
 typedef struct fiber {
     void       *sp; /* while it does not run */
     char       *stack;
     fiber_state state;
     int         barrier;
+    const void *phase_of; /* AT_PHASE: an mbarrier, and the phase's parity */
+    unsigned    parity;
+    const void *polled;   /* where it looked last for what another block is to write */
 } fiber;
 
 typedef struct warp {
@@ -29,7 +34,7 @@ typedef struct warp {
 } warp;
 
 typedef struct block {
-    int   at_barrier[NUM_BARRIERS];
+    int   at_barrier[NUM_BARRIERS], at_cluster_barrier; /* that of a cluster's first block counts */
     int   or_of_all, or_result;
     char *shared;
     char *statics; /* the block's own, while another block of the cluster runs */
@@ -39,10 +44,9 @@ typedef struct block {
 static struct {
     fiber                  fiber[EMULATOR_MAX_FIBERS];
     warp                   warp[EMULATOR_MAX_FIBERS / 32];
-    block                  block[EMULATOR_MAX_CLUSTER];
-    int                    at_cluster_barrier;
-    int                    current, running; /* fiber; block of the cluster */
-    unsigned               first_block;
+    block                  block[EMULATOR_MAX_BLOCKS];
+    int                    current, running; /* fiber; block */
+    unsigned               first_block, blocks;
     void                  *scheduler;        /* its stack pointer, while a fiber runs */
     emulator_state        *state;
     const emulator_kernel *kernel;
@@ -99,33 +103,64 @@ static void meet(void (*work)(void **), void *record)
         now.fiber[first + l].state = READY;
 }
 
-static void barrier(int id, int threads)
+/* True for the last to come, who lets the others go on. */
+static bool arrive(int id, int threads)
 {
     if (id < 0 || id >= NUM_BARRIERS || threads % 32 != 0)
         fail("a barrier that does not exist, or of a part of a warp");
     int *waiting = &now.block[now.running].at_barrier[id], first = now.running * now.kernel->threads;
-    if (++*waiting < threads) {
-        now.fiber[now.current].barrier = id;
-        back_to_scheduler(AT_BARRIER);
-        return;
-    }
+    if (++*waiting < threads)
+        return false;
     *waiting = 0;
     for (int t = first; t < first + now.kernel->threads; t++)
         if (now.fiber[t].state == AT_BARRIER && now.fiber[t].barrier == id)
             now.fiber[t].state = READY;
+    return true;
 }
+
+static void barrier(int id, int threads)
+{
+    if (arrive(id, threads))
+        return;
+    now.fiber[now.current].barrier = id;
+    back_to_scheduler(AT_BARRIER);
+}
+
+static void barrier_arrive(int id, int threads) { arrive(id, threads); }
 
 static void cluster_barrier(void)
 {
-    int threads = (int)now.kernel->cluster * now.kernel->threads;
-    if (++now.at_cluster_barrier < threads) {
+    int  threads = (int)now.kernel->cluster * now.kernel->threads, first = now.current / threads * threads;
+    int *waiting = &now.block[first / now.kernel->threads].at_cluster_barrier;
+    if (++*waiting < threads) {
         back_to_scheduler(AT_CLUSTER_BARRIER);
         return;
     }
-    now.at_cluster_barrier = 0;
-    for (int t = 0; t < threads; t++)
+    *waiting = 0;
+    for (int t = first; t < first + threads; t++)
         if (now.fiber[t].state == AT_CLUSTER_BARRIER)
             now.fiber[t].state = READY;
+}
+
+/* Who looks at the same place once more lets the others run first. */
+static void poll(const void *address)
+{
+    fiber *f = &now.fiber[now.current];
+    if (f->polled == address)
+        back_to_scheduler(POLLING);
+    f->polled = address;
+}
+
+emulator_state *emulator_now(void) { return now.state; }
+
+void emulator_be_late(void) { back_to_scheduler(LATE); }
+
+void emulator_wait_for_phase(const void *of, unsigned parity)
+{
+    fiber *f    = &now.fiber[now.current];
+    f->phase_of = of;
+    f->parity   = parity;
+    back_to_scheduler(AT_PHASE);
 }
 
 /* The next round's values come after everybody has been at this round's barrier, so one result is enough. */
@@ -153,8 +188,9 @@ static void start_fiber(fiber *f)
     *--top = (void *)(size_t)fiber_main; /* where ret goes */
     for (int registers = 0; registers < 6; registers++)
         *--top = NULL;
-    f->sp    = top;
-    f->state = READY;
+    f->sp     = top;
+    f->state  = READY;
+    f->polled = NULL;
 }
 
 static void go_to(int fiber)
@@ -165,18 +201,21 @@ static void go_to(int fiber)
     now.state->block.x  = now.first_block + (unsigned)(fiber / now.kernel->threads);
 }
 
-/* Runs every fiber of a warp that can go on until none can. True if one ran. */
+/* Runs every fiber of a warp that can go on until none can; who polls gets one look. True if one ran, and not only to look. */
 static bool run_warp(int first)
 {
-    bool ran = false, again = true;
-    while (again) {
+    bool ran = false, looks = true;
+    for (bool again = true; again; looks = false) {
         again = false;
         for (int t = first; t < first + 32; t++) {
-            if (now.fiber[t].state != READY)
+            fiber *f = &now.fiber[t];
+            bool   polled = f->state == POLLING;
+            if (f->state != READY && !(polled && looks) && !(f->state == AT_PHASE && emulator_phase_is_over(f->phase_of, f->parity)))
                 continue;
-            again = ran = true;
             go_to(t);
-            emulator_switch(&now.scheduler, now.fiber[t].sp);
+            emulator_switch(&now.scheduler, f->sp);
+            if (!polled || f->state != POLLING)
+                again = ran = true;
         }
     }
     return ran;
@@ -191,12 +230,53 @@ static bool run_block(int index)
     return ran;
 }
 
-/* A cluster's blocks take turns with the kernel's __shared__ variables. */
+static unsigned drawn(unsigned below)
+{
+    static unsigned random;
+    if (random == 0) {
+        const char *seed = getenv("EMULATOR_SEED");
+        random           = seed ? (unsigned)atoi(seed) : 1;
+    }
+    random = random * 1664525u + 1013904223u;
+    return (random >> 8) % below;
+}
+
+/* A warp of the block that waits for a product. False if none does. */
+static bool wake_warp(unsigned index)
+{
+    unsigned threads = (unsigned)now.kernel->threads, begin = drawn(threads / 32) * 32, woken = 0;
+    for (unsigned w = 0; w < threads && woken == 0; w += 32)
+        for (unsigned l = 0; l < 32; l++) {
+            fiber *f = &now.fiber[index * threads + (begin + w) % threads + l];
+            woken += f->state == LATE;
+            if (f->state == LATE)
+                f->state = READY;
+        }
+    return woken > 0;
+}
+
+/* What is late happens in a block that lot favours for a time, so that blocks drift apart; else in another. */
+static bool let_one_happen(void)
+{
+    static unsigned favoured, left;
+    if (left-- == 0) {
+        favoured = drawn(EMULATOR_MAX_BLOCKS);
+        left     = drawn(256);
+    }
+    for (unsigned b = 0; b < now.blocks; b++) {
+        unsigned index = (favoured + b) % now.blocks, block = now.first_block + index;
+        if (drawn(2) ? emulator_land_one_load(block) || wake_warp(index) : wake_warp(index) || emulator_land_one_load(block))
+            return true;
+    }
+    return false;
+}
+
+/* Blocks that run at once take turns with the kernel's __shared__ variables. */
 static void go_to_block(int index)
 {
     const emulator_kernel *kernel = now.kernel;
     block                 *next   = &now.block[index];
-    if (kernel->cluster > 1 && kernel->statics_bytes > 0) {
+    if (now.blocks > 1 && kernel->statics_bytes > 0) {
         memcpy(now.block[now.running].statics, kernel->statics, kernel->statics_bytes);
         memcpy(kernel->statics, next->statics, kernel->statics_bytes);
     }
@@ -204,7 +284,7 @@ static void go_to_block(int index)
     now.state->shared = next->shared;
 }
 
-static void start_block(block *b)
+static void start_block(block *b, unsigned index)
 {
     const emulator_kernel *kernel = now.kernel;
     if (!b->shared)
@@ -217,8 +297,28 @@ static void start_block(block *b)
     if (!b->shared || (kernel->statics_bytes > 0 && !b->statics))
         fail("no memory for a block");
     memset(b->shared, 0xFF, (size_t)kernel->shared_bytes);
+    if (kernel->has_async)
+        emulator_start_writes(index);
     memset(b->at_barrier, 0, sizeof b->at_barrier);
-    b->or_of_all = 0;
+    b->at_cluster_barrier = b->or_of_all = 0;
+}
+
+/* Where those of a warp's lanes are that have not ended. */
+static void tell_warp(int first)
+{
+    static const char *const names[] = {[READY] = "ready", [AT_MEETING] = "meeting", [AT_BARRIER] = "barrier", [AT_CLUSTER_BARRIER] = "cluster barrier",
+                                        [AT_PHASE] = "mbarrier", [POLLING] = "polling", [LATE] = "product", [DONE] = "ended"};
+    for (int t = first; t < first + 32; t++) {
+        const fiber *f = &now.fiber[t], *before = t > first ? f - 1 : NULL;
+        if (f->state == DONE || (before && before->state == f->state && before->barrier == f->barrier && before->phase_of == f->phase_of))
+            continue;
+        fprintf(stderr, "  block %d, thread %d on: %s", t / now.kernel->threads, t % now.kernel->threads, names[f->state]);
+        if (f->state == AT_BARRIER)
+            fprintf(stderr, " %d, %d are there", f->barrier, now.block[t / now.kernel->threads].at_barrier[f->barrier]);
+        if (f->state == AT_PHASE)
+            fprintf(stderr, " at %d, parity %u", (int)((const char *)f->phase_of - now.block[t / now.kernel->threads].shared), f->parity);
+        fputc('\n', stderr);
+    }
 }
 
 static void check_done(int fiber)
@@ -228,38 +328,50 @@ static void check_done(int fiber)
     case DONE: return;
     case AT_BARRIER: fail("waits at a barrier that others do not come to");
     case AT_CLUSTER_BARRIER: fail("waits at a cluster's barrier that others do not come to");
+    case AT_PHASE: fail("waits for a phase of an mbarrier that does not end");
+    case POLLING: fail("a block waits for one that comes after it");
     default: fail("waits for lanes of its warp that do not come");
     }
 }
 
-void emulator_run_cluster(const emulator_kernel *kernel, unsigned first_block)
+void emulator_run_blocks(const emulator_kernel *kernel, unsigned first_block, unsigned blocks)
 {
     static unsigned run;
-    int             fibers = (int)kernel->cluster * kernel->threads;
+    int             fibers = (int)blocks * kernel->threads;
     now.state              = kernel->state;
     now.kernel             = kernel;
     now.running            = 0;
     now.first_block        = first_block;
+    now.blocks             = blocks;
     *now.state = (emulator_state){.block = {first_block, 0, 0}, .grid = {kernel->grid, 1, 1}, .run = ++run,
                                   .threads = kernel->threads, .shared_bytes = kernel->shared_bytes, .meet = meet,
-                                  .barrier = barrier, .barrier_or = barrier_or, .cluster_barrier = cluster_barrier, .fail = fail};
+                                  .barrier = barrier, .barrier_arrive = barrier_arrive, .barrier_or = barrier_or,
+                                  .cluster_barrier = cluster_barrier, .poll = poll, .fail = fail, .wrote = kernel->has_async ? emulator_wrote : NULL,
+                                  .hopper = &emulator_hopper_functions};
     if (kernel->threads > EMULATOR_MAX_THREADS || kernel->threads % 32 != 0 || kernel->shared_bytes > EMULATOR_MAX_SHARED ||
-        fibers > EMULATOR_MAX_FIBERS)
+        fibers > EMULATOR_MAX_FIBERS || blocks > EMULATOR_MAX_BLOCKS)
         fail("more threads or shared memory than a block has");
-    now.at_cluster_barrier = 0;
     memset(now.warp, 0, sizeof now.warp);
-    for (unsigned b = 0; b < kernel->cluster; b++)
-        start_block(&now.block[b]);
+    for (unsigned b = 0; b < blocks; b++)
+        start_block(&now.block[b], b);
     for (int t = 0; t < fibers; t++)
         start_fiber(&now.fiber[t]);
     for (bool ran = true; ran;) {
         ran = false;
-        for (int b = 0; b < (int)kernel->cluster; b++) {
+        for (int b = 0; b < (int)blocks; b++) {
             go_to_block(b);
             while (run_block(b))
                 ran = true;
         }
+        ran = ran || let_one_happen();
     }
+    bool all = true;
+    for (int t = 0; t < fibers; t++)
+        all = all && now.fiber[t].state == DONE;
+    for (int t = 0; t < fibers && !all; t += 32)
+        tell_warp(t);
     for (int t = 0; t < fibers; t++)
         check_done(t);
+    emulator_end_products(fibers);
+    emulator_end_transfers(fibers);
 }

@@ -10,6 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <utility>
 
 #include "emulator.h"
 
@@ -64,6 +65,17 @@ static inline int      __float_as_int(float x) { return bits_as<int>(x); }
 static inline unsigned __float_as_uint(float x) { return bits_as<unsigned>(x); }
 static inline float    __fdividef(float a, float b) { return a / b; }
 template <class T> static inline T __ldcg(const T *from) { return *from; }
+template <class T> static inline T __ldcs(const T *from) { return *from; }
+
+/* Bytes of b and a, numbered 0 to 7 from a's lowest. */
+static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which)
+{
+    unsigned long long both = (unsigned long long)b << 32 | a;
+    unsigned           result = 0;
+    for (int n = 0; n < 4; n++)
+        result |= (unsigned)(both >> 8 * (which >> 4 * n & 7) & 255) << 8 * n;
+    return result;
+}
 
 static inline void __threadfence() {}
 static inline void __syncthreads() { emulator.barrier(0, emulator.threads); }
@@ -108,44 +120,49 @@ template <class T> static inline T __shfl_xor_sync(unsigned mask, T value, int b
     return __shfl_sync(mask, value, (int)(emulator.thread.x % 32) ^ bits);
 }
 
-static void any_of_all(exchange *lane[32])
+static void ballot_of_all(exchange *lane[32])
 {
-    unsigned any = 0;
+    unsigned ballot = 0;
     for (int l = 0; l < 32; l++)
-        any |= lane[l]->value != 0;
+        ballot |= (unsigned)(lane[l]->value != 0) << l;
     for (int l = 0; l < 32; l++)
-        lane[l]->result = any;
+        lane[l]->result = ballot;
 }
 
-static inline int __any_sync(unsigned, int value)
+static inline unsigned __ballot_sync(unsigned, int value)
 {
     exchange mine = {value != 0, 0, 0};
-    together(any_of_all, &mine);
-    return (int)mine.result;
+    together(ballot_of_all, &mine);
+    return (unsigned)mine.result;
 }
+
+static inline int __any_sync(unsigned, int value) { return __ballot_sync(~0u, value) != 0; }
 
 static inline void __syncwarp() { __any_sync(~0u, 0); }
 
-/* ---- the driver's way in: the entry, with its one parameter by value ---- */
+/* ---- the driver's way in: the entry, with its parameters by value ---- */
 
-template <class T> struct by_value {
-    typedef T type;
-};
-template <class T> struct by_value<const T> {
-    typedef T type;
-};
-
-template <class PARAMETER> static void call(void (*kernel)(PARAMETER), const void *parameter)
+template <class... PARAMETER, size_t... N> static void call_with(void (*kernel)(PARAMETER...), const void *const *parameter, std::index_sequence<N...>)
 {
-    kernel(*(const typename by_value<PARAMETER>::type *)parameter);
+    kernel(*(const PARAMETER *)parameter[N]...);
 }
 
-template <class PARAMETER> static size_t parameter_bytes(void (*)(PARAMETER)) { return sizeof(PARAMETER); }
+template <class... PARAMETER> static void call(void (*kernel)(PARAMETER...), const void *const *parameter)
+{
+    call_with(kernel, parameter, std::index_sequence_for<PARAMETER...>());
+}
+
+/* Of parameter n; 0: there is none. */
+template <class... PARAMETER> static size_t parameter_bytes(void (*)(PARAMETER...), unsigned n)
+{
+    const size_t bytes[] = {sizeof(PARAMETER)..., 0};
+    return n < sizeof...(PARAMETER) ? bytes[n] : 0;
+}
 
 /* At the end of the text. */
 #define EMULATOR_ENTRY(name)                                                                                           \
-    extern "C" void   emulator_run(const void *parameter) { call(name, parameter); }                                  \
-    extern "C" size_t emulator_parameter_bytes() { return parameter_bytes(name); }                                    \
+    extern "C" void   emulator_run(const void *const *parameter) { call(name, parameter); }                           \
+    extern "C" size_t emulator_parameter_bytes(unsigned n) { return parameter_bytes(name, n); }                       \
     extern "C" char  *emulator_statics(size_t *bytes)                                                                  \
     {                                                                                                                  \
         *bytes = (size_t)(__stop_emulated_shared - __start_emulated_shared);                                           \

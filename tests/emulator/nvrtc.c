@@ -1,6 +1,6 @@
 /*
  * libnvrtc.so.13 for a machine without a GPU: builds a kernel's text with the host's C++ compiler, for the emulated driver
- * (cuda.c). kernel.h stands in front of the text and ptx.h in the place of ptx_sm80.cuh; all else is the text as it is.
+ * (cuda.c). kernel.h stands in front of the text, ptx.h and hopper.h in the places of ptx_sm80.cuh and ptx_sm90.cuh; all else is the text as it is.
  * For tests alone: it is found by LD_LIBRARY_PATH.
  */
 #include "object.h"
@@ -92,6 +92,13 @@ static bool write_text(const program *p, const char *name, const char *text)
     return file && !ferror(file) && fclose(file) == 0;
 }
 
+static const char *text_of(const char *name, const char *text)
+{
+    if (strcmp(name, "ptx_sm80.cuh") == 0)
+        return "#include \"ptx.h\"\n";
+    return strcmp(name, "ptx_sm90.cuh") == 0 ? "#include \"hopper.h\"\n" : text;
+}
+
 int nvrtcCreateProgram(program **made, const char *text, const char *name, int num_headers, const char *const *headers,
                        const char *const *names)
 {
@@ -102,7 +109,7 @@ int nvrtcCreateProgram(program **made, const char *text, const char *name, int n
     strcpy(p->folder, "/tmp/emulated-nvrtc-XXXXXX");
     bool written = mkdtemp(p->folder) != NULL;
     for (int n = 0; n < num_headers; n++)
-        written = write_text(p, names[n], strcmp(names[n], "ptx_sm80.cuh") == 0 ? "#include \"ptx.h\"\n" : headers[n]) && written;
+        written = write_text(p, names[n], text_of(names[n], headers[n])) && written;
     FILE *file = open_in(p, "kernel.cpp", "w");
     if (!written || !file)
         return OUT_OF_MEMORY;

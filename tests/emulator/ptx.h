@@ -75,7 +75,17 @@ template <int PENDING> FA_DEVICE void copy_wait()
     memmove(mine.copy, mine.copy + done, sizeof mine.copy[0] * (size_t)mine.count);
 }
 
-template <class T> FA_DEVICE void store_shared(unsigned to, T value) { memcpy(shared_at(to, sizeof value), &value, sizeof value); }
+FA_DEVICE void wrote(unsigned to, unsigned bytes)
+{
+    if (emulator.wrote)
+        emulator.wrote(to, bytes);
+}
+
+template <class T> FA_DEVICE void store_shared(unsigned to, T value)
+{
+    memcpy(shared_at(to, sizeof value), &value, sizeof value);
+    wrote(to, sizeof value);
+}
 FA_DEVICE void shared_store(unsigned to, unsigned value) { store_shared(to, value); }
 FA_DEVICE void shared_store(unsigned to, uint4 value) { store_shared(to, value); }
 FA_DEVICE void shared_store(unsigned to, float value) { store_shared(to, value); }
@@ -189,16 +199,17 @@ FA_DEVICE void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, 
 
 template <int THREADS_> FA_DEVICE void barrier(int id) { emulator.barrier(id, THREADS_); }
 
-/* Blocks run in order, so what a block waits for has happened or never will. */
 FA_DEVICE int load_acquire(const int *from)
 {
-    static const int *last;
-    static int        times;
-    times = from == last ? times + 1 : 0;
-    last  = from;
-    if (times > 1000)
-        emulator.fail("a block waits for one that comes after it");
+    emulator.poll(from);
     return *from;
+}
+
+FA_DEVICE int or_acquire(int *to, int bits)
+{
+    int before = *to;
+    *to |= bits;
+    return before;
 }
 
 FA_DEVICE void add_release(int *to, int x) { *to += x; }
