@@ -14,7 +14,8 @@ typedef enum lengths {
     LENGTHS_MIXED = 2, /* one of n, others between 1 and n */
     LENGTHS_HOLES = 3, /* as MIXED, every second one empty, the first and last too */
     LENGTHS_EMPTY = 4, /* all 0 */
-    LENGTHS_ONES  = 5  /* all 1 */
+    LENGTHS_ONES  = 5, /* all 1 */
+    LENGTHS_FEW   = 6  /* n of each twelfth, the first too, all others empty */
 } lengths;
 
 /* Bits of test_case.bias. */

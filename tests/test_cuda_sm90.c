@@ -297,6 +297,9 @@ static const test_case backward_shapes[] = {
     {.name = "80 queries, softcap, ALiBi, sinks", .batch = 2, .seqlen_q = 533, .seqlen_k = 195, .heads_q = 2, .softcap = 30, .logit_size = 20, .alibi = true, .sinks = true,
      .head_dim = 128},
     {.name = "80 queries, dropout", .batch = 2, .seqlen_q = 533, .seqlen_k = 195, .heads_q = 2, .dropout = 0.3f, .head_dim = 128},
+    {.name = "few have queries", .batch = 50, .seqlen_q = 200, .seqlen_k = 300, .heads_q = 2, .seqused_q = LENGTHS_FEW},
+    {.name = "few have queries, causal", .batch = 50, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .seqused_q = LENGTHS_FEW, .mask = C},
+    {.name = "few have queries, packed", .batch = 40, .seqlen_q = 300, .seqlen_k = 200, .varlen_q = LENGTHS_FEW, .varlen_k = LENGTHS_MIXED, .head_dim = 128},
 };
 
 static void every_backward_shape_is_right(void **state)

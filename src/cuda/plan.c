@@ -448,6 +448,8 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     args->dealt_tiles = call->cu_seqlens_k ? (int)all_k : args->tiles_k;
     args->dealt_heads = (int)(heads - own);
     args->order_heads = is_dealt(call, key, args) ? (int)key_heads_in_l2(call, key, args) : args->dealt_heads;
+    if (args->tiles_k == 0)
+        args->tiles_k = 1; /* own_item divides by it, also where all sequences are empty */
     rowsum.tile_q  = key->tile_q;
     rowsum.variant = 1;
     plan->has_maps = true;

@@ -8,8 +8,9 @@
 #include "pairs_sm90.cuh"
 
 /* What the warps that add dQ are to do next. */
+constexpr int NOTHING = -1, NO_MORE = -2;
 struct turn {
-    int      number; /* of the query tile, as in struct walk; -1: there is none */
+    int      number; /* of the query tile, as in struct walk, or one of these: the item has no steps; there is none */
     unsigned item;
     int      stores, last; /* nobody has come to the tile before; an item's last step */
 };
@@ -32,7 +33,7 @@ constexpr int DQ_BYTES = 128 * DQ_COUNT * 4 / PIECES /* of a slot */, STAT_BYTES
 constexpr int V_AT = KV_BYTES, Q_AT = V_AT + KV_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES, DS_AT = DO_AT + STAGES * Q_BYTES;
 constexpr int DQ_AT = DS_AT + DS_STAGES * DS_BYTES, LSE_AT = DQ_AT + ADDERS * SLOTS * DQ_BYTES, DELTA_AT = LSE_AT + Q_STAGES * STAT_BYTES;
 constexpr int PASSED_AT = DELTA_AT + STAGES * STAT_BYTES /* P from one consumer to the other, and what dS is made of instead */;
-constexpr int BARRIERS_AT = PASSED_AT + (BY_COLUMNS ? DS_BYTES * (1 + HAS_NOTED) : 0), BARRIERS = 6 + WORKS + 2 * (Q_STAGES + STAGES);
+constexpr int BARRIERS_AT = PASSED_AT + (BY_COLUMNS ? DS_BYTES * (1 + HAS_NOTED) : 0), BARRIERS = 6 + 2 * WORKS + 2 * (Q_STAGES + STAGES);
 constexpr int TURN_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16, WORKS_AT = TURN_AT + (int)sizeof(turn);
 constexpr int STAGED_AT = (WORKS_AT + WORKS * (int)sizeof(work) + 1023) / 1024 * 1024;
 /* dK and dV on their way out, panels of 64 keys: at head_dim 64 both in the memory of dS that nobody reads, at 128 half of dK there and half behind all else, dV
@@ -69,6 +70,7 @@ FA_DEVICE unsigned dout_empty(unsigned n) { return dout_barrier(1, n); }
 
 FA_DEVICE unsigned turn_full() { return barrier_at(4 + WORKS + 2 * (Q_STAGES + STAGES)); }
 FA_DEVICE unsigned turn_empty() { return barrier_at(5 + WORKS + 2 * (Q_STAGES + STAGES)); }
+FA_DEVICE unsigned added(unsigned item) { return barrier_at(6 + WORKS + 2 * (Q_STAGES + STAGES) + item % WORKS); } /* its dQ: nobody asks for the work any more */
 
 /* Waiting for a ring to be filled for the n-th time and, with the other parity, for it to be free, which it is at first. */
 template <int COUNT> FA_DEVICE unsigned filled(unsigned n) { return n / COUNT & 1; }
@@ -82,8 +84,10 @@ FA_DEVICE void start_barriers()
     barrier_init(k_empty(), 4 * CONSUMERS);
     barrier_init(v_full(), 1);
     barrier_init(v_empty(), V_IS_EARLY ? 4 * CONSUMERS : CONSUMERS);
-    for (int n = 0; n < WORKS; n++)
+    for (int n = 0; n < WORKS; n++) {
         barrier_init(found(n), 1);
+        barrier_init(added(n), ADDERS);
+    }
     for (int n = 0; n < Q_STAGES; n++) {
         barrier_init(q_full(n), 1);
         barrier_init(q_empty(n), 4 * CONSUMERS);

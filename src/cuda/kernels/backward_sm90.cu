@@ -23,7 +23,7 @@
  * The compiler serialises all products where it runs out of registers: so nothing is in flight from one round of the loop to the next, and
  * loops are as plain as they can be (decision 0055).
  *
- * Shared memory: K, V, three stages of Q and two of dO (BY_COLUMNS two and one), two of dS (DQ_TURNED one; panels as in ptx_sm90.cuh), dQ, LSE and delta of the stages,
+ * Shared memory: K, V, three stages of Q and two of dO (BY_COLUMNS two and one), two of dS (DQ_TURNED one; panels as in panels_sm90.cuh), dQ, LSE and delta of the stages,
  * barriers, works, at head_dim 128 with 64 queries a quarter of dK and dV on their way out.
  */
 #include "backward_wide_sm90.cuh"
@@ -52,7 +52,8 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
 {
     unsigned n = 0;
     for (unsigned item = 0;; item++) {
-        work &w = work_at(item); /* its last readers are done: nobody is WORKS items behind */
+        work &w = work_at(item);
+        barrier_wait(added(item), freed<WORKS>(item)); /* consumers are not as many items behind, but who waits for other blocks' dQ may be, if items have no steps */
         if (!find_item(args, item, w))
             break;
         int  steps = steps_of(w), end = w.seq.kv_row + w.seq.seqlen_k, left = w.seq.seqlen_k - w.first_k;
@@ -122,15 +123,16 @@ FA_DEVICE void take_turns(const fa_args &args)
     for (unsigned item = 0; has_item(item); item++) {
         const work &w  = work_at(item);
         walk        at = start_walk(args, w);
-        for (int left = steps_of(w); left > 0; left--, n++, advance(args, at)) {
+        int         left = steps_of(w);
+        for (bool first = true; first || left > 0; first = false, left--, n++, advance(args, at)) {
             barrier_wait(turn_empty(), freed<1>(n));
-            next_turn() = {at.number, item, begin_turn(args, w, at), left == 1};
+            next_turn() = {left > 0 ? at.number : NOTHING, item, left > 0 && begin_turn(args, w, at), left == 1};
             fence_async_global(); /* what others have stored, for TMA */
             barrier_arrive(turn_full());
         }
     }
     barrier_wait(turn_empty(), freed<1>(n));
-    next_turn().number = -1;
+    next_turn().number = NO_MORE;
     barrier_arrive(turn_full());
 }
 
@@ -199,8 +201,16 @@ FA_DEVICE void add_dq(const fa_args &args, const fa_maps &maps, int adder)
             tell<0>(args, open, adder); /* many wait for it, or whom this block waits for may */
         barrier_wait(turn_full(), filled<1>(n));
         turn now = next_turn();
-        if (now.number < 0)
+        if (now.number == NO_MORE)
             break;
+        if (now.number == NOTHING) {
+            __syncwarp(); /* all have read the turn */
+            if (asks) {
+                barrier_arrive(turn_empty());
+                barrier_arrive(added(now.item));
+            }
+            continue;
+        }
         if (BY_COLUMNS && now.last && args.apart_dv >= 0)
             pass_gradient(work_at(now.item), maps.dv, args.apart_dv, adder, asks);
         float *to = args.dq_accum + (fa_i64)now.number * (FA_TILE_Q * FA_HEAD_DIM) + adder * (DQ_ROUNDS * SLOTS * DQ_BYTES / 4);
@@ -215,8 +225,10 @@ FA_DEVICE void add_dq(const fa_args &args, const fa_maps &maps, int adder)
         }
         if (DK_BY_DQ && now.last && args.apart_dk >= 0)
             pass_gradient(work_at(now.item), maps.dk, args.apart_dk, adder, asks);
-        if (asks && now.last)
+        if (asks && now.last) {
             tell<0>(args, open, adder);
+            barrier_arrive(added(now.item));
+        }
     }
     if (asks)
         bulk_added_was_read();
