@@ -111,6 +111,9 @@ static const test_case shapes[] = {
     {.name = "maxima that jump, pages", .batch = 2, .seqlen_q = 200, .seqlen_k = 900, .page_size = 64, .seqused_k = LENGTHS_MIXED, .logit_size = 200.0f, .head_dim = 128},
     {.name = "first row sees whole tiles", .seqlen_q = 300, .seqlen_k = 427, .mask = C},
     {.name = "many causal tiles", .batch = 2, .seqlen_q = 1540, .seqlen_k = 140, .heads_q = 40, .mask = C, .head_dim = 128},
+    {.name = "few have keys", .batch = 50, .seqlen_q = 200, .seqlen_k = 300, .heads_q = 2, .seqused_k = LENGTHS_FEW},
+    {.name = "few have keys, packed", .batch = 50, .seqlen_q = 200, .seqlen_k = 300, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_FEW, .mask = C, .head_dim = 128},
+    {.name = "few have keys, pages", .batch = 50, .seqlen_q = 200, .seqlen_k = 300, .page_size = 16, .seqused_k = LENGTHS_FEW, .head_dim = 64},
 };
 enum { NUM_SHAPES = sizeof shapes / sizeof *shapes };
 

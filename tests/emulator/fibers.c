@@ -46,7 +46,7 @@ static struct {
     warp                   warp[EMULATOR_MAX_FIBERS / 32];
     block                  block[EMULATOR_MAX_BLOCKS];
     int                    current, running; /* fiber; block */
-    unsigned               first_block, blocks;
+    unsigned               first_block, blocks, slow; /* slow: a warp's number, modulo how many there are */
     void                  *scheduler;        /* its stack pointer, while a fiber runs */
     emulator_state        *state;
     const emulator_kernel *kernel;
@@ -221,13 +221,15 @@ static bool run_warp(int first)
     return ran;
 }
 
-/* Each warp of a block in turn. True if one ran. */
+/* Each warp of a block in turn, but one, which lot makes slow for a time: it goes on where the others cannot. True if one ran. */
 static bool run_block(int index)
 {
+    int  first = index * now.kernel->threads, slow = (int)now.slow % (now.kernel->threads / 32) * 32;
     bool ran = false;
     for (int w = 0; w < now.kernel->threads; w += 32)
-        ran |= run_warp(index * now.kernel->threads + w);
-    return ran;
+        if (w != slow)
+            ran |= run_warp(first + w);
+    return ran || run_warp(first + slow);
 }
 
 static unsigned drawn(unsigned below)
@@ -262,6 +264,7 @@ static bool let_one_happen(void)
     if (left-- == 0) {
         favoured = drawn(EMULATOR_MAX_BLOCKS);
         left     = drawn(256);
+        now.slow = drawn(EMULATOR_MAX_THREADS / 32);
     }
     for (unsigned b = 0; b < now.blocks; b++) {
         unsigned index = (favoured + b) % now.blocks, block = now.first_block + index;
