@@ -1,0 +1,99 @@
+#!/usr/bin/env python3
+"""Puts mistakes into the texts of Hopper's own kernels, one at a time, and sees that the emulated GPU finds each.
+
+    mistakes.py TEST EMULATOR_FOLDER KERNEL_FOLDER [WORDS]
+
+TEST: test_cuda_sm90; WORDS: only mistakes whose names hold them. Exit status 1 if one is not found, or a text no longer
+has the lines that a mistake changes.
+"""
+import os
+import subprocess
+import sys
+import tempfile
+
+FORWARD, BACKWARD, PRODUCTS = "forward_sm90.cu", "backward_sm90.cu", "backward_products_sm90.cuh"
+
+# Which shapes of which test show it.
+WHOLE = ("whole tiles", "every_shape*")
+TAILS = ("tails", "every_shape*")
+MANY = ("many tiles a block", "every_shape*")
+WHOLE_BACK = ("whole tiles", "every_backward*")
+MANY_BACK = ("many tiles a block", "every_backward*")
+LONG_BACK = ("80 queries, whole tiles", "every_backward*")
+FEW_BACK = ("few have queries", "every_backward*")
+
+WAIT_FOR_O = "    wgmma_wait<0>();\n    hold(c.o);\n    hold(c.p);\n"
+WAIT_FOR_S = "    wgmma_wait<1>();\n    hold(s);\n"
+GIVE_K = "    release(k_empty(c.tile + 1));\n"
+GIVE_V = "    release(v_empty(c.tile));\n    if (moved)"
+AFTER_S = "    if (n + 1 == w.tiles)\n        release(q_empty(item));\n    finish_scores(args, w, s, c.group, n, MASKED);\n"
+WAIT_FOR_DV = "    wgmma_wait<1>();\n    hold(c.dv);\n    hold(c.p);\n"
+GIVE_DOUT = "    release(dout_empty(c.n));\n"
+SHARE_DQ = "    share_dq(dq, c.group);\n    wgmma_wait<0>();\n    hold(c.dk);\n    hold(c.ds);\n"
+GIVE_Q = "    release(q_empty(c.n));\n"
+
+# Name, file, what stands there, what the mistake makes of it, shapes.
+MISTAKES = [
+    ("nobody waits for K", FORWARD, "{ barrier_wait(k_full(n), filled<FA_STAGES>(n)); }", "{}", WHOLE),
+    ("nobody waits for V", FORWARD, "{ barrier_wait(v_ready(n), filled<V_STAGES>(n)); }", "{}", WHOLE),
+    ("V given back before its product is done", FORWARD, WAIT_FOR_O + GIVE_V,
+     "    release(v_empty(c.tile));\n" + WAIT_FOR_O + "    if (moved)", WHOLE),
+    ("K given back before S is there", FORWARD, WAIT_FOR_S + GIVE_K + AFTER_S, GIVE_K + WAIT_FOR_S + AFTER_S, WHOLE),
+    ("P packed while it is multiplied", FORWARD, WAIT_FOR_O + GIVE_V, "    pack_p(c.p, s);\n" + WAIT_FOR_O + GIVE_V, WHOLE),
+    ("softmax of S that is not there", FORWARD, WAIT_FOR_S + GIVE_K + AFTER_S, GIVE_K + AFTER_S, WHOLE),
+    ("fewer bytes announced than come", FORWARD, "barrier_expect(k_full(k), K_BYTES);", "barrier_expect(k_full(k), K_BYTES / 2);", WHOLE),
+    ("the planner overwrites Q", FORWARD, "    barrier_wait(q_empty(item), freed<Q_STAGES>(item));\n", "", MANY),
+    ("no fence behind inspected V", FORWARD, "                fence_async();\n                __syncwarp();", "                __syncwarp();", TAILS),
+    ("nobody waits for dS", PRODUCTS, "        named_sync(OWN + group, 128);\n    else\n        named_sync(DS_IS_THERE, 128 * CONSUMERS);\n",
+     "        ;\n", WHOLE_BACK),
+    ("dO given back before dV is there", BACKWARD, WAIT_FOR_DV + GIVE_DOUT, GIVE_DOUT + WAIT_FOR_DV, WHOLE_BACK),
+    ("Q given back before dK is there", BACKWARD, SHARE_DQ + GIVE_Q, GIVE_Q + SHARE_DQ, WHOLE_BACK),
+    ("dQ's memory given back unread", BACKWARD, "    if (asks)\n        bulk_added_was_read<PENDING>();\n    __syncwarp();\n", "    __syncwarp();\n", WHOLE_BACK),
+    ("dQ told of before it is there", BACKWARD, "    bulk_added<PENDING>();\n    fence_async_global();\n    add_release", "    add_release", WHOLE_BACK),
+    ("nobody waits for who stores dQ", BACKWARD, "        while ((now & ALL_HAVE) != ALL_HAVE)\n            now = load_acquire(turn);\n", "", WHOLE_BACK),
+    ("dQ put where the one before still is", PRODUCTS,
+     "        if (j % COUNT == 0)\n            named_sync(DQ_IS_FREE + group * PIECES + j / COUNT, 128 + 32);\n", "", WHOLE_BACK),
+    ("dQ stored before it is there", BACKWARD, "    start_gradient(c.dk, c.ds, q_tile(c.n), c.group);\n    wgmma_wait<1>();\n",
+     "    start_gradient(c.dk, c.ds, q_tile(c.n), c.group);\n", WHOLE_BACK),
+    ("turns out of order", BACKWARD, "    while (load_acquire(turn) < ADDERS * turns)\n        continue;\n", "", WHOLE_BACK),
+    ("the producer overwrites K", BACKWARD, "            barrier_wait(k_empty(), freed<1>(item));\n            barrier_expect", "            barrier_expect", MANY_BACK),
+    ("dS overwritten while it is read", BACKWARD, "    wait_for_free_ds(c.group);\n    if constexpr (HAS_NOTED) {", "    if constexpr (HAS_NOTED) {", LONG_BACK),
+    ("the producer overwrites works", BACKWARD, "        barrier_wait(added(item), freed<WORKS>(item));", "", FEW_BACK),
+    ("no fence behind dS", PRODUCTS, "FA_DEVICE void wait_for_ds(int group)\n{\n    fence_async();\n", "FA_DEVICE void wait_for_ds(int group)\n{\n", WHOLE_BACK),
+    ("no fence behind dQ", PRODUCTS, "            fence_async();\n            named_arrive(DQ_IS_THERE", "            named_arrive(DQ_IS_THERE", WHOLE_BACK),
+    ("no fence behind dK and dV", PRODUCTS, "            shared_store(stage + hidden, make_uint4(0, 0, 0, 0));\n    }\n    fence_async();\n",
+     "            shared_store(stage + hidden, make_uint4(0, 0, 0, 0));\n    }\n", WHOLE_BACK),
+]
+
+
+def run(test, emulator, folder, shapes):
+    """What the test says with the kernels of `folder` in place of the library's own; None if it passes."""
+    environment = dict(os.environ, LD_LIBRARY_PATH=emulator, XDG_CACHE_HOME=os.path.join(folder, "cache"), EMULATOR_TMA="1",
+                       EMULATOR_MULTIPROCESSORS="4", FLASH_ATTN_KERNEL_DIR=folder)
+    done = subprocess.run([test, "--shapes", *shapes], env=environment, capture_output=True, text=True, timeout=600)
+    said = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "FAILED " in line or "emulated GPU:" in line]
+    return None if done.returncode == 0 else said[0] if said else f"status {done.returncode}"
+
+
+def main(test, emulator, kernels, words=""):
+    missed = 0
+    for name, file, right, wrong, shapes in MISTAKES:
+        if words not in name:
+            continue
+        with open(os.path.join(kernels, file)) as text:
+            original = text.read()
+        with tempfile.TemporaryDirectory() as folder:
+            os.mkdir(os.path.join(folder, "cache"), 0o700)
+            with open(os.path.join(folder, file), "w") as changed:
+                changed.write(original.replace(right, wrong))
+            found = run(test, emulator, folder, shapes) if right in original else None
+        missed += found is None
+        print(f"{'found ' if found else 'MISSED' if right in original else 'NO SUCH LINES'} {name}: {found or ''}", flush=True)
+    print(f"{missed} mistakes not found")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) not in (4, 5):
+        sys.exit(__doc__)
+    sys.exit(main(*sys.argv[1:]))
