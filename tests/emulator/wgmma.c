@@ -146,7 +146,7 @@ static void left_from_registers(float (*a)[MAX_K], queue *lane[32], int index, i
                     number_of(lane[l]->product[index].a[r] >> e * bits & (bits == 8 ? 0xFFu : 0xFFFFu), type);
 }
 
-__attribute__((target_clones("avx2,fma", "default"))) /* where the time goes */
+__attribute__((target_clones("avx2", "default"))) /* where the time goes */
 static void
 multiply(float (*restrict sum)[MAX_N], float (*restrict a)[MAX_K], float (*restrict b)[MAX_N], int n, int depth)
 {
