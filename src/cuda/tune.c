@@ -150,7 +150,7 @@ static bool backward_takes_tma(const fa_call *call)
 {
     enum { ENOUGH_BLOCKS = 128, TILE_K = 128 }; /* else the heads of a group are dealt to several, which has no fixed order */
     int64_t tiles  = call->cu_seqlens_k ? call->k.shape[1] / TILE_K : (call->max_seqlen_k + TILE_K - 1) / TILE_K * call->batch;
-    return !call->cache_batch_idx && !call->dbias.data && call->dout.dtype == call->q.dtype &&
+    return !call->cache_batch_idx && !call->dbias.data && !call->leftpad_k /* without a mask it hides keys past the last alone */ && call->dout.dtype == call->q.dtype &&
            (call->group == 1 || call->deterministic || tiles * call->heads_k >= ENOUGH_BLOCKS);
 }
 
