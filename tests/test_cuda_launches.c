@@ -104,12 +104,12 @@ static void the_backward_for_hopper_deals_every_head_once(void **state)
     static const int64_t dims[]    = {64, 128, 256};
     for (int n = 0; n < 4 * 3 * 2 * 4; n++) {
         int64_t            length = lengths[n % 4];
-        int                mask = n / 12 % 2, kind = n / 24; /* plain, deterministic, varlen, left padding */
+        int                mask = n / 12 % 2, kind = n / 24; /* plain, deterministic, varlen, used lengths */
         fa_call            call;
         fa_plan            plan;
         flash_attn_problem p = problem_of((shape){5, length, length, 24, 24, dims[n / 4 % 3]}, FLASH_ATTN_F16, (flash_attn_mask)mask);
         p.deterministic      = kind == 1;
-        p.leftpad_k          = kind == 3 ? numbers : NULL;
+        p.seqused_k          = kind == 3 ? numbers : NULL;
         if (kind == 2)
             make_varlen(&p, (int32_t)length);
         plan_it(&p, FLASH_ATTN_BACKWARD, 90, &call, &plan);
@@ -132,6 +132,18 @@ static void the_backward_for_hopper_deals_every_head_once(void **state)
         assert_int_equal(plan.launch[0].blocks, (int64_t)args->all_tiles_q * 24);
         assert_int_equal(plan.launch[2].blocks, (int64_t)args->all_tiles_q * 24);
     }
+}
+
+/* Without a mask Hopper's own hides keys past the last alone. */
+static void a_backward_with_left_padding_is_the_portable_kernels(void **state)
+{
+    (void)state;
+    fa_call            call;
+    fa_plan            plan;
+    flash_attn_problem p = problem_of((shape){5, 640, 640, 24, 24, 64}, FLASH_ATTN_F16, FLASH_ATTN_NONE);
+    p.leftpad_k          = numbers;
+    plan_it(&p, FLASH_ATTN_BACKWARD, 90, &call, &plan);
+    assert_int_equal(main_of(&plan)->key.kernel, FA_KERNEL_BACKWARD_SM80);
 }
 
 /* The first tile of keys alone stores dQ where it sees every query, for dQ is not cleared. */
@@ -548,6 +560,7 @@ int main(void)
         cmocka_unit_test(the_forward_for_hopper_has_blocks_for_all_tiles),
         cmocka_unit_test(a_value_of_fp8_is_turned_for_every_tile_of_keys),
         cmocka_unit_test(the_backward_for_hopper_deals_every_head_once),
+        cmocka_unit_test(a_backward_with_left_padding_is_the_portable_kernels),
         cmocka_unit_test(the_first_keys_store_dq_only_if_all_queries_see_them),
         cmocka_unit_test(a_small_backward_is_one_cluster_a_head),
         cmocka_unit_test(heads_of_a_group_are_dealt_evenly),
