@@ -37,3 +37,8 @@ def peer(cell):
 def few_queries(q, k, v):
     """O of queries that see all keys; FlashAttention-3 chooses its parts of the keys by itself."""
     return _forward(q, k, v)[0]
+
+
+def latent(q, kv, columns, scale):
+    """O of multi-head latent attention, causal: kv [batch, keys, 1, d], whose first `columns` are V too and the others rotary."""
+    return _forward(q[..., columns:], kv[..., columns:], kv[..., :columns], q_v=q[..., :columns], softmax_scale=scale, is_causal=True)[0]

@@ -480,7 +480,11 @@ void case_make_inputs(case_instance *x)
     } else {
         p->q = case_tensor(x, x->dtype, q, how, false);
         p->k = case_tensor(x, x->dtype, k, how, false);
-        p->v = case_tensor(x, x->dtype, v, how, false);
+        if (c->latent) {
+            p->v          = p->k;
+            p->v.shape[3] = c->head_dim_v;
+        } else
+            p->v = case_tensor(x, x->dtype, v, how, false);
         if (broadcast)
             p->k.stride[0] = p->v.stride[2] = 0;
     }

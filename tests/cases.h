@@ -75,6 +75,7 @@ typedef struct test_case {
     int     page_size; /* 0: not paged */
     int     num_splits;
     layout  layout;
+    bool    latent;       /* v is a view of k's first columns, as in multi-head latent attention */
     bool    o_f32;        /* o, dq, dk, dv in F32 whatever q's dtype is */
     bool    forward_only; /* pages and cache_batch_idx have no backward, whatever this says */
 } test_case;

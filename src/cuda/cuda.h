@@ -117,6 +117,7 @@ flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kerne
 /* Descriptions of Q, K and V for the tensor memory accelerator: boxes of 64 columns and of tile_q or tile_k rows, 128-byte
  * swizzle, or of FP8's panels. 16-bit elements and FP8; fa_maps_fit says whether the strides can be described. */
 bool              fa_maps_fit(const fa_call *call);
+bool              fa_map_fits(const flash_attn_tensor *t);
 /* Rows of K and V that one box has: a tile's, or what divides a tile and a page. */
 int               fa_page_piece(const fa_call *call, int tile_k);
 int               fa_map_entry_rows(const flash_attn_tensor *t); /* rows from one entry to the next, as a backward's map counts them; -1: it cannot */

@@ -288,7 +288,7 @@ flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kerne
 
 /* ---- tensor maps ---- */
 
-static bool map_fits(const flash_attn_tensor *t)
+bool fa_map_fits(const flash_attn_tensor *t)
 {
     int64_t bytes = (int64_t)fa_dtype_bytes(t->dtype);
     for (int i = 0; i < 3; i++)
@@ -306,18 +306,18 @@ int fa_map_entry_rows(const flash_attn_tensor *t)
     return (t->shape[0] > 1 && t->stride[0] % row != 0) || row >= INT64_C(1) << 33 || t->shape[0] * apart + t->shape[1] > FA_RAGGED_ROWS ? -1 : (int)apart;
 }
 
-static bool ragged_fits(const flash_attn_tensor *t) { return map_fits(t) && fa_map_entry_rows(t) >= 0; }
+static bool ragged_fits(const flash_attn_tensor *t) { return fa_map_fits(t) && fa_map_entry_rows(t) >= 0; }
 
 int fa_map_gradient_rows(const flash_attn_tensor *t)
 {
-    return t->data && t->dtype != FLASH_ATTN_F32 && map_fits(t) ? fa_map_entry_rows(t) : -1;
+    return t->data && t->dtype != FLASH_ATTN_F32 && fa_map_fits(t) ? fa_map_entry_rows(t) : -1;
 }
 
 bool fa_maps_fit(const fa_call *call)
 {
     if (call->pass == FLASH_ATTN_BACKWARD)
         return ragged_fits(&call->q) && ragged_fits(&call->k) && ragged_fits(&call->v) && ragged_fits(&call->dout);
-    return map_fits(&call->q) && map_fits(&call->k) && map_fits(&call->v);
+    return fa_map_fits(&call->q) && fa_map_fits(&call->k) && fa_map_fits(&call->v);
 }
 
 int fa_page_piece(const fa_call *call, int tile_k)
@@ -383,6 +383,8 @@ flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, con
     int columns = call->q.dtype == FLASH_ATTN_F8E4M3 && row->head_dim > 64 ? 128 : 64; /* panels_sm90.cuh */
     int rows_k  = fa_page_piece(call, row->tile_k);
     memset(maps, 0, sizeof *maps);
+    if (row->only == FA_FOR_LATENT) /* Q comes row by row, V with K */
+        return make(driver, &call->k, rows_k, columns, &maps->k);
     FA_TRY(make(driver, &call->q, row->tile_q, columns, &maps->q));
     FA_TRY(make(driver, &call->k, rows_k, columns, &maps->k));
     bool squares = !backward && call->q.dtype == FLASH_ATTN_F8E4M3; /* values_sm90.cuh */

@@ -81,6 +81,12 @@ static void use_row(fa_key *key, const fa_tune_row *row)
         key->even_d   = 0;
         key->deterministic = 0; /* a branch outside its main loop */
     }
+    if (row->kernel == FA_KERNEL_FORWARD_LATENT_SM90) {
+        enum { COLUMNS_OF_V = 512 };
+        key->head_dim   = row->head_dim;
+        key->head_dim_v = COLUMNS_OF_V;
+        key->even_d     = 0;
+    }
 }
 
 fa_key fa_plan_small_key(enum fa_kernel_id kernel, int arch)
@@ -183,7 +189,7 @@ static void fill_sizes(const fa_call *call, const fa_tune_row *row, fa_args *arg
 }
 
 /* Tiles whose rows are queries of all heads that share a key head. */
-static bool is_packed(const fa_tune_row *row) { return row->only == FA_FOR_FEW; }
+static bool is_packed(const fa_tune_row *row) { return row->only == FA_FOR_FEW || row->only == FA_FOR_LATENT; }
 
 /* The most parts that a sequence of at most `keys` keys has, where parts grow with its own length (forward_work.cuh). */
 static int64_t most_parts(const fa_args *args, int64_t part, int64_t keys)
@@ -205,14 +211,14 @@ static int64_t most_parts(const fa_args *args, int64_t part, int64_t keys)
  */
 static void choose_splits(const fa_call *call, const fa_tune_row *row, fa_args *args)
 {
-    enum { GROWTH = 32, GROWTH_OF_MANY_ROWS = 64, DOUBLINGS = 3 };
+    enum { GROWTH = 32, GROWTH_OF_MANY_ROWS = 64, GROWTH_OF_LATENT = 256, DOUBLINGS = 3 };
     int64_t keys = args->max_seqlen_k, part = keys, heads = is_packed(row) ? call->heads_k : call->heads_q;
     if (call->num_splits > 1)
         part = ceil_div(keys, call->num_splits);
     else if (call->num_splits == 0 && call->max_seqlen_q <= row->tile_q)
         part = heads <= 8 ? 256 : heads >= 64 ? 2048 : 32 * heads;
     if (call->num_splits == 0 && is_packed(row)) {
-        args->part_growth    = row->tile_q > 16 ? GROWTH_OF_MANY_ROWS : GROWTH;
+        args->part_growth    = row->only == FA_FOR_LATENT ? GROWTH_OF_LATENT : row->tile_q > 16 ? GROWTH_OF_MANY_ROWS : GROWTH;
         args->part_doublings = DOUBLINGS;
     }
     part = ceil_div(part, row->tile_k) * row->tile_k;
@@ -353,6 +359,8 @@ static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key
     choose_splits(call, plan->row, args);
     key->has_split = args->num_splits > 1;
     plan->main     = plan->num_launches;
+    plan->has_maps = key->kernel == FA_KERNEL_FORWARD_LATENT_SM90;
+    args->page_piece = plan->has_maps ? fa_page_piece(call, key->tile_k) : 0;
     int64_t heads  = call->heads_q;
     if (is_packed(plan->row)) {
         heads         = call->heads_k;

@@ -41,6 +41,8 @@ const fa_tune_row fa_tune_rows[] = {
      "FP8, long: V turned round once, ahead of it (decision 0059)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 256, FA_ON_ANY, FA_FOR_TMA, 0, 128, 64, 12, 3, 1, 0, 0,
      "FP8: 64 keys in three stages, beside O in 24 bits (decision 0059)"},
+    {90, 90, FA_KERNEL_FORWARD_LATENT_SM90, FA_IN_16_BIT, 576, FA_ON_ANY, FA_FOR_LATENT, 0, 64, 64, 12, 2, 1, 2, 0,
+     "V is K's first columns: two consumers of the same 64 rows, each a half of O's columns; two slots of 64 keys fill shared memory (decision 0070)"},
     {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_FEW, 16, 16, 128, 4, 3, 2, 9, 0,
      "few queries: the heads of a key head in one tile, four warps with keys of their own, two tiles on their way, two blocks a multiprocessor (decision 0058)"},
     {80, 89, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_FEW, 16, 16, 128, 4, 2, 3, 9, 0,
@@ -162,6 +164,18 @@ bool fa_tune_takes_tma(const fa_call *call)
            call->scale > 0 && fa_maps_fit(call);
 }
 
+bool fa_tune_takes_latent(const fa_call *call, const fa_key *key)
+{
+    enum { NARROW = 256, WIDEST_V = 512, TILE_K = 64, SWIZZLE_ROWS = 8 };
+    const flash_attn_tensor *k = &call->k, *v = &call->v;
+    bool same = k->data == v->data && call->head_dim_v <= call->head_dim && (v->stride[3] == 1 || v->shape[3] == 1);
+    for (int i = 0; i < 3; i++)
+        same = same && (k->stride[i] == v->stride[i] || k->shape[i] <= 1);
+    return same && call->head_dim > NARROW && call->head_dim_v <= WIDEST_V && call->scale > 0 && key->aligned && fa_map_fits(k) &&
+           !(key->has_softcap || key->has_bias || key->has_alibi || key->has_dropout || key->has_slices) &&
+           (!key->has_paged || (k->shape[0] > 0 && fa_page_piece(call, TILE_K) >= SWIZZLE_ROWS));
+}
+
 /* Rows of all heads of a key head fit into one tile, or into fewer than the heads are; where there is no other row for few queries, always. */
 static bool is_few(const fa_tune_row *row, const fa_call *call, bool plain)
 {
@@ -183,6 +197,8 @@ static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *ke
 {
     bool plain = !(key->has_bias || key->has_slices) &&
                  (!(key->has_softcap || key->has_alibi || key->has_dropout || key->has_paged) || has_own_options(row, call));
+    if (row->only == FA_FOR_LATENT)
+        return fa_tune_takes_latent(call, key);
     if (row->only >= FA_FOR_TMA && !fa_tune_takes_tma(call))
         return false;
     if (row->only == FA_FOR_FEW)

@@ -8,6 +8,7 @@
 #define FA_KERNELS(X)                                               \
     X(FORWARD_SM80, "forward_sm80", "forward_sm80.cu")              \
     X(FORWARD_SM90, "forward_sm90", "forward_sm90.cu")              \
+    X(FORWARD_LATENT_SM90, "forward_latent_sm90", "forward_latent_sm90.cu") \
     X(BACKWARD_SM80, "backward_sm80", "backward_sm80.cu")           \
     X(BACKWARD_SM90, "backward_sm90", "backward_sm90.cu")           \
     X(VALUES_SM90, "values_sm90", "values_sm90.cu")                 \
@@ -72,7 +73,8 @@ enum fa_row_for {
     FA_FOR_TMA,     /* and with what forward_sm90 asks for besides: fa_tune_takes_tma */
     FA_FOR_SHORT_TMA, /* and with no more keys than max_queries */
     FA_FOR_LONG_TMA,  /* and with more queries than max_queries, neither packed nor with a cache index */
-    FA_FOR_SOFTCAP_TMA /* as FA_FOR_TMA, with softcap */
+    FA_FOR_SOFTCAP_TMA, /* as FA_FOR_TMA, with softcap */
+    FA_FOR_LATENT    /* V is the first columns of K, of more than 256 and up to 512: fa_tune_takes_latent. Rows of a tile as of FA_FOR_FEW */
 };
 
 typedef struct fa_tune_row {
@@ -98,6 +100,10 @@ int fa_tune_arch(int device_arch);
 /* More than 128 queries (fewer are split over the keys by the portable kernel, and so is what asks for parts), more than 32 columns, a
  * scale above 0, strides that a tensor map describes. */
 bool fa_tune_takes_tma(const fa_call *call);
+
+/* What forward_latent_sm90 asks for: V is the first columns of K's rows, of which there are more than 256; a scale above 0, strides that a tensor map
+ * describes, pages of a multiple of eight keys; no softcap, bias, ALiBi, dropout and slices. */
+bool fa_tune_takes_latent(const fa_call *call, const fa_key *key);
 
 /* The first row that fits. key holds what the call needs, not yet the tiles. name: only rows of that kernel; NULL: any.
  * UNSUPPORTED says what is lacking. */

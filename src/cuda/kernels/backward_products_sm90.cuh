@@ -43,7 +43,7 @@ FA_DEVICE bool some_nonfinite(const float (&x)[S_COUNT])
 /* All of the tile by each warp that has come upon it, for itself: the others may see what this one has already cleared, but not less of it than is there. Rare. */
 FA_DEVICE void clear_by_warp(unsigned tile)
 {
-    clear_nonfinite<Q_BYTES, 512>(tile + threadIdx.x % 32 * 16);
+    clear_nonfinite_of_lane<Q_BYTES, 512>(tile + threadIdx.x % 32 * 16);
     fence_async();
     __syncwarp();
 }
@@ -54,7 +54,7 @@ FA_DEVICE void clear_own_keys(int group)
     unsigned from = k_tile() + (first_key_of(group) + threadIdx.x % 128 / 32 * 16) * 128 + threadIdx.x % 32 * 16;
 #pragma unroll 1
     for (int panel = 0; panel < FA_HEAD_DIM / 64; panel++)
-        clear_nonfinite<16 * 128, 512>(from + panel * (FA_TILE_K * 128));
+        clear_nonfinite_of_lane<16 * 128, 512>(from + panel * (FA_TILE_K * 128));
     fence_async();
 }
 

@@ -29,6 +29,7 @@
 #include "rare_sm90.cuh"
 #include "scores_sm90.cuh"
 #include "softmax_sm90.cuh"
+#include "store_sm90.cuh"
 #include "values_sm90.cuh"
 
 constexpr int CONSUMERS = FA_WARPS / 4 - 1; /* warpgroups */
@@ -198,7 +199,7 @@ FA_DEVICE bool inspect_tile(unsigned tile, fa_range rows)
         clear_other_rows(tile, rows);
     if (FA_MASK == FA_MASK_NONE || !holds_nonfinite<V_BYTES, INSPECTED>(tile + inspected_first()))
         return false;
-    clear_nonfinite<V_BYTES, INSPECTED>(tile + inspected_first());
+    clear_nonfinite_of_lane<V_BYTES, INSPECTED>(tile + inspected_first());
     return true;
 }
 
@@ -404,29 +405,6 @@ template <bool MASKED> FA_DEVICE void whole_step(const fa_args &args, const work
 
 /* ---- the way out ---- */
 
-/* O's elements of row h of this thread, 16 bytes a lane. to: row of O, null if it is none. scale 0: zeros, whatever O holds (rows of
- * Q that do not count may be NaN). */
-FA_DEVICE void store_row(const fa_args &args, char *to, const float (&o)[O_COUNT], int h, float scale)
-{
-    int lane = threadIdx.x % 4;
-#pragma unroll
-    for (int j = 0; j < FA_HEAD_DIM_V / 8; j += FA_DTYPE_O == FA_F32 ? 1 : 4) {
-        if constexpr (FA_DTYPE_O == FA_F32) {
-            if (to && 8 * j < args.head_dim_v)
-                *(float2 *)(to + (8 * j + 2 * lane) * 4) =
-                    scale == 0.0f ? make_float2(0.0f, 0.0f) : make_float2(o[4 * j + 2 * h] * scale, o[4 * j + 2 * h + 1] * scale);
-        } else {
-            unsigned a[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                a[i] = scale == 0.0f ? 0 : pack<FA_DTYPE_O>(o[4 * (j + i) + 2 * h] * scale, o[4 * (j + i) + 2 * h + 1] * scale);
-            transpose_quad(a);
-            if (to && 8 * (j + lane) < args.head_dim_v)
-                *(uint4 *)(to + (8 * (j + lane)) * 2) = make_uint4(a[0], a[1], a[2], a[3]);
-        }
-    }
-}
-
 /* O = O / l, LSE = m + log l (lines 12-13); rows that saw nothing: 0 and -inf. Which rows are far. */
 FA_DEVICE far_rows store_result(const fa_args &args, const work &w, const float (&o)[O_COUNT], const row_state &rows, int group)
 {
@@ -439,7 +417,7 @@ FA_DEVICE far_rows store_result(const fa_args &args, const work &w, const float 
         float   top = rows.max[h] * unit_of(args, w) - (FA_HAS_SOFTCAP ? 0.5f * args.cap_unit : 0.0f);
         row_end end = end_of_row(top - P_LOG2, quad_sum(rows.sum[h]), sink_log2, i >= w.seq.seqlen_q);
         char   *to  = (char *)args.o.data + offset_of_o(args, w, i) * (FA_DTYPE_O == FA_F32 ? 4 : 2);
-        store_row(args, i < w.seq.rows_q ? to : nullptr, o, h, end.scale * factor_of_o(args, w));
+        store_row<FA_DTYPE_O, FA_HEAD_DIM_V>(i < w.seq.rows_q ? to : nullptr, o, h, end.scale * factor_of_o(args, w), args.head_dim_v);
         if (threadIdx.x % 4 == 0 && i < w.seq.rows_q)
             store_lse(args, w, i, end.lse);
         far[h] = __ballot_sync(0xFFFFFFFFu, is_far(top) || (rows.lost >> h & 1) || (FP8 && !(unit_of(args, w) > 0.0f)));

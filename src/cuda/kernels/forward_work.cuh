@@ -222,11 +222,18 @@ FA_DEVICE fa_i64 o_place(const fa_args &args, const work &w, int head, int i, in
                               head * args.o.stride[2] + col * args.o.stride[3];
 }
 
+/* Who has stored a block's rows: all of its threads. */
+struct whole_block {
+    static constexpr int WARPS = FA_WARPS;
+    static __device__ __forceinline__ int  thread() { return threadIdx.x; }
+    static __device__ __forceinline__ void sync() { __syncthreads(); }
+};
+
 /* Far rows once more, a warp a row. */
-static __device__ __noinline__ void redo_far_rows(const fa_args &args, const work &w)
+template <class WHO = whole_block> static __device__ __noinline__ void redo_far_rows(const fa_args &args, const work &w)
 {
-    __syncthreads();
-    for (int row = threadIdx.x / 32; row < w.rows; row += FA_WARPS) {
+    WHO::sync();
+    for (int row = WHO::thread() / 32; row < w.rows; row += WHO::WARPS) {
         int i = query_of(args, w, row), head = head_of(args, w, row);
         if (!w.far[row] || i >= w.queries.end)
             continue;
@@ -249,10 +256,10 @@ static __device__ __noinline__ void redo_far_rows(const fa_args &args, const wor
  * Inf and NaN of V were cleared from edge tiles, for 0 * NaN would reach rows that do not see the key. Here the rows that
  * do see it get it, in what was just stored. Rare, slow, and kept out of the registers of the rest.
  */
-static __device__ __noinline__ void add_nonfinite(const fa_args &args, const work &w)
+template <class WHO = whole_block> static __device__ __noinline__ void add_nonfinite(const fa_args &args, const work &w)
 {
-    __syncthreads();
-    for (int n = threadIdx.x; n < w.rows * args.head_dim_v; n += THREADS) {
+    WHO::sync();
+    for (int n = WHO::thread(); n < w.rows * args.head_dim_v; n += 32 * WHO::WARPS) {
         int    row = n / args.head_dim_v, col = n % args.head_dim_v;
         int    i = query_of(args, w, row), head = head_of(args, w, row);
         float  total = 0.0f;

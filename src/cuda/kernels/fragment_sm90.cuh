@@ -92,7 +92,7 @@ template <int BYTES, int STRIDE> FA_DEVICE bool holds_nonfinite(unsigned from)
 }
 
 /* They become zeros. Rare. */
-template <int BYTES, int STRIDE> FA_DEVICE void clear_nonfinite(unsigned from)
+template <int BYTES, int STRIDE> FA_DEVICE void clear_nonfinite_of_lane(unsigned from)
 {
 #pragma unroll 1
     for (int offset = 0; offset < BYTES; offset += STRIDE) {

@@ -285,7 +285,7 @@ template <int A, int B> FA_DEVICE void hold(unsigned (&r)[A][B])
  * warpgroup holds rows 16 w + g (c[4 j], c[4 j + 1]) and 16 w + g + 8 (c[4 j + 2], c[4 j + 3]), columns 8 j + 2 t, + 1. */
 template <int B_DOWN = 0, int A_DOWN = 0, int COUNT> FA_DEVICE void wgmma_shared(float (&c)[COUNT], matrix a, matrix b, int add)
 {
-    static_assert(COUNT == 32 || COUNT == 40 || COUNT == 64 || COUNT == 88 || COUNT == 96, "no such WGMMA here");
+    static_assert(COUNT == 32 || COUNT == 40 || COUNT == 64 || COUNT == 88 || COUNT == 96 || COUNT == 128, "no such WGMMA here");
     if constexpr (COUNT == 32)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; " FA_WGMMA(64) "{" FA_N32 "}, %32, %33, p, 1, 1" FA_TURNED("%36, %35") "; }"
                      : FA_O32(c, 0)
@@ -302,9 +302,13 @@ template <int B_DOWN = 0, int A_DOWN = 0, int COUNT> FA_DEVICE void wgmma_shared
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %90, 0; " FA_WGMMA(176) "{" FA_N88 "}, %88, %89, p, 1, 1" FA_TURNED("%92, %91") "; }"
                      : FA_O32(c, 0), FA_O32(c, 32), FA_O8(c, 64), FA_O8(c, 72), FA_O8(c, 80)
                      : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN), "n"(A_DOWN));
-    else
+    else if constexpr (COUNT == 96)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %98, 0; " FA_WGMMA(192) "{" FA_N96 "}, %96, %97, p, 1, 1" FA_TURNED("%100, %99") "; }"
                      : FA_O32(c, 0), FA_O32(c, 32), FA_O32(c, 64)
+                     : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN), "n"(A_DOWN));
+    else
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %130, 0; " FA_WGMMA(256) "{" FA_N128 "}, %128, %129, p, 1, 1" FA_TURNED("%132, %131") "; }"
+                     : FA_O32(c, 0), FA_O32(c, 32), FA_O32(c, 64), FA_O32(c, 96)
                      : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN), "n"(A_DOWN));
 }
 
