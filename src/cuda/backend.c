@@ -16,7 +16,7 @@ static flash_attn_status upload_lists(const fa_place *place, const fa_call *call
 
 static int64_t blocks_of(const fa_place *place, const fa_launch *launch)
 {
-    int64_t at_once = (int64_t)place->device->num_multiprocessors * launch->key.min_blocks;
+    int64_t at_once = (int64_t)place->device->num_multiprocessors * launch->key.min_blocks / launch->cluster * launch->cluster;
     return launch->stays && launch->blocks > at_once ? at_once : launch->blocks;
 }
 

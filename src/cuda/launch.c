@@ -320,6 +320,16 @@ bool fa_maps_fit(const fa_call *call)
     return fa_map_fits(&call->q) && fa_map_fits(&call->k) && fa_map_fits(&call->v);
 }
 
+bool fa_latent_q_boxes(const fa_call *call, int tile_q)
+{
+    return fa_map_fits(&call->q) && (call->group % tile_q == 0 || tile_q % call->group == 0);
+}
+
+bool fa_latent_in_pairs(const fa_call *call, const fa_tune_row *row)
+{
+    return (call->max_seqlen_q * call->group + row->tile_q - 1) / row->tile_q % 2 == 0;
+}
+
 int fa_page_piece(const fa_call *call, int tile_k)
 {
     int64_t piece = tile_k, other = call->pages.table ? call->page_size : 0;
@@ -331,13 +341,13 @@ int fa_page_piece(const fa_call *call, int tile_k)
     return (int)piece;
 }
 
-/* Boxes of `columns`, one swizzle. What lies past the end of a dimension is read as zeros. strides: in bytes, but the first dimension's. */
+/* Boxes of `columns`, and of `boxes` in the next two dimensions; one swizzle. What lies past the end of a dimension is read as zeros. strides: in bytes, but the first dimension's. */
 static flash_attn_status encode(const fa_driver *driver, const flash_attn_tensor *t, int rank, const uint64_t *dims, const uint64_t *strides,
-                                int rows, int columns, fa_map *map)
+                                const int boxes[2], int columns, fa_map *map)
 {
     enum { UINT8 = 0, FLOAT16 = 6, BFLOAT16 = 9, NOT_INTERLEAVED = 0, SWIZZLE_64B = 2, SWIZZLE_128B = 3, L2_PROMOTION_256B = 3, FILL_ZEROS = 0 };
     static const int type_of[] = {[FLASH_ATTN_F16] = FLOAT16, [FLASH_ATTN_BF16] = BFLOAT16, [FLASH_ATTN_F8E4M3] = UINT8};
-    const unsigned   box[] = {(unsigned)columns, (unsigned)rows, 1, 1, 1}, element[] = {1, 1, 1, 1, 1};
+    const unsigned   box[] = {(unsigned)columns, (unsigned)boxes[0], (unsigned)boxes[1], 1, 1}, element[] = {1, 1, 1, 1, 1};
     bool             narrow = (size_t)columns * fa_dtype_bytes(t->dtype) == 64;
     return fa_driver_check(driver,
                            driver->cuTensorMapEncodeTiled(map, type_of[t->dtype], (unsigned)rank, t->data, dims, strides, box, element,
@@ -345,11 +355,9 @@ static flash_attn_status encode(const fa_driver *driver, const flash_attn_tensor
                            "describing a tensor (cuTensorMapEncodeTiled)");
 }
 
-/* Dimensions from the fastest: column, row, head, batch entry. */
-static flash_attn_status make_map(const fa_driver *driver, const flash_attn_tensor *t, int rows, int columns, fa_map *map)
+static flash_attn_status make_map_of(const fa_driver *driver, const flash_attn_tensor *t, const int order[4], const int boxes[2], int columns, fa_map *map)
 {
-    const int order[] = {3, 1, 2, 0};
-    uint64_t  dims[4], strides[3];
+    uint64_t dims[4], strides[3];
     for (int i = 0; i < 4; i++) {
         dims[i] = (uint64_t)t->shape[order[i]];
         if (dims[i] == 0)
@@ -357,7 +365,13 @@ static flash_attn_status make_map(const fa_driver *driver, const flash_attn_tens
         if (i > 0) /* of a dimension of 1 any will do */
             strides[i - 1] = dims[i] > 1 ? fa_dtype_bytes(t->dtype) * (uint64_t)t->stride[order[i]] : 16;
     }
-    return encode(driver, t, 4, dims, strides, rows, columns, map);
+    return encode(driver, t, 4, dims, strides, boxes, columns, map);
+}
+
+/* Dimensions from the fastest: column, row, head, batch entry. */
+static flash_attn_status make_map(const fa_driver *driver, const flash_attn_tensor *t, int rows, int columns, fa_map *map)
+{
+    return make_map_of(driver, t, (const int[]){3, 1, 2, 0}, (const int[]){rows, 1}, columns, map);
 }
 
 /*
@@ -373,7 +387,7 @@ static flash_attn_status make_ragged_map(const fa_driver *driver, const flash_at
     const uint64_t strides[] = {row, t->shape[2] > 1 ? 2 * (uint64_t)t->stride[2] : 16, row, (UINT64_C(1) << 35) - row};
     if (t->shape[0] == 0 || t->shape[1] == 0 || t->shape[2] == 0)
         return FLASH_ATTN_OK;
-    return encode(driver, t, 5, dims, strides, rows, columns, map);
+    return encode(driver, t, 5, dims, strides, (const int[]){rows, 1}, columns, map);
 }
 
 flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, const fa_tune_row *row, fa_maps *maps)
@@ -383,8 +397,12 @@ flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, con
     int columns = call->q.dtype == FLASH_ATTN_F8E4M3 && row->head_dim > 64 ? 128 : 64; /* panels_sm90.cuh */
     int rows_k  = fa_page_piece(call, row->tile_k);
     memset(maps, 0, sizeof *maps);
-    if (row->only == FA_FOR_LATENT) /* Q comes row by row, V with K */
-        return make(driver, &call->k, rows_k, columns, &maps->k);
+    if (row->only == FA_FOR_LATENT) { /* V comes with K */
+        int heads = call->group < row->tile_q ? (int)call->group : row->tile_q;
+        if (fa_latent_q_boxes(call, row->tile_q))
+            FA_TRY(make_map_of(driver, &call->q, (const int[]){3, 2, 1, 0}, (const int[]){heads, row->tile_q / heads}, columns, &maps->q));
+        return make(driver, &call->k, fa_page_piece(call, fa_latent_in_pairs(call, row) ? row->tile_k / 2 : row->tile_k), columns, &maps->k);
+    }
     FA_TRY(make(driver, &call->q, row->tile_q, columns, &maps->q));
     FA_TRY(make(driver, &call->k, rows_k, columns, &maps->k));
     bool squares = !backward && call->q.dtype == FLASH_ATTN_F8E4M3; /* values_sm90.cuh */

@@ -351,6 +351,19 @@ flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const 
     return fa_plan_add(plan, &combine, alone ? blocks : rows);
 }
 
+/* V is K's first columns. Blocks stay where all sequences are alike; where they are not, the hardware deals them out better. */
+static flash_attn_status add_latent(const fa_call *call, fa_plan *plan, fa_key *key, int64_t blocks)
+{
+    bool pairs             = fa_latent_in_pairs(call, plan->row);
+    key->variant          |= pairs;
+    plan->has_maps         = true;
+    plan->args.page_piece  = fa_page_piece(call, pairs ? key->tile_k / 2 : key->tile_k);
+    plan->args.q_boxes     = fa_latent_q_boxes(call, key->tile_q);
+    FA_TRY(add_clusters(plan, key, blocks, pairs ? 2 : 1));
+    plan->launch[plan->main].stays = is_alike(call);
+    return FLASH_ATTN_OK;
+}
+
 static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key *key)
 {
     fa_args *args = &plan->args;
@@ -359,8 +372,6 @@ static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key
     choose_splits(call, plan->row, args);
     key->has_split = args->num_splits > 1;
     plan->main     = plan->num_launches;
-    plan->has_maps = key->kernel == FA_KERNEL_FORWARD_LATENT_SM90;
-    args->page_piece = plan->has_maps ? fa_page_piece(call, key->tile_k) : 0;
     int64_t heads  = call->heads_q;
     if (is_packed(plan->row)) {
         heads         = call->heads_k;
@@ -372,7 +383,10 @@ static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key
         key->one_launch = runs > 1 ? 1 : 2;
         return add_clusters(plan, key, tiles * runs, (int)runs);
     }
-    FA_TRY(fa_plan_add(plan, key, tiles * args->num_splits));
+    if (key->kernel == FA_KERNEL_FORWARD_LATENT_SM90)
+        FA_TRY(add_latent(call, plan, key, tiles * args->num_splits));
+    else
+        FA_TRY(fa_plan_add(plan, key, tiles * args->num_splits));
     return key->has_split ? fa_plan_add_combine(call, plan, key) : FLASH_ATTN_OK;
 }
 

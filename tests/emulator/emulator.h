@@ -25,9 +25,11 @@ typedef struct emulator_product {
 typedef struct emulator_hopper {
     void (*barrier_init)(unsigned barrier, unsigned arrivals);
     void (*barrier_arrive)(unsigned barrier, unsigned expected_bytes);
+    void (*barrier_arrive_at)(unsigned barrier, unsigned rank); /* of another block of the cluster */
     bool (*barrier_passed)(unsigned barrier, unsigned parity);
     void (*barrier_wait)(unsigned barrier, unsigned parity);
     void (*load_box)(unsigned to, const void *map, unsigned barrier, const int *at);
+    void (*load_box_for)(unsigned rank, unsigned to, const void *map, unsigned barrier, const int *at);
     void (*bulk_load)(unsigned to, const void *from, unsigned bytes, unsigned barrier);
     void (*store_box)(const void *map, unsigned from,
                       const int *at); /* this and bulk_add commit a group of their own */

@@ -153,6 +153,18 @@ static void poll(const void *address)
 
 emulator_state *emulator_now(void) { return now.state; }
 
+emulator_state emulator_of_rank(unsigned rank)
+{
+    unsigned       cluster = now.kernel->cluster, index = (unsigned)now.running / cluster * cluster + rank;
+    emulator_state other   = *now.state;
+    if (rank >= cluster)
+        fail("a block that its cluster does not have");
+    other.fiber   = index * (unsigned)now.kernel->threads;
+    other.block.x = now.first_block + index;
+    other.shared  = now.block[index].shared;
+    return other;
+}
+
 void emulator_be_late(void) { back_to_scheduler(LATE); }
 
 void emulator_wait_for_phase(const void *of, unsigned parity)

@@ -13,13 +13,17 @@
 
 static void fail(const char *what) { emulator_now()->fail(what); }
 
-static char *shared_at(unsigned address, unsigned bytes, unsigned alignment)
+static char *shared_of(const emulator_state *now, unsigned address, unsigned bytes, unsigned alignment)
 {
-    const emulator_state *now = emulator_now();
     if (address % alignment != 0 || address > (unsigned)now->shared_bytes ||
         bytes > (unsigned)now->shared_bytes - address)
         fail("shared memory is used past its end, or not aligned");
     return now->shared + address;
+}
+
+static char *shared_at(unsigned address, unsigned bytes, unsigned alignment)
+{
+    return shared_of(emulator_now(), address, bytes, alignment);
 }
 
 /* ---- what threads wrote to shared memory, 16 bytes by 16, and have not told TMA and WGMMA of by a fence ---- */
@@ -34,11 +38,12 @@ static struct {
     unsigned fences[EMULATOR_MAX_FIBERS]; /* modulo 2^20 - 1 */
 } writes;
 
-static written *last_write(unsigned address)
+static written *last_write_of(const emulator_state *now, unsigned address)
 {
-    const emulator_state *now = emulator_now();
     return &writes.last[now->fiber / (unsigned)now->threads][address / 16];
 }
+
+static written *last_write(unsigned address) { return last_write_of(emulator_now(), address); }
 
 void emulator_start_writes(unsigned block) { memset(writes.last[block], 0, sizeof writes.last[block]); }
 
@@ -72,13 +77,15 @@ typedef struct mbarrier {
 } mbarrier;
 _Static_assert(sizeof(mbarrier) == 8, "as in the PTX ISA");
 
-static mbarrier *barrier_at(unsigned address)
+static mbarrier *barrier_of(const emulator_state *now, unsigned address)
 {
-    mbarrier *b = (mbarrier *)shared_at(address, sizeof *b, sizeof *b);
+    mbarrier *b = (mbarrier *)shared_of(now, address, sizeof *b, sizeof *b);
     if (b->bytes == -1)
         fail("an mbarrier that nobody has set up");
     return b;
 }
+
+static mbarrier *barrier_at(unsigned address) { return barrier_of(emulator_now(), address); }
 
 static void end_phase_if_complete(mbarrier *b)
 {
@@ -96,14 +103,21 @@ static void barrier_init(unsigned address, unsigned arrivals)
         (mbarrier){.count = (uint16_t)arrivals & 0x7FFF, .pending = (uint16_t)arrivals};
 }
 
-static void barrier_arrive(unsigned address, unsigned expected_bytes)
+static void arrive(mbarrier *b, unsigned expected_bytes)
 {
-    mbarrier *b = barrier_at(address);
     if (b->pending == 0)
         fail("more arrivals at an mbarrier than it was set up for");
     b->bytes += (int32_t)expected_bytes;
     b->pending--;
     end_phase_if_complete(b);
+}
+
+static void barrier_arrive(unsigned address, unsigned expected_bytes) { arrive(barrier_at(address), expected_bytes); }
+
+static void barrier_arrive_at(unsigned address, unsigned rank)
+{
+    emulator_state other = emulator_of_rank(rank);
+    arrive(barrier_of(&other, address), 0);
 }
 
 bool emulator_phase_is_over(const void *barrier, unsigned parity)
@@ -230,7 +244,7 @@ static struct {
     int   count, room;
 } loads;
 
-static void later(load l, unsigned barrier)
+static void later(load l, const emulator_state *of, unsigned barrier)
 {
     if (loads.count == loads.room) {
         loads.room = 2 * loads.room + 64;
@@ -238,28 +252,36 @@ static void later(load l, unsigned barrier)
         if (!loads.all)
             fail("no memory for TMA's loads");
     }
-    l.block   = emulator_now()->block.x;
-    l.barrier = barrier_at(barrier);
-    l.to      = shared_at(l.address, l.bytes, l.map.rank ? 128 : 16);
+    l.block   = of->block.x;
+    l.barrier = barrier_of(of, barrier);
+    l.to      = shared_of(of, l.address, l.bytes, l.map.rank ? 128 : 16);
     memset(l.to, 0xFF, l.bytes);
     for (unsigned at = 0; at < l.bytes; at += 16)
-        *last_write(l.address + at) = (written){0};
+        *last_write_of(of, l.address + at) = (written){0};
     loads.all[loads.count++] = l;
 }
 
-static void load_box(unsigned to, const void *map, unsigned barrier, const int *at)
+static void load_box_of(const emulator_state *of, unsigned to, const void *map, unsigned barrier, const int *at)
 {
     load l = {.map = map_at(map), .address = to};
     memcpy(l.at, at, sizeof l.at);
     l.bytes = box_bytes(&l.map);
-    later(l, barrier);
+    later(l, of, barrier);
+}
+
+static void load_box(unsigned to, const void *map, unsigned barrier, const int *at) { load_box_of(emulator_now(), to, map, barrier, at); }
+
+static void load_box_for(unsigned rank, unsigned to, const void *map, unsigned barrier, const int *at)
+{
+    emulator_state other = emulator_of_rank(rank);
+    load_box_of(&other, to, map, barrier, at);
 }
 
 static void bulk_load(unsigned to, const void *from, unsigned bytes, unsigned barrier)
 {
     if ((uintptr_t)from % 16 != 0 || bytes % 16 != 0)
         fail("a bulk copy that is not of whole 16 bytes");
-    later((load){.from = from, .address = to, .bytes = bytes}, barrier);
+    later((load){.from = from, .address = to, .bytes = bytes}, emulator_now(), barrier);
 }
 
 bool emulator_land_one_load(unsigned block)
@@ -387,9 +409,11 @@ void emulator_end_transfers(int fibers)
 
 const emulator_hopper emulator_hopper_functions = {.barrier_init   = barrier_init,
                                                    .barrier_arrive = barrier_arrive,
+                                                   .barrier_arrive_at = barrier_arrive_at,
                                                    .barrier_passed = barrier_passed,
                                                    .barrier_wait   = barrier_wait,
                                                    .load_box       = load_box,
+                                                   .load_box_for   = load_box_for,
                                                    .bulk_load      = bulk_load,
                                                    .store_box      = store_box,
                                                    .bulk_add       = bulk_add,

@@ -14,6 +14,7 @@ extern "C" const int emulator_blocks_at_once = 8; /* blocks wait for each other 
 FA_DEVICE void barrier_init(unsigned barrier, unsigned arrivals) { emulator.hopper->barrier_init(barrier, arrivals); }
 FA_DEVICE void barrier_expect(unsigned barrier, unsigned bytes) { emulator.hopper->barrier_arrive(barrier, bytes); }
 FA_DEVICE void barrier_arrive(unsigned barrier) { emulator.hopper->barrier_arrive(barrier, 0); }
+FA_DEVICE void barrier_arrive_at(unsigned barrier, unsigned rank) { emulator.hopper->barrier_arrive_at(barrier, rank); }
 FA_DEVICE bool barrier_passed(unsigned barrier, unsigned parity)
 {
     return emulator.hopper->barrier_passed(barrier, parity);
@@ -35,6 +36,13 @@ FA_DEVICE void tma_load(unsigned to, const fa_map &map, unsigned barrier, int co
 {
     const int at[] = {column, row, head, entry, 0};
     emulator.hopper->load_box(to, &map, barrier, at);
+}
+
+FA_DEVICE void tma_load_both(unsigned to, const fa_map &map, unsigned barrier, int column, int row, int head, int entry)
+{
+    const int at[] = {column, row, head, entry, 0};
+    for (unsigned rank = 0; rank < 2; rank++)
+        emulator.hopper->load_box_for(rank, to, &map, barrier, at);
 }
 
 FA_DEVICE void tma_load_ragged(unsigned to, const fa_map &map, unsigned barrier, int column, int left, int head,

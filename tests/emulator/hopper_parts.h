@@ -9,6 +9,7 @@ extern const emulator_hopper emulator_hopper_functions;
 /* fibers.c */
 emulator_state *emulator_now(void);
 void            emulator_wait_for_phase(const void *barrier, unsigned parity); /* others run until it is over */
+emulator_state  emulator_of_rank(unsigned rank); /* as a thread of another block of this cluster has it; of the fiber, the block alone */
 void            emulator_be_late(void);                                        /* others run until none can */
 
 /* hopper.c */

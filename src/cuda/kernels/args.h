@@ -103,6 +103,7 @@ typedef struct fa_args {
                                               backward softcap in log2 units (backward_products_sm90.cuh) */
     int page_piece;                        /* forward_sm90: rows of K and V that are fetched at once; divides page and tile */
     int apart_dk, apart_dv;                /* backward_sm90: as apart_q; -1: no map */
+    int q_boxes;                           /* forward_latent_sm90: a tile's rows of Q are one box of a map: heads, then queries */
 } fa_args;
 
 /*
@@ -111,6 +112,7 @@ typedef struct fa_args {
  *                       = tiles_q * num_splits * heads_q * batch
  *   forward_sm80, few queries   tile of q, key head, run of parts, batch; FA_ONE_LAUNCH: run of parts, tile of q, key head, batch, a cluster's
  *                       blocks being the runs of one tile. = tiles_q * heads_k * ceil(num_splits / run_parts) * batch
+ *   forward_latent_sm90 items, as the blocks of forward_sm80 for few queries; or as many blocks as run at once, each with several
  *   backward_rowsum     tile of q, head, batch
  *   backward_*          tile of k, block of the group, key head, batch = tiles_k * group_blocks * heads_k * batch
  *   backward_sm90 and its backward_rowsum and backward_convert_sm90: tile of all_tiles_k or all_tiles_q, head

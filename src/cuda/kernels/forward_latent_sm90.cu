@@ -2,7 +2,11 @@
  * The forward for Hopper where V is the first columns of K, as in multi-head latent attention (MLA): head_dim to 576, head_dim_v to 512, float16 and
  * bfloat16, any number of queries. Rows of a tile are queries of all heads that share a key head, so K, which is V too, is read once for 64 of them.
  *
- *     warpgroup 0, warp 0   producer: keeps two slots of 64 keys full by TMA, each in two parts: columns 0-255, and 256-575
+ *     warpgroup 0, warp 0   producer: brings the tiles of Q and keeps two slots of 64 keys full by TMA, panel by panel: memory has no room for a third slot, so
+ *                           what is read and free is asked for at once, and S of a tile is begun when its first panel is there
+ *                  warp 1   planner: one thread finds this block's items, tiles of rows and parts of their keys, ahead
+ *                           With FA_VARIANT bit 0 blocks are in pairs (clusters), who have neighbouring tiles of rows and the same keys: each asks for a half of
+ *                           every panel's rows, for both. Else what L2 can give is the limit: 5 to 6 TB/s on an H200
  *     warpgroups 1, 2       consumers: both have all 64 rows, and of O consumer 0 columns 0-255, consumer 1 columns 256-511. Even tiles of keys
  *                           (counted from the right) are consumer 0's to make S and P of, odd ones consumer 1's. Lines are those of
  *                           FlashAttention-2's Algorithm 1:
@@ -27,31 +31,65 @@ static_assert(FA_TILE_Q == 64 && FA_TILE_K == 64 && FA_WARPS == 12 && PACKED, "a
 static_assert(FA_HEAD_DIM == 576 && FA_HEAD_DIM_V == 512 && FA_STAGES == 2, "nine panels, the first eight in two halves");
 static_assert(FA_DTYPE == FA_F16 || FA_DTYPE == FA_BF16, "two bytes an element");
 
-constexpr int PANEL_BYTES = 64 * 128, Q_BYTES = 9 * PANEL_BYTES, SLOT_BYTES = Q_BYTES, HALF_PANELS = 4, HALF_BYTES = HALF_PANELS * PANEL_BYTES;
+constexpr int PANEL_BYTES = 64 * 128, PANELS = 9, Q_BYTES = PANELS * PANEL_BYTES, SLOT_BYTES = Q_BYTES, ROTARY = PANELS - 1; /* the panel that is not V's */
+constexpr bool PAIRS = FA_VARIANT & 1;
+constexpr int  LOAD_ROWS = PAIRS ? FA_TILE_K / 2 : FA_TILE_K; /* of a panel, that a block asks for */
+constexpr int HALF_BYTES = 4 * PANEL_BYTES;
 constexpr int K_AT = Q_BYTES, P_AT = K_AT + 2 * SLOT_BYTES, MAXIMA_AT = P_AT + PANEL_BYTES, SUMS_AT = MAXIMA_AT + 64 * 4;
-constexpr int BARRIERS_AT = SUMS_AT + 2 * 64 * 4, CLEARED_AT = BARRIERS_AT + 8 * 8, WORK_AT = CLEARED_AT + 16;
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232; /* 504 a lane of three warpgroups */
-constexpr int S_COUNT = FA_TILE_K / 2, O_COUNT = 128, P_STEPS = FA_TILE_K / 16; /* of a thread */
+constexpr int BARRIERS_AT = SUMS_AT + 2 * 64 * 4, NUM_BARRIERS = 2 * PANELS + 2 * 3 + 6, WORKS = 2;
+constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224; /* 504 a lane of three warpgroups */
+constexpr int S_COUNT = FA_TILE_K / 2, O_COUNT = FA_HEAD_DIM_V / 4, P_STEPS = FA_TILE_K / 16; /* of a thread */
 
-extern "C" __constant__ int fa_shared_bytes = WORK_AT + (int)sizeof(work);
+/* What a block works on. */
+struct item {
+    work w;
+    int  none;         /* there is nothing more, and no work here */
+    int  cleared, far; /* Inf or NaN were taken away from V; a row is far */
+};
+
+constexpr int ITEMS_AT = (BARRIERS_AT + 8 * NUM_BARRIERS + 15) / 16 * 16;
+
+extern "C" __constant__ int fa_shared_bytes = ITEMS_AT + WORKS * (int)sizeof(item);
 extern __shared__ __align__(1024) char shared[];
 
-/* ---- barriers. A slot is filled in parts 0 and 1, of 4 and 5 panels, and consumer c gives back part c, when both have made S of it ---- */
+FA_DEVICE item &item_at(int k) { return ((item *)(shared + ITEMS_AT))[k % WORKS]; }
 
-FA_DEVICE unsigned full(int n, int part) { return shared_address(shared) + BARRIERS_AT + 8 * (n % 2 * 2 + part); }
-FA_DEVICE unsigned empty(int n, int part) { return shared_address(shared) + BARRIERS_AT + 32 + 8 * (n % 2 * 2 + part); }
-FA_DEVICE unsigned slot(int n) { return shared_address(shared) + K_AT + n % 2 * SLOT_BYTES; }
+/* ---- barriers; a slot has even or odd tiles of an item, so that its address is a constant; `use` counts how often it has been filled, k items, q tiles of Q,
+ * since the kernel began. Phases alternate, nothing is reset ---- */
 
-/* Named ones: P of consumer 0 and of consumer 1 is there; one consumer's threads alone; both consumers'. */
-enum { P_OF = 1, ALONE = 3, CONSUMERS = 5 };
+FA_DEVICE unsigned barrier_at(int number) { return shared_address(shared) + BARRIERS_AT + 8 * number; }
+FA_DEVICE unsigned full(int slot, int panel) { return barrier_at(slot * PANELS + panel); }
+/* Four panels of V, which consumer `part` has read last, or, 2, the one that is not V's. */
+FA_DEVICE unsigned empty(int slot, int part) { return barrier_at(2 * PANELS + slot * 3 + part); }
+FA_DEVICE unsigned q_full() { return barrier_at(2 * PANELS + 6); }
+FA_DEVICE unsigned q_empty() { return barrier_at(2 * PANELS + 7); }
+FA_DEVICE unsigned found(int k) { return barrier_at(2 * PANELS + 8 + k % WORKS); }
+FA_DEVICE unsigned done(int k) { return barrier_at(2 * PANELS + 10 + k % WORKS); }
+
+/* Waiting for one of `stages` to be filled for the n-th time and, with the other parity, for it to be free, which it is at first. */
+FA_DEVICE unsigned filled(int n, int stages) { return n / stages & 1; }
+FA_DEVICE unsigned freed(int n, int stages) { return filled(n, stages) ^ 1; }
+
+FA_DEVICE unsigned slot_at(int slot) { return shared_address(shared) + K_AT + slot * SLOT_BYTES; }
+
+/* Named ones: P of consumer 0 and of consumer 1 is there; one consumer's threads alone; both consumers'; the even one's product by an
+ * odd tile has been started, behind which the odd one's is: its half of the slot is free first then. */
+enum { P_OF = 1, ALONE = 3, CONSUMERS = 5, AFTER = 6 };
 
 FA_DEVICE void start_barriers()
 {
-    for (int n = 0; n < 2; n++)
-        for (int part = 0; part < 2; part++) {
-            barrier_init(full(n, part), 1);
-            barrier_init(empty(n, part), 4);
-        }
+    for (int slot = 0; slot < 2; slot++) {
+        for (int panel = 0; panel < PANELS; panel++)
+            barrier_init(full(slot, panel), 1);
+        for (int part = 0; part < 3; part++)
+            barrier_init(empty(slot, part), PAIRS ? 8 : 4);
+    }
+    barrier_init(q_full(), 1);
+    barrier_init(q_empty(), 8);
+    for (int n = 0; n < WORKS; n++) {
+        barrier_init(found(n), 1);
+        barrier_init(done(n), 8 + 1);
+    }
     barrier_init_done();
 }
 
@@ -59,69 +97,134 @@ FA_DEVICE void start_barriers()
 FA_DEVICE int right_tile(const work &w) { return (w.keys.end - 1) / FA_TILE_K; }
 FA_DEVICE int tiles_of(const work &w) { return w.keys.begin < w.keys.end ? right_tile(w) + 1 - w.first_tile : 0; }
 
+/* ---- planner: one thread ---- */
+
+/* Where all sequences are alike blocks stay, and go on with the item that is as far on as there are blocks; else each has one. */
+FA_DEVICE void plan(const fa_args &args)
+{
+    unsigned items = (unsigned)args.tiles_q * args.heads_k * args.num_splits * args.batch, n = blockIdx.x;
+    for (int k = 0;; k++) {
+        barrier_wait(done(k), freed(k, WORKS));
+        item &next   = item_at(k);
+        next.none    = n >= items;
+        next.cleared = next.far = 0;
+        if (n < items)
+            next.w = work_of<PAIRS ? 2 * FA_TILE_Q : FA_TILE_Q>(args, n);
+        barrier_arrive(found(k));
+        if (n >= items)
+            return;
+        n += gridDim.x;
+    }
+}
+
 /* ---- producer: one warp ---- */
+
+/* Q by TMA, where 64 rows are so many whole queries of a group's heads, or heads of one query: a box has what is neighbours, and there are nine. Rows that are
+ * nobody's hold anything, and nobody stores them. Otherwise the consumers copy rows themselves. */
+FA_DEVICE bool has_boxes(const fa_args &args) { return args.q_boxes; }
+
+FA_DEVICE void fetch_queries(const fa_args &args, const fa_maps &maps, const work &w)
+{
+    barrier_expect(q_full(), Q_BYTES);
+    int query = w.first_row / args.group, head = w.head + w.first_row % args.group;
+#pragma unroll 1
+    for (int panel = 0; panel < PANELS; panel++)
+        tma_load(shared_address(shared) + panel * PANEL_BYTES, maps.q, q_full(), 64 * panel, head, w.seq.q_row + query, w.seq.q_entry);
+}
 
 /* Rows of K that lie side by side, of which each lane knows one piece of a tile. Page -1, as any that is out of range: TMA brings zeros. */
 struct key_piece {
     int entry, row;
 };
 
+/* The first row of a panel that this block asks for. */
+FA_DEVICE int first_load() { return PAIRS ? (int)(blockIdx.x % 2) * LOAD_ROWS : 0; }
+
 FA_DEVICE key_piece piece_of_lane(const fa_args &args, const work &w, int tile)
 {
-    int first = tile * FA_TILE_K;
+    int first = tile * FA_TILE_K + first_load();
     if (!FA_HAS_PAGED)
         return {w.seq.kv_entry, w.seq.kv_row + first};
     first += (int)threadIdx.x * args.page_piece;
-    if ((int)threadIdx.x * args.page_piece >= FA_TILE_K || first >= w.keys.end || first + args.page_piece <= w.keys.begin)
+    if ((int)threadIdx.x * args.page_piece >= LOAD_ROWS || first >= w.keys.end || first + args.page_piece <= w.keys.begin)
         return {-1, 0};
     int page = first / args.kv_rows;
     return {args.page_table[w.b * args.page_row_stride + page], first - page * args.kv_rows};
 }
 
-/* Panels [first, first + PANELS) of a tile; a whole warp calls it. */
-template <int PANELS> FA_DEVICE void fetch_panels(const fa_args &args, const fa_map &map, const work &w, unsigned to, unsigned barrier, key_piece piece, int first)
+/* Panels [first, first + COUNT) of a tile; a whole warp calls it. */
+template <int COUNT>
+FA_DEVICE void fetch_panels(const fa_args &args, const fa_map &map, const work &w, int slot, int use, key_piece piece, int part, int first)
 {
-    if (threadIdx.x == 0)
-        barrier_expect(barrier, PANELS * PANEL_BYTES);
+    barrier_wait(empty(slot, part), freed(use, 1));
+    if (threadIdx.x < COUNT)
+        barrier_expect(full(slot, first + threadIdx.x), PANEL_BYTES);
     __syncwarp();
-    int rows = FA_HAS_PAGED ? args.page_piece : FA_TILE_K;
+    int rows = FA_HAS_PAGED ? args.page_piece : LOAD_ROWS;
 #pragma unroll 1
-    for (int row = 0, lane = 0; row < FA_TILE_K; row += rows, lane++) {
+    for (int row = 0, lane = 0; row < LOAD_ROWS; row += rows, lane++) {
         key_piece of = {__shfl_sync(~0u, piece.entry, lane), __shfl_sync(~0u, piece.row, lane)};
         if (elected())
 #pragma unroll
-            for (int panel = first; panel < first + PANELS; panel++)
-                tma_load(to + panel * PANEL_BYTES + row * 128, map, barrier, 64 * panel, of.row, w.kv_head, of.entry);
+            for (int panel = first; panel < first + COUNT; panel++) {
+                unsigned to = slot_at(slot) + panel * PANEL_BYTES + (first_load() + row) * 128;
+                if constexpr (PAIRS)
+                    tma_load_both(to, map, full(slot, panel), 64 * panel, of.row, w.kv_head, of.entry);
+                else
+                    tma_load(to, map, full(slot, panel), 64 * panel, of.row, w.kv_head, of.entry);
+            }
     }
 }
 
-FA_DEVICE void produce(const fa_args &args, const fa_maps &maps, const work &w)
+FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
 {
-    int       tiles = tiles_of(w), right = right_tile(w);
-    key_piece next = piece_of_lane(args, w, right);
-    for (int n = 0; n < tiles; n++) {
-        key_piece piece = next;
-        if (n + 1 < tiles)
-            next = piece_of_lane(args, w, right - n - 1);
-        barrier_wait(empty(n, 0), n / 2 % 2 ^ 1);
-        fetch_panels<HALF_PANELS>(args, maps.k, w, slot(n), full(n, 0), piece, 0);
-        barrier_wait(empty(n, 1), n / 2 % 2 ^ 1);
-        fetch_panels<HALF_PANELS + 1>(args, maps.k, w, slot(n), full(n, 1), piece, HALF_PANELS);
+    int uses[2] = {0, 0}, q = 0;
+    for (int k = 0;; k++) {
+        barrier_wait(found(k), filled(k, WORKS));
+        const work &w = item_at(k).w;
+        if (item_at(k).none)
+            return;
+        int tiles = tiles_of(w), right = right_tile(w);
+        if (has_boxes(args) && tiles > 0) {
+            barrier_wait(q_empty(), freed(q++, 1));
+            if (elected())
+                fetch_queries(args, maps, w);
+        }
+        key_piece next = piece_of_lane(args, w, right);
+        for (int n = 0; n < tiles; n++) {
+            key_piece piece = next;
+            if (n + 1 < tiles)
+                next = piece_of_lane(args, w, right - n - 1);
+            int use = (n % 2 ? uses[1] : uses[0]) + n / 2;
+            fetch_panels<1>(args, maps.k, w, n % 2, use, piece, 2, ROTARY); /* free since S of the tile before */
+            fetch_panels<4>(args, maps.k, w, n % 2, use, piece, 0, 0);
+            fetch_panels<4>(args, maps.k, w, n % 2, use, piece, 1, 4);
+        }
+        uses[0] += (tiles + 1) / 2;
+        uses[1] += tiles / 2;
+        release(done(k));
     }
 }
 
 /* ---- consumers ---- */
 
-template <int NUMBER> struct consumer {
-    static constexpr int group = NUMBER;
-
+template <int GROUP> struct consumer {
     float o[O_COUNT];     /* this consumer's columns */
     float max[2], sum[2]; /* of rows h = 0, 1: the maximum of dot products that both consumers follow; the sum of this one's exponentials */
+    int   use;            /* of its own slot, before this item's */
 };
+
+/* This warp has read a part of a slot, which both blocks of a pair fill. */
+FA_DEVICE void give_back(unsigned empty)
+{
+    release(empty);
+    if (PAIRS && threadIdx.x % 32 == 1)
+        barrier_arrive_at(empty, blockIdx.x % 2 ^ 1);
+}
 
 FA_DEVICE int consumer_thread() { return threadIdx.x % 128; }
 
-/* The tile's rows of Q, each with all that the two consumers' threads copy of it side by side. */
+/* The tile's rows of Q, by the threads of both consumers, who have read those before. */
 FA_DEVICE void load_queries(const fa_args &args, const work &w)
 {
     auto rows = queries_from(args, w);
@@ -137,31 +240,30 @@ FA_DEVICE void load_queries(const fa_args &args, const work &w)
     named_sync(CONSUMERS, 256);
 }
 
-/* S = Q K^T of tile n, started. */
-FA_DEVICE void start_scores(float (&s)[S_COUNT], int n)
+/* S = Q K^T of the tile in a slot, started, in the order in which its panels come. */
+FA_DEVICE void start_scores(float (&s)[S_COUNT], int slot, int use)
 {
-    matrix q = matrix_of(shared_address(shared), 0), k = matrix_of(slot(n), 0);
-    barrier_wait(full(n, 0), n / 2 % 2);
+    matrix q = matrix_of(shared_address(shared), 0), k = matrix_of(slot_at(slot), 0);
     hold(s);
-    wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4 * HALF_PANELS; step++)
-        wgmma_shared(s, q.from(step / 4 * PANEL_BYTES + step % 4 * 32), k.from(step / 4 * PANEL_BYTES + step % 4 * 32), step > 0);
-    barrier_wait(full(n, 1), n / 2 % 2);
-    wgmma_fence();
+    for (int n = 0; n < PANELS; n++) {
+        int panel = (n + ROTARY) % PANELS;
+        barrier_wait(full(slot, panel), filled(use, 1));
+        wgmma_fence();
 #pragma unroll
-    for (int step = 4 * HALF_PANELS; step < FA_HEAD_DIM / 16; step++)
-        wgmma_shared(s, q.from(step / 4 * PANEL_BYTES + step % 4 * 32), k.from(step / 4 * PANEL_BYTES + step % 4 * 32), 1);
+        for (int step = 0; step < 4; step++)
+            wgmma_shared(s, q.from(panel * PANEL_BYTES + step * 32), k.from(panel * PANEL_BYTES + step * 32), n + step > 0);
+    }
     wgmma_commit();
 }
 
-/* This consumer's columns of V of tile n. */
-template <int GROUP> FA_DEVICE unsigned values_at(const consumer<GROUP> &c, int n) { return slot(n) + c.group * HALF_BYTES; }
+/* This consumer's columns of V in a slot. */
+template <int GROUP> FA_DEVICE unsigned values_at(const consumer<GROUP> &, int slot) { return slot_at(slot) + GROUP * HALF_BYTES; }
 
-/* O += P V of tile n, started: its own P, or the other's. */
-template <int GROUP> FA_DEVICE void start_own_values(consumer<GROUP> &c, unsigned (&p)[P_STEPS][4], int n)
+/* O += P V of a tile, started: its own P, or the other's. */
+template <int GROUP> FA_DEVICE void start_own_values(consumer<GROUP> &c, unsigned (&p)[P_STEPS][4])
 {
-    matrix v = matrix_of(values_at(c, n), PANEL_BYTES);
+    matrix v = matrix_of(values_at(c, GROUP), PANEL_BYTES);
     hold(c.o);
     hold(p);
     wgmma_fence();
@@ -171,9 +273,9 @@ template <int GROUP> FA_DEVICE void start_own_values(consumer<GROUP> &c, unsigne
     wgmma_commit();
 }
 
-template <int GROUP> FA_DEVICE void start_others_values(consumer<GROUP> &c, int n)
+template <int GROUP> FA_DEVICE void start_others_values(consumer<GROUP> &c)
 {
-    matrix p = matrix_of(shared_address(shared) + P_AT, 0), v = matrix_of(values_at(c, n), PANEL_BYTES);
+    matrix p = matrix_of(shared_address(shared) + P_AT, 0), v = matrix_of(values_at(c, 1 - GROUP), PANEL_BYTES);
     hold(c.o);
     wgmma_fence();
 #pragma unroll
@@ -256,13 +358,13 @@ template <int GROUP> FA_DEVICE void tell(const consumer<GROUP> &c, const unsigne
         for (int h = 0; h < 2; h++)
             shared_store(shared_address(shared) + MAXIMA_AT + 4 * (fragment_row() + 8 * h), max[h]);
     fence_async();
-    named_arrive(P_OF + c.group, 256);
+    named_arrive(P_OF + GROUP, 256);
 }
 
 /* Waits for the other's P, and follows its maxima. */
 template <int GROUP> FA_DEVICE void hear(consumer<GROUP> &c, float unit)
 {
-    named_sync(P_OF + 1 - c.group, 256);
+    named_sync(P_OF + 1 - GROUP, 256);
     float max[2];
 #pragma unroll
     for (int h = 0; h < 2; h++)
@@ -274,11 +376,12 @@ FA_DEVICE bool is_masked(const work &w, int tile) { return tile < w.clean.begin 
 
 /* In an edge tile P is 0 for rows that do not see a key, but 0 * NaN is NaN: this consumer's columns of V must hold nothing there that is not finite, and zeros
  * in rows that are nobody's. S of the tile has been made. What is taken away add_nonfinite gives to the rows that see it. */
-template <int GROUP> FA_DEVICE void clear_values(const work &w, const consumer<GROUP> &c, int n, int tile)
+template <int GROUP> FA_DEVICE void clear_values(item &own, const consumer<GROUP> &c, int slot, int tile)
 {
+    const work   &w = own.w;
     constexpr int STRIDE = 128 * 16;
     int           begin = w.keys.begin - tile * FA_TILE_K, end = w.keys.end - tile * FA_TILE_K;
-    unsigned      from = values_at(c, n) + consumer_thread() * 16;
+    unsigned      from = values_at(c, slot) + consumer_thread() * 16;
 #pragma unroll 1
     for (int offset = 0; offset < HALF_BYTES; offset += STRIDE) {
         int row = (offset + consumer_thread() * 16) / 128 % FA_TILE_K;
@@ -287,83 +390,93 @@ template <int GROUP> FA_DEVICE void clear_values(const work &w, const consumer<G
     }
     if (FA_MASK != FA_MASK_NONE && holds_nonfinite<HALF_BYTES, STRIDE>(from)) {
         clear_nonfinite_of_lane<HALF_BYTES, STRIDE>(from);
-        shared_store(shared_address(shared) + CLEARED_AT, 1.0f);
+        own.cleared = 1;
     }
     fence_async();
-    named_sync(ALONE + c.group, 128);
+    named_sync(ALONE + GROUP, 128);
 }
 
-template <int GROUP> FA_DEVICE void values_done(consumer<GROUP> &c, int n)
+template <int GROUP> FA_DEVICE void values_done(consumer<GROUP> &c, int slot)
 {
     wgmma_wait<0>();
     hold(c.o);
-    release(empty(n, c.group));
+    give_back(empty(slot, GROUP));
 }
 
 /* The other's tile n: O += P V. */
-template <int GROUP> FA_DEVICE void take_others(const fa_args &args, const work &w, consumer<GROUP> &c, int n)
+template <int GROUP> FA_DEVICE void take_others(const fa_args &args, item &own, consumer<GROUP> &c, int n)
 {
     hear(c, args.scale_log2);
-    int tile = right_tile(w) - n;
-    if (is_masked(w, tile))
-        clear_values(w, c, n, tile);
-    start_others_values(c, n);
+    int tile = right_tile(own.w) - n;
+    if (is_masked(own.w, tile))
+        clear_values(own, c, 1 - GROUP, tile);
+    start_others_values(c);
 }
 
 /* Its own tile n, of which S is there, but for the products: P, which the other is told of. BESIDE: the other's tile before is being added. */
-template <bool BESIDE, int GROUP> FA_DEVICE void make_own(const fa_args &args, const work &w, consumer<GROUP> &c, float (&s)[S_COUNT], unsigned (&p)[P_STEPS][4], int n)
+template <bool BESIDE, int GROUP> FA_DEVICE void make_own(const fa_args &args, item &own, consumer<GROUP> &c, float (&s)[S_COUNT], unsigned (&p)[P_STEPS][4], int n)
 {
-    float max[2], sum[2];
-    int   tile = right_tile(w) - n;
+    const work &w = own.w;
+    float       max[2], sum[2];
+    int         tile = right_tile(w) - n;
     if (is_masked(w, tile))
         mask_scores(args, w, s, tile);
     softmax(s, c, max, sum, p, args.scale_log2);
     if constexpr (BESIDE)
-        values_done(c, n - 1);
+        values_done(c, 1 - GROUP);
     tell(c, p, max);
     follow(c, max, args.scale_log2);
     c.sum[0] += sum[0];
     c.sum[1] += sum[1];
     if (is_masked(w, tile))
-        clear_values(w, c, n, tile);
+        clear_values(own, c, GROUP, tile);
 }
 
-FA_DEVICE void consume(const fa_args &args, const work &w, consumer<0> &c)
+/* Its own tile n: S, with nothing of its own under way beside it. The last one gives Q back. */
+template <int GROUP> FA_DEVICE void scores_of_own(consumer<GROUP> &c, float (&s)[S_COUNT], int n, int tiles)
+{
+    start_scores(s, GROUP, c.use + n / 2);
+    wgmma_wait<0>();
+    hold(s);
+    give_back(empty(GROUP, 2));
+    if (n + 2 >= tiles)
+        release(q_empty());
+}
+
+FA_DEVICE void consume(const fa_args &args, item &own, consumer<0> &c, int tiles)
 {
     float    s[S_COUNT];
     unsigned p[P_STEPS][4];
-    int      tiles = same_for_all(tiles_of(w));
     for (int n = 0; n < tiles; n += 2) {
-        start_scores(s, n);
-        wgmma_wait<0>();
-        hold(s);
-        make_own<false>(args, w, c, s, p, n);
-        start_own_values(c, p, n);
-        values_done(c, n);
+        scores_of_own(c, s, n, tiles);
+        make_own<false>(args, own, c, s, p, n);
+        start_own_values(c, p);
+        values_done(c, 0);
         if (n + 1 < tiles) {
-            take_others(args, w, c, n + 1);
-            values_done(c, n + 1);
+            take_others(args, own, c, n + 1);
+            named_arrive(AFTER, 256);
+            values_done(c, 1);
         }
     }
 }
 
-FA_DEVICE void consume(const fa_args &args, const work &w, consumer<1> &c)
+FA_DEVICE void consume(const fa_args &args, item &own, consumer<1> &c, int tiles)
 {
     float    s[S_COUNT];
     unsigned p[P_STEPS][4];
-    int      tiles = same_for_all(tiles_of(w));
+    if (tiles == 1)
+        release(q_empty());
     for (int n = 1; n < tiles; n += 2) {
-        start_scores(s, n);
-        wgmma_wait<0>(); /* not behind the other's P: where a branch changes O while products are under way, the compiler waits for them */
-        hold(s);
-        take_others(args, w, c, n - 1);
-        make_own<true>(args, w, c, s, p, n);
-        start_own_values(c, p, n);
-        values_done(c, n);
+        scores_of_own(c, s, n, tiles); /* not behind the other's P: where a branch changes O while products are under way, the compiler waits for them */
+        take_others(args, own, c, n - 1);
+        make_own<true>(args, own, c, s, p, n);
+        named_sync(AFTER, 256);
+        start_own_values(c, p);
+        values_done(c, 1);
     }
     if (tiles % 2 == 1) {
-        take_others(args, w, c, tiles - 1);
-        values_done(c, tiles - 1);
+        take_others(args, own, c, tiles - 1);
+        values_done(c, 0);
     }
 }
 
@@ -376,15 +489,37 @@ struct both_consumers {
     static __device__ __forceinline__ void sync() { named_sync(CONSUMERS, 32 * WARPS); }
 };
 
-/* O = O / l, LSE = m + log l (lines 12-13); rows that saw nothing: 0 and -inf. */
-template <int GROUP> FA_DEVICE void store_result(const fa_args &args, work &w, consumer<GROUP> &c)
+/* A part's O: four neighbouring lanes' columns 8 j ... 8 j + 31 of row h, of which each stores eight. */
+FA_DEVICE void store_part(float *to, const float (&o)[O_COUNT], int h, float scale)
 {
+#pragma unroll
+    for (int j = 0; j < O_COUNT / 4; j += 4) {
+        unsigned even[4], odd[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            even[i] = (unsigned)__float_as_int(o[4 * (j + i) + 2 * h] * scale);
+            odd[i]  = (unsigned)__float_as_int(o[4 * (j + i) + 2 * h + 1] * scale);
+        }
+        transpose_quad(even);
+        transpose_quad(odd);
+        if (to) {
+            uint4 *at = (uint4 *)(to + 8 * (j + threadIdx.x % 4));
+            at[0]     = make_uint4(even[0], odd[0], even[1], odd[1]);
+            at[1]     = make_uint4(even[2], odd[2], even[3], odd[3]);
+        }
+    }
+}
+
+/* O = O / l, LSE = m + log l (lines 12-13); rows that saw nothing: 0 and -inf. */
+template <int GROUP> FA_DEVICE void store_result(const fa_args &args, item &own, consumer<GROUP> &c)
+{
+    work    &w    = own.w;
     unsigned sums = shared_address(shared) + SUMS_AT;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         float sum = quad_sum(c.sum[h]);
         if (threadIdx.x % 4 == 0)
-            shared_store(sums + 4 * (64 * c.group + fragment_row() + 8 * h), sum);
+            shared_store(sums + 4 * (64 * GROUP + fragment_row() + 8 * h), sum);
     }
     both_consumers::sync();
     bool far = false;
@@ -396,65 +531,82 @@ template <int GROUP> FA_DEVICE void store_result(const fa_args &args, work &w, c
         row_end end = end_of_row(top, shared_load_float(sums + 4 * row) + shared_load_float(sums + 4 * (64 + row)), used ? sink_log2_of(args, head) : -infinity(),
                                  i >= w.seq.seqlen_q);
         far |= used && is_far(top);
-        if (threadIdx.x % 4 == 0 && used && c.group == 0) {
+        if (threadIdx.x % 4 == 0 && used && GROUP == 0) {
             store_lse(args, w, head, i, end.lse);
             w.far[row] = is_far(top);
         }
         if (!used || (FA_HAS_SPLIT && end.lse == -infinity())) /* an empty part's O is not read */
             used = false;
-        fa_i64 at = o_place(args, w, head, i, c.group * (FA_HEAD_DIM_V / 2));
+        fa_i64 at = o_place(args, w, head, i, GROUP * (FA_HEAD_DIM_V / 2));
         if constexpr (FA_HAS_SPLIT)
-            store_row<FA_F32, FA_HEAD_DIM_V / 2>(used ? (char *)(args.o_partial + at) : nullptr, c.o, h, end.scale, FA_HEAD_DIM_V / 2);
+            store_part(used ? args.o_partial + at : nullptr, c.o, h, end.scale);
         else
             store_row<FA_DTYPE_O, FA_HEAD_DIM_V / 2>(used ? (char *)args.o.data + at * (FA_DTYPE_O == FA_F32 ? 4 : 2) : nullptr, c.o, h, end.scale,
-                                                     args.head_dim_v - c.group * (FA_HEAD_DIM_V / 2));
+                                                     args.head_dim_v - GROUP * (FA_HEAD_DIM_V / 2));
     }
-    if (__any_sync(~0u, far))
-        shared_store(shared_address(shared) + CLEARED_AT + 4, 1.0f);
+    if (far)
+        own.far = 1;
     both_consumers::sync();
-    if (shared_load_float(shared_address(shared) + CLEARED_AT + 4) != 0.0f)
+    if (own.far)
         redo_far_rows<both_consumers>(args, w);
-    if (shared_load_float(shared_address(shared) + CLEARED_AT) != 0.0f)
+    if (own.cleared)
         add_nonfinite<both_consumers>(args, w);
 }
 
-template <int GROUP> FA_DEVICE void work_as(const fa_args &args, work &w)
+template <int GROUP> FA_DEVICE void consume_all(const fa_args &args)
 {
     consumer<GROUP> c;
+    int             q = 0;
+    c.use = 0;
+    for (int k = 0;; k++) {
+        barrier_wait(found(k), filled(k, WORKS));
+        item &own = item_at(k);
+        if (same_for_all(own.none))
+            return;
 #pragma unroll
-    for (int n = 0; n < O_COUNT; n++)
-        c.o[n] = 0.0f;
+        for (int n = 0; n < O_COUNT; n++)
+            c.o[n] = 0.0f;
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        c.max[h] = -infinity();
-        c.sum[h] = 0.0f;
+        for (int h = 0; h < 2; h++) {
+            c.max[h] = -infinity();
+            c.sum[h] = 0.0f;
+        }
+        int tiles = same_for_all(tiles_of(own.w));
+        if (tiles > 0) {
+            if (has_boxes(args))
+                barrier_wait(q_full(), filled(q++, 1));
+            else
+                load_queries(args, own.w);
+            consume(args, own, c, tiles);
+            c.use += (tiles + 1 - GROUP) / 2;
+        }
+        store_result(args, own, c);
+        release(done(k));
     }
-    consume(args, w, c);
-    store_result(args, w, c);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, FA_MIN_BLOCKS)
     forward_latent_sm90(const __grid_constant__ fa_args args, const __grid_constant__ fa_maps maps)
 {
-    work &w = *(work *)(shared + WORK_AT);
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0)
         start_barriers();
-        shared_store(shared_address(shared) + CLEARED_AT, make_uint4(0, 0, 0, 0));
-        w = work_of(args);
-    }
-    __syncthreads(); /* the barriers are set up, the work is known */
-    if (w.rows <= 0)
-        return;
+    if constexpr (PAIRS)
+        cluster_barrier(); /* the barriers are set up, the other block's too */
+    else
+        __syncthreads();
     if (threadIdx.x < 128) {
         registers_down<PRODUCER_REGISTERS>();
         if (threadIdx.x < 32)
-            produce(args, maps, w);
+            produce(args, maps);
+        else if (threadIdx.x == 32)
+            plan(args);
     } else {
         registers_up<CONSUMER_REGISTERS>();
-        load_queries(args, w);
         if (same_for_all(threadIdx.x / 128) == 1)
-            work_as<0>(args, w);
+            consume_all<0>(args);
         else
-            work_as<1>(args, w);
+            consume_all<1>(args);
     }
+    if constexpr (PAIRS)
+        cluster_barrier(); /* the other block arrives at barriers of this one */
 }

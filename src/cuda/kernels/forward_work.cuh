@@ -45,10 +45,10 @@ FA_DEVICE float scale_log2_of(const fa_args &args, const work &w)
     return args.scale_log2 * descale_of_scores(args, w.b, w.kv_head);
 }
 
-FA_DEVICE work work_of(const fa_args &args)
+/* Of block n, as args.h counts them. WALK_ROWS: so many neighbouring rows, whole tiles, walk the keys together: those that any of them sees. */
+template <int WALK_ROWS = FA_TILE_Q> FA_DEVICE work work_of(const fa_args &args, unsigned n = blockIdx.x)
 {
     work     w;
-    unsigned n    = blockIdx.x;
     int      tile;
     int      runs = (args.num_splits + args.run_parts - 1) / args.run_parts;
     auto     take = [&](unsigned count) { /* the next digit of the block's number */
@@ -102,8 +102,13 @@ FA_DEVICE work work_of(const fa_args &args)
         all.begin   = fa_max_int(all.begin, w.split * part);
         all.end     = fa_min_int(all.end, (w.split + w.parts) * part);
     }
-    w.keys = fa_keys_seen(window_of(args), w.seq.diagonal, w.queries, all);
-    if (w.queries.begin >= w.queries.end)
+    fa_range walked = w.queries;
+    if constexpr (WALK_ROWS > FA_TILE_Q) {
+        int first = w.first_row / WALK_ROWS * WALK_ROWS;
+        walked    = {first / args.group, fa_min_int((first + WALK_ROWS - 1) / args.group + 1, w.seq.seqlen_q)};
+    }
+    w.keys = fa_keys_seen(window_of(args), w.seq.diagonal, walked, all);
+    if (walked.begin >= walked.end)
         w.keys.end = w.keys.begin;
     w.run        = w.keys;
     w.clean      = clean_tiles<FA_TILE_K>(args, w.seq, w.queries, w.keys);

@@ -39,6 +39,13 @@ FA_DEVICE void barrier_arrive(unsigned barrier)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+/* At the same barrier of another block of the cluster, of what products or TMA have read: release.cluster would order all memory first, for hundreds of cycles. */
+FA_DEVICE void barrier_arrive_at(unsigned barrier, unsigned rank)
+{
+    asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier), "r"(rank)
+                 : "memory");
+}
+
 FA_DEVICE bool barrier_passed(unsigned barrier, unsigned parity)
 {
     unsigned passed;
@@ -90,6 +97,14 @@ FA_DEVICE void tma_load(unsigned to, const fa_map &map, unsigned barrier, int co
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
                  "[%2];" ::"r"(to),
                  "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(entry)
+                 : "memory");
+}
+
+/* As tma_load, for both blocks of a cluster of two: the same box to the same address of each one's shared memory, counted at each one's barrier. */
+FA_DEVICE void tma_load_both(unsigned to, const fa_map &map, unsigned barrier, int column, int row, int head, int entry)
+{
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+                 "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(entry), "h"((unsigned short)3)
                  : "memory");
 }
 
