@@ -2,6 +2,7 @@
 
 #define C FLASH_ATTN_CAUSAL
 #define W FLASH_ATTN_WINDOW
+#define M .head_dim = 576, .head_dim_v = 512,
 
 /* Sizes are small, since the reference is slow, and sit around the edges of tiles: 1, 15-17, 63-65, 127-129. Groups are
  * consecutive. clang-format would break the columns apart. */
@@ -61,6 +62,25 @@ const test_case test_cases[] = {
     {"head_dim", "96 and 64", .seqlen_q = 67, .seqlen_k = 41, .head_dim = 96, .head_dim_v = 64, .mask = C},
     {"head_dim", "64 and 128", .seqlen_q = 67, .seqlen_k = 41, .head_dim = 64, .head_dim_v = 128, .heads_q = 2, .heads_k = 1},
     {"head_dim", "33 and 47", .seqlen_q = 67, .seqlen_k = 41, .head_dim = 33, .head_dim_v = 47},
+
+    /* Above 256 columns (decision 0069). M: as DeepSeek's MLA has them. */
+    {"wide", "16 on 1, causal", M .seqlen_q = 19, .seqlen_k = 40, .heads_q = 16, .heads_k = 1, .mask = C, .forward_only = true},
+    {"wide", "one query, 80 on 1", M .seqlen_q = 1, .seqlen_k = 300, .heads_q = 80, .heads_k = 1, .forward_only = true},
+    {"wide", "3 queries, 24 on 1", M .seqlen_q = 3, .seqlen_k = 90, .heads_q = 24, .heads_k = 1, .mask = C, .forward_only = true},
+    {"wide", "pages of 16",    M .batch = 2, .seqlen_q = 2, .seqlen_k = 100, .heads_q = 20, .heads_k = 2, .page_size = 16, .seqused_k = LENGTHS_MIXED, .mask = C, .forward_only = true},
+    {"wide", "splits, sinks",  M .seqlen_q = 2, .seqlen_k = 200, .heads_q = 34, .heads_k = 1, .num_splits = 3, .sinks = true, .mask = C, .forward_only = true},
+    {"wide", "left padding",   M .batch = 3, .seqlen_q = 10, .seqlen_k = 60, .heads_q = 4, .heads_k = 1, .leftpad = true, .seqused_k = LENGTHS_MIXED, .mask = C, .forward_only = true},
+    {"wide", "softcap, window", M .seqlen_q = 80, .seqlen_k = 60, .softcap = 8, .mask = W, .window_left = 30, .window_right = 5, .forward_only = true},
+    {"wide", "logits of 1e10", M .seqlen_q = 4, .seqlen_k = 50, .heads_q = 4, .heads_k = 1, .logit_size = 1e4f, .scale = 1e5f, .mask = C, .forward_only = true},
+    {"wide", "257",            .seqlen_q = 37, .seqlen_k = 41, .head_dim = 257, .forward_only = true},
+    {"wide", "300 and 270",    .seqlen_q = 70, .seqlen_k = 50, .head_dim = 300, .head_dim_v = 270, .mask = C, .num_splits = 2, .forward_only = true},
+    {"wide", "320",            .seqlen_q = 70, .seqlen_k = 41, .head_dim = 320},
+    {"wide", "320, pages of 1", .batch = 2, .seqlen_q = 9, .seqlen_k = 50, .heads_q = 4, .heads_k = 2, .head_dim = 320, .head_dim_v = 296, .page_size = 1, .seqused_k = LENGTHS_MIXED, .sinks = true, .forward_only = true},
+    {"wide", "512, varlen",    .batch = 3, .seqlen_q = 70, .seqlen_k = 50, .head_dim = 512, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_HOLES, .mask = C, .forward_only = true},
+    {"wide", "64 and 512",     .seqlen_q = 37, .seqlen_k = 70, .heads_q = 2, .heads_k = 1, .head_dim = 64, .head_dim_v = 512, .o_f32 = true, .forward_only = true},
+    {"wide", "576 and 64",     .seqlen_q = 37, .seqlen_k = 70, .heads_q = 2, .heads_k = 1, .head_dim = 576, .head_dim_v = 64, .scale = -0.05f, .forward_only = true},
+    {"wide", "all numbers",    .batch = 2, .heads_q = 2, .heads_k = 1, .seqlen_q = 40, .seqlen_k = 50, .head_dim = 288, .head_dim_v = 320, .slices = SLICES_KINDS, .softcap = 8,
+                               .bias = BIAS | BIAS_MINUS_INF, .alibi = true, .sinks = true, .dropout = 0.2f, .forward_only = true},
 
     {"causal", "square",       .mask = C, .seqlen_q = 130, .seqlen_k = 130, .head_dim = 64},
     {"causal", "one query",    .mask = C, .seqlen_q = 1,   .seqlen_k = 77,  .heads_q = 2},

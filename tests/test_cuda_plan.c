@@ -1,4 +1,4 @@
-/* Which kernel a call on Hopper gets: its own where these have the options of the call, else the portable one. No GPU is needed. */
+/* Which kernel a call gets: on Hopper its own where these have the options of the call, else the portable one; above 256 columns. No GPU is needed. */
 #include "harness.h"
 
 #include "check.h"
@@ -135,8 +135,68 @@ static void hoppers_own_kernels_take_the_calls_that_they_have_options_for(void *
         }
 }
 
+/* Causal, `heads` heads on one key head, more than 256 columns (decision 0069). */
+static flash_attn_status normalise_wide(flash_attn_dtype dtype, flash_attn_pass pass, int queries, int heads, int head_dim, int head_dim_v, fa_call *call)
+{
+    flash_attn_problem p     = {.device = {.type = FLASH_ATTN_CUDA}, .mask = FLASH_ATTN_CAUSAL, .o = {.dtype = dtype}};
+    flash_attn_tensor  like  = {.dtype = dtype};
+    flash_attn_grads   grads = {.dout = like, .dq = like, .dk = like, .dv = like};
+    p.q = of(dtype, 1, queries, heads, head_dim);
+    p.k = of(dtype, 1, KEYS, 1, head_dim);
+    p.v = of(dtype, 1, KEYS, 1, head_dim_v);
+    return fa_normalise(&p, pass == BACKWARD ? &grads : NULL, pass, FA_PLAN, call);
+}
+
+/* Their queries' heads share tiles, so that keys are read once for each tile and not for each head. */
+static void few_queries_of_many_wide_heads_take_few_blocks(void **state)
+{
+    (void)state;
+    static const int archs[] = {80, 86, 89, 90, 100, 120};
+    for (size_t a = 0; a < sizeof archs / sizeof *archs; a++) {
+        fa_call call;
+        fa_plan plan;
+        assert_int_equal(normalise_wide(FLASH_ATTN_BF16, FORWARD, 1, 128, 576, 512, &call), FLASH_ATTN_OK);
+        if (fa_plan_make(&call, archs[a], "forward_sm80", &plan) != FLASH_ATTN_OK)
+            fail_msg("sm_%d: %s", archs[a], flash_attn_last_error());
+        int tile = plan.launch[plan.main].key.tile_q, tiles = (128 + tile - 1) / tile;
+        assert_true(tile >= 48);
+        assert_int_equal(plan.args.num_splits, 2);
+        assert_int_equal(plan.launch[plan.main].blocks, tiles * 2);
+    }
+}
+
+static void heads_too_wide_are_refused_with_the_width_that_is_not(void **state)
+{
+    (void)state;
+    static const struct {
+        flash_attn_dtype dtype;
+        flash_attn_pass  pass;
+        int              head_dim, head_dim_v, arch;
+        const char      *says; /* NULL: it is taken */
+    } wide[] = {
+        {FLASH_ATTN_F32, FORWARD, 576, 512, 80, NULL},
+        {FLASH_ATTN_F32, FORWARD, 257, 320, 86, NULL},
+        {FLASH_ATTN_F32, FORWARD, 64, 321, 86, "float32 holds head_dim 64 with head_dim_v 321 on compute capability 8.6: the largest is 320"},
+        {FLASH_ATTN_BF16, BACKWARD, 576, 512, 90, "backward kernel for bfloat16 holds head_dim 576 with head_dim_v 512 on compute capability 9.0: the largest is 256"},
+        {FLASH_ATTN_F32, BACKWARD, 257, 64, 120, "the largest is 128"},
+    };
+    for (size_t n = 0; n < sizeof wide / sizeof *wide; n++) {
+        fa_call call;
+        fa_plan plan;
+        assert_int_equal(normalise_wide(wide[n].dtype, wide[n].pass, 100, 2, wide[n].head_dim, wide[n].head_dim_v, &call), FLASH_ATTN_OK);
+        flash_attn_status status = fa_plan_make(&call, wide[n].arch, NULL, &plan);
+        assert_int_equal(status, wide[n].says ? FLASH_ATTN_UNSUPPORTED : FLASH_ATTN_OK);
+        if (wide[n].says && !strstr(flash_attn_last_error(), wide[n].says))
+            fail_msg("%s", flash_attn_last_error());
+    }
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(hoppers_own_kernels_take_the_calls_that_they_have_options_for)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(hoppers_own_kernels_take_the_calls_that_they_have_options_for),
+        cmocka_unit_test(few_queries_of_many_wide_heads_take_few_blocks),
+        cmocka_unit_test(heads_too_wide_are_refused_with_the_width_that_is_not),
+    };
     return cmocka_run_group_tests_name("cuda_plan", tests, NULL, NULL);
 }

@@ -42,6 +42,7 @@ static int mask_kind(fa_window window)
 static fa_key wanted_key(const fa_call *call, int arch)
 {
     bool   backward = call->pass == FLASH_ATTN_BACKWARD;
+    int    unit     = call->head_dim > 256 || call->head_dim_v > 256 ? 64 : 32; /* there up to four warps share blocks of 16 columns (forward_block.cuh) */
     fa_key key;
     memset(&key, 0, sizeof key);
     key.arch        = arch;
@@ -49,8 +50,8 @@ static fa_key wanted_key(const fa_call *call, int arch)
     key.dtype_o     = (int)call->o.dtype;
     key.dtype_dout  = backward ? (int)call->dout.dtype : 0;
     key.dtype_bias  = call->bias.data ? (int)call->bias.dtype : 0;
-    key.head_dim    = (int)ceil_div(call->head_dim, 32) * 32;
-    key.head_dim_v  = (int)ceil_div(call->head_dim_v, 32) * 32;
+    key.head_dim    = (int)ceil_div(call->head_dim, unit) * unit;
+    key.head_dim_v  = (int)ceil_div(call->head_dim_v, unit) * unit;
     key.even_d      = key.head_dim == call->head_dim && key.head_dim_v == call->head_dim_v;
     key.aligned     = is_aligned(&call->q) && is_aligned(&call->k) && is_aligned(&call->v) && is_aligned(&call->o) &&
                   (!backward || (is_aligned(&call->dout) && is_aligned(&call->dq) && is_aligned(&call->dk) &&

@@ -90,6 +90,20 @@ const fa_tune_row fa_tune_rows[] = {
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 256, FA_ON_ANY, FA_FOR_ANY, 0, 64, 32, 4, 2, 1, 0, 160,
      "head_dim 256 with options: 32 keys fit the registers that O leaves; only rows not aligned, slow anyway, spill"},
 
+    /* head dims above 256, of Q, of V or of both: two warps share rows and keys, each with half of the columns of O, in float32 four (decision 0069) */
+    {80, 80, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 576, FA_ON_ANY, FA_FOR_FEW, 64, 64, 16, 8, 2, 1, 2, 0,
+     "few queries: the heads of a key head in tiles of 64 in 144 KB of shared memory"},
+    {86, 89, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 576, FA_ON_ANY, FA_FOR_FEW, 64, 48, 16, 6, 1, 1, 2, 0,
+     "few queries: the heads of a key head in tiles of 48 in 90 KB of shared memory"},
+    {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 576, FA_ON_ANY, FA_FOR_FEW, 64, 64, 32, 8, 2, 1, 2, 0,
+     "few queries: the heads of a key head in tiles of 64 in 216 KB of shared memory"},
+    {120, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 576, FA_ON_ANY, FA_FOR_FEW, 64, 48, 16, 6, 1, 1, 2, 0,
+     "few queries: the heads of a key head in tiles of 48 in 90 KB of shared memory"},
+    {80, 80, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 576, FA_ON_ANY, FA_FOR_ANY, 0, 64, 32, 8, 1, 1, 0, 0, "144 KB of shared memory"},
+    {86, 89, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 576, FA_ON_ANY, FA_FOR_ANY, 0, 48, 16, 6, 1, 1, 0, 0, "90 KB of shared memory"},
+    {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 576, FA_ON_ANY, FA_FOR_ANY, 0, 64, 32, 8, 2, 1, 0, 0, "216 KB of shared memory"},
+    {120, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 576, FA_ON_ANY, FA_FOR_ANY, 0, 48, 16, 6, 1, 1, 0, 0, "90 KB of shared memory"},
+
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 0, 368,
      "two consumers of 64 keys; dQ by TMA; the producer's thread spills, and under a softcap the consumers' dozen registers (decision 0055)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_NONE, FA_FOR_LONG_TMA, 512, 80, 128, 12, 2, 1, 0, 304,
@@ -122,6 +136,10 @@ const fa_tune_row fa_tune_rows[] = {
     {86, 89, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 2, 1, 1, 0, 256, "96 KB of shared memory"},
     {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 64, 16, 4, 1, 1, 0, 256, "144 KB of shared memory"},
     {120, 129, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 2, 1, 1, 0, 256, "96 KB of shared memory"},
+    {80, 80, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 576, FA_ON_ANY, FA_FOR_ANY, 0, 16, 16, 4, 1, 1, 0, 0, "162 KB of shared memory"},
+    {86, 89, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 320, FA_ON_ANY, FA_FOR_ANY, 0, 16, 16, 4, 1, 1, 0, 0, "90 KB of shared memory, which do not hold more columns"},
+    {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 576, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 8, 1, 1, 0, 0, "216 KB of shared memory"},
+    {120, 129, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 320, FA_ON_ANY, FA_FOR_ANY, 0, 16, 16, 4, 1, 1, 0, 0, "90 KB of shared memory, which do not hold more columns"},
     {80, 129, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 2, 1, 1, 0, 160, "64 KB of shared memory"},
     {80, 80, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 4, 1, 1, 1, 384, "114 KB of shared memory; two warps share 16 keys"},
     {86, 89, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 2, 1, 1, 1, 768, "81 KB of shared memory"},
@@ -235,6 +253,7 @@ flash_attn_status fa_tune_choose(const fa_call *call, const fa_key *key, const c
     int                      arch     = key->arch;
     static const char *const dtypes[] = {"float32", "float16", "bfloat16", "float8_e4m3"};
     enum fit                 best     = FIT_NO_KERNEL;
+    int                      widest   = 0; /* head_dim of the rows that lack nothing else */
     const char              *pass     = call->pass == FLASH_ATTN_BACKWARD ? "backward" : "forward";
     for (int i = 0; i < fa_num_tune_rows; i++) {
         enum fit fit = fit_of(&fa_tune_rows[i], call, key, name);
@@ -243,6 +262,8 @@ flash_attn_status fa_tune_choose(const fa_call *call, const fa_key *key, const c
             return FLASH_ATTN_OK;
         }
         best = fit > best ? fit : best;
+        if (fit == FIT_NO_HEAD_DIM && fa_tune_rows[i].head_dim > widest)
+            widest = fa_tune_rows[i].head_dim;
     }
     switch (best) {
     case FIT_NO_ARCH:
@@ -251,8 +272,9 @@ flash_attn_status fa_tune_choose(const fa_call *call, const fa_key *key, const c
         return fa_fail(FLASH_ATTN_UNSUPPORTED, "no CUDA %s kernel takes q of %s on compute capability %d.%d", pass,
                        dtypes[call->q.dtype], arch / 10, arch % 10);
     case FIT_NO_HEAD_DIM:
-        return fa_fail(FLASH_ATTN_UNSUPPORTED, "no CUDA %s kernel for %s holds head_dim %lld with head_dim_v %lld", pass,
-                       dtypes[call->q.dtype], (long long)call->head_dim, (long long)call->head_dim_v);
+        return fa_fail(FLASH_ATTN_UNSUPPORTED,
+                       "no CUDA %s kernel for %s holds head_dim %lld with head_dim_v %lld on compute capability %d.%d: the largest is %d", pass,
+                       dtypes[call->q.dtype], (long long)call->head_dim, (long long)call->head_dim_v, arch / 10, arch % 10, widest);
     case FIT_NO_MASK:
         return fa_fail(FLASH_ATTN_UNSUPPORTED, "no CUDA %s kernel for this mask with these options", pass);
     default:

@@ -19,15 +19,15 @@ FA_DEVICE bool store_shared_rows(block_state &state, const fa_args &args, work &
         for (int r = 0; r < 2 * ROWS16; r++) {
             int   row = row_of(r / 2, r % 2), at = key_warp() * FA_TILE_Q + row;
             float sum = quad_sum(state.sum[r]);
-            if (RUNS && row / ROUND != first / ROUND)
+            if (ROUND < FA_TILE_Q && row / ROUND != first / ROUND)
                 continue;
-            if (lane % 4 == 0) {
+            if (lane % 4 == 0 && col_warp() == 0) {
                 shared_store(tops + at * 4, state.maximum[r] * w.unit);
                 shared_store(sums + at * 4, sum);
             }
 #pragma unroll
             for (int n = 0; n < COLS8; n++)
-                shared_store(parts + ((key_warp() * ROUND + row % ROUND) * SHARE_PITCH + n * 8 + lane % 4 * 2) * 4,
+                shared_store(parts + ((key_warp() * ROUND + row % ROUND) * SHARE_PITCH + col_of(n) + lane % 4 * 2) * 4,
                              make_float2(state.o[r / 2][n][r % 2 * 2], state.o[r / 2][n][r % 2 * 2 + 1]));
         }
         __syncthreads();

@@ -10,11 +10,13 @@
  *              K, V tiles               for another's S or O. S becomes P in registers and is at once the A operand of P V.
  *      (shared, FA_STAGES deep)
  *
+ * Head dims above 256: two warps (float32: four) share rows and keys, and each has every second (fourth) block of 16 columns of V and O (decision 0069).
+ *
  * FA_STAGES 1: one K and one V tile; V arrives during Q K^T, the next K during softmax and P V (two barriers a step).
  * FA_STAGES 2: two of each; the next K and V arrive during the whole step (one barrier a step).
  * FA_VARIANT bit 0: Q's fragments stay in registers. The number above it, if not 0: few queries. Then a tile's rows are queries of
  * all heads that share a key head, so that K and V are read once, and so many warps share a row, each with its own keys of a tile
- * (decision 0058); FA_STAGES - 1 tiles are on their way while one is worked on.
+ * (decision 0058); with more than one stage FA_STAGES - 1 tiles are on their way while one is worked on.
  */
 #include "forward_few.cuh"
 
@@ -102,7 +104,7 @@ FA_DEVICE void add_values(float (&o)[ROWS16][COLS8][4], const float (&p)[ROWS16]
                     a[i][m][e] = plane[i];
             }
         multiply_step<true>(o, a, [&](unsigned(&v)[4], int n, int i) {
-            load_matrix_transposed(v, v_at.at(j, n) + i * V_PLANE);
+            load_matrix_transposed(v, v_at.at(j, n * COL_WARPS) + i * V_PLANE);
         });
     }
 }
@@ -161,7 +163,7 @@ FA_DEVICE void drop(float (&p)[ROWS16][KEYS8][4], const fa_args &args, const wor
 FA_DEVICE bool store_result(float (&o)[ROWS16][COLS8][4], float (&maximum)[2 * ROWS16], float (&sum)[2 * ROWS16], float unit,
                             const fa_args &args, work &w, unsigned shared)
 {
-    int    warp = threadIdx.x / 32, warp_row = w.first_q + warp * 16 * ROWS16;
+    int    warp = threadIdx.x / 32, warp_row = w.first_q + row_warp() * 16 * ROWS16;
     float  sink_log2 = sink_log2_of(args, w.head), descale = descale_of(args.descale_v, w.b, w.kv_head), scale[2 * ROWS16];
     bool   far = false;
 #pragma unroll
@@ -172,7 +174,7 @@ FA_DEVICE bool store_result(float (&o)[ROWS16][COLS8][4], float (&maximum)[2 * R
         scale[r]    = end.scale * descale;
         if (FA_HAS_DROPOUT)
             scale[r] *= args.dropout.keep_scale;
-        if (threadIdx.x % 4 == 0 && i < w.seq.rows_q)
+        if (threadIdx.x % 4 == 0 && col_warp() == 0 && i < w.seq.rows_q)
             store_lse(args, w, w.head, i, end.lse);
         if (!MODIFIED) {
             w.far[i - w.first_q] = is_far(top);
@@ -181,15 +183,16 @@ FA_DEVICE bool store_result(float (&o)[ROWS16][COLS8][4], float (&maximum)[2 * R
     }
     if constexpr (FA_HAS_SPLIT) {
         float *to = args.o_partial + partial_row(args, w, w.head, warp_row) * FA_HEAD_DIM_V;
-        store_accumulator<FA_F32, ROWS16, COLS8>(o, scale, 0, to, FA_HEAD_DIM_V, 1, w.seq.rows_q - warp_row, FA_HEAD_DIM_V);
+        store_accumulator<FA_F32, ROWS16, COLS8, COL_WARPS>(o, scale, 0, to, FA_HEAD_DIM_V, 1, w.seq.rows_q - warp_row, FA_HEAD_DIM_V,
+                                                            col_warp());
     } else {
-        unsigned staging = shared + warp * 16 * ROWS16 * FA_HEAD_DIM_V * 2;
+        unsigned staging = shared + warp * 16 * ROWS16 * COLS8 * 8 * 2;
         fa_i64   offset  = w.seq.q_entry * args.o.stride[0] + (w.seq.q_row + warp_row) * args.o.stride[1] +
                         w.head * args.o.stride[2];
-        store_accumulator<FA_DTYPE_O, ROWS16, COLS8>(o, scale, staging,
-                                                     (char *)args.o.data + offset * (FA_DTYPE_O == FA_F32 ? 4 : 2),
-                                                     args.o.stride[1], args.o.stride[3], w.seq.rows_q - warp_row,
-                                                     args.head_dim_v);
+        store_accumulator<FA_DTYPE_O, ROWS16, COLS8, COL_WARPS>(o, scale, staging,
+                                                                (char *)args.o.data + offset * (FA_DTYPE_O == FA_F32 ? 4 : 2),
+                                                                args.o.stride[1], args.o.stride[3], w.seq.rows_q - warp_row,
+                                                                args.head_dim_v, col_warp());
     }
     return far;
 }
@@ -289,7 +292,7 @@ FA_DEVICE void walk_tiles(block_state &state, const fa_args &args, work &w, unsi
     lane_addresses<FA_HEAD_DIM, true>   k_at(state.k_shared + key_warp() * WARP_KEYS * FA_HEAD_DIM * 2, halves_first_row(),
                                        halves_first_half());
     lane_addresses<FA_HEAD_DIM_V, true> v_at(state.v_shared + key_warp() * WARP_KEYS * FA_HEAD_DIM_V * 2, rows_first_row(),
-                                       rows_first_half());
+                                       2 * col_warp() + rows_first_half());
     q_fragments                   q_kept;
     float scale_log2 = scale_log2_of(args, w);
     if constexpr (AS_BYTES) {
@@ -330,7 +333,7 @@ FA_DEVICE void walk_tiles(block_state &state, const fa_args &args, work &w, unsi
         }
     } while (RUNS && state.tile >= w.first_tile);
     copy_wait<0>();
-    if (FA_HEAD_DIM != FA_HEAD_DIM_V)
+    if (FA_HEAD_DIM != FA_HEAD_DIM_V || COL_WARPS > 1)
         __syncthreads(); /* a warp's staging must not cover rows of Q that another still reads */
 }
 

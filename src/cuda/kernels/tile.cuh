@@ -107,6 +107,7 @@ FA_DEVICE void copy_tile(unsigned to, const SOURCE &source, int begin, int end, 
     using layout               = tile<COLS>;
     constexpr int LANES        = layout::GROUP; /* threads that copy one row side by side */
     constexpr int ROWS_AT_ONCE = THREADS / LANES;
+    constexpr int UNROLLED     = COLS > 256 && (AS_BYTES || !FA_ALIGNED || PLANES > 1) ? 1 : layout::CHUNKS / LANES; /* O leaves few registers */
     int           lane = threadIdx.x % LANES, first_row = threadIdx.x / LANES;
     static_assert(!ONCE || ROWS_AT_ONCE % 8 == 0, "a lane's chunks keep their places");
     constexpr int     STEPS = SOURCE::PLAIN ? 1 : (ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
@@ -127,7 +128,7 @@ FA_DEVICE void copy_tile(unsigned to, const SOURCE &source, int begin, int end, 
                 asm("" : "+l"(from)); /* or the compiler keeps every row's offset in registers over the whole loop */
         }
         bool valid = row >= begin && row < end;
-#pragma unroll
+#pragma unroll(UNROLLED)
         for (int group = 0; group < layout::CHUNKS; group += LANES) {
             int      chunk = group + lane;
             unsigned at    = ONCE ? own + r * layout::ROW_BYTES + group * 16 : to + layout::offset(row, chunk);
@@ -172,7 +173,7 @@ template <int ROWS, int COLS> FA_DEVICE void expand_tile(unsigned tile_at)
     int           lane = threadIdx.x % LANES, first_row = threadIdx.x / LANES;
 #pragma unroll 1 /* scores and O leave few registers */
     for (int r = 0; r < (AS_BYTES ? ROWS : 0); r += ROWS_AT_ONCE)
-#pragma unroll
+#pragma unroll(COLS > 256 ? 1 : layout::CHUNKS / LANES)
         for (int group = 0; group < layout::CHUNKS; group += LANES)
             if (ROWS % ROWS_AT_ONCE == 0 || first_row + r < ROWS) {
                 unsigned at = tile_at + layout::offset(first_row + r, group + lane), low[2], high[2];
@@ -304,12 +305,14 @@ FA_DEVICE void multiply_step(float (&c)[ROWS16][COLS8][4], const blocks_of<ROWS1
  * A warp's accumulator, 16 ROWS16 rows by 8 COLS8 columns, times `scale` of each row (index 2 * row16 + (lower half)), to
  * rows first_row ... of a tensor: row r is at data + r * row_stride elements. Only rows < num_rows and columns < cols.
  * staging: shared memory of this warp alone, 16 * ROWS16 rows of COLS8 * 8 elements, for 16-byte stores.
+ * APART: the accumulator's blocks of 16 columns are the row's block first16 and those APART apart.
  */
-template <int DTYPE, int ROWS16, int COLS8>
+template <int DTYPE, int ROWS16, int COLS8, int APART = 1>
 FA_DEVICE void store_accumulator(float (&acc)[ROWS16][COLS8][4], const float (&scale)[2 * ROWS16], unsigned staging,
-                                 void *data, fa_i64 row_stride, fa_i64 inner_stride, int num_rows, int cols)
+                                 void *data, fa_i64 row_stride, fa_i64 inner_stride, int num_rows, int cols, int first16 = 0)
 {
-    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    int  lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    auto place_of = [&](int n) { return APART == 1 ? n : (n / 2 * APART + first16) * 2 + n % 2; }; /* of 8 columns */
     if constexpr (DTYPE != FA_F32 && FA_ALIGNED) {
         using layout = tile<COLS8 * 8>;
         __syncwarp();
@@ -328,9 +331,9 @@ FA_DEVICE void store_accumulator(float (&acc)[ROWS16][COLS8][4], const float (&s
             int row = r + lane / LANES;
 #pragma unroll
             for (int group = 0; group < COLS8; group += LANES) {
-                int chunk = group + lane % LANES;
-                if (row < num_rows && (FA_EVEN_D || chunk * 8 < cols))
-                    *(uint4 *)((fa_u16 *)data + row * row_stride + chunk * 8) =
+                int chunk = group + lane % LANES, place = place_of(chunk);
+                if (row < num_rows && (FA_EVEN_D || place * 8 < cols))
+                    *(uint4 *)((fa_u16 *)data + row * row_stride + place * 8) =
                         shared_load_16(staging + layout::offset(row, chunk));
             }
         }
@@ -344,7 +347,7 @@ FA_DEVICE void store_accumulator(float (&acc)[ROWS16][COLS8][4], const float (&s
                     continue;
 #pragma unroll
                 for (int n = 0; n < COLS8; n++) {
-                    int   col = n * 8 + 2 * t;
+                    int   col = place_of(n) * 8 + 2 * t;
                     float a = acc[m][n][2 * h] * scale[2 * m + h], b = acc[m][n][2 * h + 1] * scale[2 * m + h];
                     if constexpr (DTYPE == FA_F32 && FA_ALIGNED) {
                         if (FA_EVEN_D || col < cols) /* a row is whole 16-byte pieces: pairs never straddle its end */
