@@ -2,13 +2,14 @@
 """Time multi-head latent attention (MLA) on one GPU: head_dim 576, V the first 512 columns of K, all query heads on one key head, beside its peers.
 
     make && python3 bench/mla.py [--heads 16,64,128] [--queries 1,2] [--batches 1,8,32,128] [--seqlens 4096,16384] [--groups 5] [--pages 64]
-                                 [--portable] [--fa3 LIBRARY] [--json FILE]
+                                 [--one-part] [--portable] [--fa3 LIBRARY] [--json FILE]
     make && python3 bench/mla.py --prefill [--heads 16,128] [--seqlens 1024,4096]
 
 bfloat16, causal (a query sees the keys up to its own, the last ones of the sequence being the queries'). Peers: PyTorch's memory-efficient attention
 (`efficient`, on K and V spread over the heads by stride 0), which alone of its backends takes such head dims, and with --fa3 FlashAttention-3, to which the
-512 columns are its `q_v` and V, the other 64 its Q and K (fa3.py says where to get it). --portable adds our kernel for any GPU, --pages puts our keys into
-shuffled pages. TFLOP/s count 2 (576 + 512) b h pairs, a pair being a query and a key that it sees; GB/s count K once, Q and O. `read` is a sum over as many
+512 columns are its `q_v` and V, the other 64 its Q and K (fa3.py says where to get it). --portable adds our kernel for any GPU, --one-part our call with
+num_splits 1, --pages puts our keys into shuffled pages. By default we part the keys by their number alone, so that a sequence has the same bits in any batch;
+FlashAttention-3 parts them by the batch too, and who knows that there are many sequences may ask us for one part. TFLOP/s count 2 (576 + 512) b h pairs, a pair being a query and a key that it sees; GB/s count K once, Q and O. `read` is a sum over as many
 bytes. Calls are replayed by a CUDA graph, each on keys of its own, so that none is in L2 from the call before; ours and the peers take turns in random
 order, medians of groups of launches. Each answer is compared with float64 first, on the last sequence; a wrong one is shown as WRONG and makes the exit
 status 1.
@@ -57,7 +58,7 @@ class Cell:
         error = ((out[-1, :, heads].double() - truth).norm() / truth.norm()).item()
         return None if error <= 1e-2 else error
 
-    def ours(self, context=None, page=0):
+    def ours(self, context=None, page=0, parts=0):
         """(what makes the calls of all sets, its error)"""
         table, out, size = None, torch.full((*self.q.shape[:3], DV), float("nan"), device=DEVICE, dtype=torch.bfloat16), ctypes.c_size_t()
         if page:
@@ -68,7 +69,8 @@ class Cell:
                 pages = torch.empty(self.batch * self.keys // page, page, 1, D, device=DEVICE, dtype=torch.bfloat16)
                 pages[table.long()] = kv.view_as(pages)
                 kv = pages
-            call = _call.Call(self.q, kv, kv[..., :DV], scale=SCALE, causal=True, block_table=None if table is None else table.view(self.batch, -1))
+            call = _call.Call(self.q, kv, kv[..., :DV], scale=SCALE, causal=True, num_splits=parts,
+                              block_table=None if table is None else table.view(self.batch, -1))
             call.context = context
             call._set_results(out, None)
             calls.append(call)
@@ -109,7 +111,7 @@ class Cell:
 
     def graph(self, name, page):
         """What replays the calls of all sets, or "WRONG ..."."""
-        own = {"ours": lambda: self.ours(page=page), "portable": lambda: self.ours(gpu.kernel_context("forward_sm80"), page)}
+        own = {"ours": lambda: self.ours(page=page), "one part": lambda: self.ours(page=page, parts=1), "portable": lambda: self.ours(gpu.kernel_context("forward_sm80"), page)}
         run, error = own[name]() if name in own else getattr(self, name)()
         if error is not None:
             return f"WRONG {error:.1e}"
@@ -144,6 +146,7 @@ def main():
     parser.add_argument("--seqlens", default="4096,16384")
     parser.add_argument("--prefill", action="store_true", help="as many queries as keys, one sequence")
     parser.add_argument("--pages", type=int, default=0, help="our keys in pages of so many")
+    parser.add_argument("--one-part", action="store_true", help="our call with num_splits 1 too")
     parser.add_argument("--portable", action="store_true", help="our kernel for any GPU too")
     parser.add_argument("--fa3", metavar="LIBRARY", help="FlashAttention-3 too: see fa3.py")
     parser.add_argument("--groups", type=int, default=5, help="timed groups of launches")
@@ -159,7 +162,7 @@ def main():
         fa3.load(options.fa3)
     torch.manual_seed(0)
     card, rows = gpu.state_of_card(), []
-    names = ["ours", *(["portable"] if options.portable else []), "efficient", *(["fa3"] if options.fa3 else []), "read"]
+    names = ["ours", *(["one part"] if options.one_part else []), *(["portable"] if options.portable else []), "efficient", *(["fa3"] if options.fa3 else []), "read"]
     print(f"before: {card}; PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
     header = f"{'heads':>5} {'q':>5} {'b':>4} {'keys':>6} | " + " ".join(f"{n:>9}" for n in names) + " us | TFLOP/s  GB/s  /read" + ("   /fa3" if options.fa3 else "")
     print(header, "-" * len(header), sep="\n")

@@ -202,11 +202,20 @@ enum { NUM_OPTIONS = sizeof options / sizeof *options };
 
 static bool is_backward(const fa_tune_row *row) { return strncmp(fa_kernels[row->kernel].name, "backward", 8) == 0; }
 
+/* V is K's first columns. */
+static void set_latent(flash_attn_problem *p)
+{
+    int64_t d = p->k.shape[3], heads = p->k.shape[2], strides[] = {p->k.shape[1] * heads * d, heads * d, d, 1};
+    memcpy(p->k.stride, strides, sizeof strides);
+    p->v          = p->k;
+    p->v.shape[3] = d - 64;
+}
+
 /* A call that takes this row, causal unless the row or the option says otherwise. */
 static flash_attn_status call_for(const fa_tune_row *row, flash_attn_dtype dtype, const option *with, fa_call *call)
 {
     flash_attn_dtype   wide   = dtype == FLASH_ATTN_F8E4M3 ? FLASH_ATTN_BF16 : dtype;
-    bool               few = row->only == FA_FOR_FEW; /* then a tile has the queries of four heads */
+    bool               few = row->only == FA_FOR_FEW || row->only == FA_FOR_LATENT; /* then a tile has the queries of four heads */
     int64_t            most   = row->max_queries + (row->only == FA_FOR_LONG_TMA); /* of FA_FOR_LONG_TMA the fewest */
     int64_t            seqlen = few ? row->tile_q / 4 : row->max_queries ? most : 4096, d = row->head_dim, heads_q = few ? 16 : 4;
     flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA},
@@ -222,6 +231,8 @@ static flash_attn_status call_for(const fa_tune_row *row, flash_attn_dtype dtype
     if (p.mask == FLASH_ATTN_WINDOW)
         p.window_left = 100;
     with->set(&p, &grads);
+    if (row->only == FA_FOR_LATENT)
+        set_latent(&p);
     if (is_backward(row))
         return fa_normalise(&p, &grads, FLASH_ATTN_BACKWARD, FA_PLAN, call);
     return fa_normalise(&p, NULL, FLASH_ATTN_FORWARD, FA_PLAN, call);

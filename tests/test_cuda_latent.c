@@ -14,7 +14,7 @@ static const char         *only_shapes = ""; /* whose names hold this */
 
 #define C FLASH_ATTN_CAUSAL
 #define W FLASH_ATTN_WINDOW
-/* DeepSeek's head dims where a shape names none. An even and an odd number of tiles of 64 keys, tails, one part and several, rows of several heads and
+/* DeepSeek's head dims where a shape names none, and one key head. An even and an odd number of tiles of 64 keys, tails, one part and several, rows of several heads and
  * queries in a tile, keys that are nobody's (NaN in the case's memory). */
 static const test_case shapes[] = {
     {.name = "one query", .seqlen_q = 1, .seqlen_k = 128, .heads_q = 64},
@@ -29,13 +29,13 @@ static const test_case shapes[] = {
     {.name = "prefill", .seqlen_q = 200, .seqlen_k = 200, .heads_q = 4, .mask = C},
     {.name = "prefill, full", .seqlen_q = 130, .seqlen_k = 257, .heads_q = 3},
     {.name = "two key heads", .batch = 2, .seqlen_q = 3, .seqlen_k = 150, .heads_q = 16, .heads_k = 2, .mask = C},
-    {.name = "window", .seqlen_q = 100, .seqlen_k = 400, .heads_q = 4, .mask = W, .window_left = 130, .window_right = 20},
+    {.name = "window", .seqlen_q = 100, .seqlen_k = 400, .heads_q = 5, .mask = W, .window_left = 130, .window_right = 20},
     {.name = "window of one", .seqlen_q = 70, .seqlen_k = 70, .heads_q = 2, .mask = W},
     {.name = "window past the keys", .seqlen_q = 200, .seqlen_k = 60, .heads_q = 2, .mask = W, .window_left = 40, .window_right = 3},
     {.name = "sinks", .batch = 2, .seqlen_q = 3, .seqlen_k = 300, .heads_q = 16, .mask = C, .sinks = true},
     {.name = "sinks, parts", .seqlen_q = 1, .seqlen_k = 700, .heads_q = 16, .sinks = true},
     {.name = "pages of 64", .batch = 3, .seqlen_q = 1, .seqlen_k = 300, .heads_q = 128, .page_size = 64, .seqused_k = LENGTHS_MIXED, .mask = C},
-    {.name = "pages of 16, parts", .batch = 3, .seqlen_q = 2, .seqlen_k = 700, .heads_q = 16, .page_size = 16, .seqused_k = LENGTHS_HOLES, .mask = C},
+    {.name = "pages of 16, parts", .batch = 3, .seqlen_q = 2, .seqlen_k = 700, .heads_q = 64, .page_size = 16, .seqused_k = LENGTHS_HOLES, .mask = C},
     {.name = "pages of 24, heads first", .batch = 2, .seqlen_q = 2, .seqlen_k = 200, .heads_q = 8, .heads_k = 2, .page_size = 24, .layout = LAYOUT_HEADS_FIRST,
      .seqused_k = LENGTHS_MIXED},
     {.name = "pages of 256, varlen queries", .batch = 4, .seqlen_q = 6, .seqlen_k = 512, .heads_q = 16, .page_size = 256, .varlen_q = LENGTHS_MIXED,
@@ -65,6 +65,8 @@ static int run_shape(test_case shape, flash_attn_dtype dtype)
     char why[300];
     shape.group  = "latent";
     shape.latent = true;
+    if (!shape.heads_k)
+        shape.heads_k = 1;
     if (!shape.head_dim)
         shape.head_dim = 576, shape.head_dim_v = 512;
     case_instance *instance = case_build(&shape, dtype, 0, 1, why, sizeof why);

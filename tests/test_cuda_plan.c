@@ -191,11 +191,49 @@ static void heads_too_wide_are_refused_with_the_width_that_is_not(void **state)
     }
 }
 
+/* V as the first columns of K, which has `stride` elements a row, is kept by the call: without data it shows in the strides alone. */
+static void latent_calls_take_their_own_kernel_on_hopper(void **state)
+{
+    (void)state;
+    static const struct {
+        const char      *what;
+        int              arch, queries, heads, head_dim_v, stride_of_v;
+        flash_attn_dtype dtype;
+        float            softcap, scale;
+        int              kernel, cluster;
+    } calls[] = {
+        {"16 heads", 90, 1, 16, 512, 576, FLASH_ATTN_BF16, 0, 0, FA_KERNEL_FORWARD_LATENT_SM90, 1},
+        {"128 heads", 90, 1, 128, 512, 576, FLASH_ATTN_F16, 0, 0, FA_KERNEL_FORWARD_LATENT_SM90, 2},
+        {"prefill", 90, 300, 4, 512, 576, FLASH_ATTN_BF16, 0, 0, FA_KERNEL_FORWARD_LATENT_SM90, 1},
+        {"V elsewhere", 90, 1, 16, 512, 512, FLASH_ATTN_BF16, 0, 0, FA_KERNEL_FORWARD_SM80, 1},
+        {"V too wide", 90, 1, 16, 520, 576, FLASH_ATTN_BF16, 0, 0, FA_KERNEL_FORWARD_SM80, 1},
+        {"a softcap", 90, 1, 16, 512, 576, FLASH_ATTN_BF16, 20, 0, FA_KERNEL_FORWARD_SM80, 1},
+        {"a scale below 0", 90, 1, 16, 512, 576, FLASH_ATTN_BF16, 0, -1, FA_KERNEL_FORWARD_SM80, 1},
+        {"float32", 90, 1, 16, 512, 576, FLASH_ATTN_F32, 0, 0, FA_KERNEL_FORWARD_SM80, 1},
+        {"before Hopper", 80, 1, 16, 512, 576, FLASH_ATTN_BF16, 0, 0, FA_KERNEL_FORWARD_SM80, 1},
+    };
+    for (size_t n = 0; n < sizeof calls / sizeof *calls; n++) {
+        flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA}, .o = {.dtype = calls[n].dtype}, .softcap = calls[n].softcap, .scale = calls[n].scale};
+        fa_call            call;
+        fa_plan            plan;
+        int64_t            strides[] = {KEYS * calls[n].stride_of_v, calls[n].stride_of_v, calls[n].stride_of_v, 1};
+        p.q = of(calls[n].dtype, 1, calls[n].queries, calls[n].heads, 576);
+        p.k = of(calls[n].dtype, 1, KEYS, 1, 576);
+        p.v = of(calls[n].dtype, 1, KEYS, 1, calls[n].head_dim_v);
+        memcpy(p.v.stride, strides, sizeof strides);
+        assert_int_equal(fa_normalise(&p, NULL, FORWARD, FA_PLAN, &call), FLASH_ATTN_OK);
+        assert_int_equal(fa_plan_make(&call, calls[n].arch, NULL, &plan), FLASH_ATTN_OK);
+        if ((int)plan.launch[plan.main].key.kernel != calls[n].kernel || plan.launch[plan.main].cluster != calls[n].cluster)
+            fail_msg("%s: %s in clusters of %d", calls[n].what, fa_kernels[plan.launch[plan.main].key.kernel].name, plan.launch[plan.main].cluster);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(hoppers_own_kernels_take_the_calls_that_they_have_options_for),
         cmocka_unit_test(few_queries_of_many_wide_heads_take_few_blocks),
+        cmocka_unit_test(latent_calls_take_their_own_kernel_on_hopper),
         cmocka_unit_test(heads_too_wide_are_refused_with_the_width_that_is_not),
     };
     return cmocka_run_group_tests_name("cuda_plan", tests, NULL, NULL);

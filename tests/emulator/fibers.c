@@ -153,12 +153,20 @@ static void poll(const void *address)
 
 emulator_state *emulator_now(void) { return now.state; }
 
+static bool has_ended(unsigned index)
+{
+    int fiber = (int)index * now.kernel->threads, end = fiber + now.kernel->threads;
+    while (fiber < end && now.fiber[fiber].state == DONE)
+        fiber++;
+    return fiber == end;
+}
+
 emulator_state emulator_of_rank(unsigned rank)
 {
     unsigned       cluster = now.kernel->cluster, index = (unsigned)now.running / cluster * cluster + rank;
     emulator_state other   = *now.state;
-    if (rank >= cluster)
-        fail("a block that its cluster does not have");
+    if (rank >= cluster || has_ended(index))
+        fail("shared memory of a block that its cluster does not have, or that has ended");
     other.fiber   = index * (unsigned)now.kernel->threads;
     other.block.x = now.first_block + index;
     other.shared  = now.block[index].shared;

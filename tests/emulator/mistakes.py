@@ -3,7 +3,7 @@
 
     mistakes.py TEST EMULATOR_FOLDER KERNEL_FOLDER [WORDS]
 
-TEST: test_cuda_sm90; WORDS: only mistakes whose names hold them. Exit status 1 if one is not found, or a text no longer
+TEST: test_cuda_sm90, beside which test_cuda_latent lies; WORDS: only mistakes whose names hold them. Exit status 1 if one is not found, or a text no longer
 has the lines that a mistake changes.
 """
 import os
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 
-FORWARD, BACKWARD, PRODUCTS = "forward_sm90.cu", "backward_sm90.cu", "backward_products_sm90.cuh"
+FORWARD, BACKWARD, PRODUCTS, LATENT = "forward_sm90.cu", "backward_sm90.cu", "backward_products_sm90.cuh", "forward_latent_sm90.cu"
 
 # Which shapes of which test show it.
 WHOLE = ("whole tiles", "every_shape*")
@@ -21,6 +21,7 @@ WHOLE_BACK = ("whole tiles", "every_backward*")
 MANY_BACK = ("many tiles a block", "every_backward*")
 LONG_BACK = ("80 queries, whole tiles", "every_backward*")
 FEW_BACK = ("few have queries", "every_backward*")
+LATENT_TWO = ("two queries", "every_shape*")
 
 WAIT_FOR_O = "    wgmma_wait<0>();\n    hold(c.o);\n    hold(c.p);\n"
 WAIT_FOR_S = "    wgmma_wait<1>();\n    hold(s);\n"
@@ -63,6 +64,17 @@ MISTAKES = [
     ("no fence behind dQ", PRODUCTS, "            fence_async();\n            named_arrive(DQ_IS_THERE", "            named_arrive(DQ_IS_THERE", WHOLE_BACK),
     ("no fence behind dK and dV", PRODUCTS, "            shared_store(stage + hidden, make_uint4(0, 0, 0, 0));\n    }\n    fence_async();\n",
      "            shared_store(stage + hidden, make_uint4(0, 0, 0, 0));\n    }\n", WHOLE_BACK),
+    ("S of a panel that is not there", LATENT, "        barrier_wait(full(slot, panel), filled(use, 1));\n", "", LATENT_TWO),
+    ("a slot given back before V is read", LATENT, "    wgmma_wait<0>();\n    hold(c.o);\n    give_back", "    give_back(empty(slot, GROUP));\n    wgmma_wait<0>();\n    hold(c.o);\n    if (false) give_back",
+     LATENT_TWO),
+    ("P written while the other's is read", LATENT, "    if constexpr (BESIDE)\n        values_done(c, 1 - GROUP);\n    tell(c, p, max);\n",
+     "    tell(c, p, max);\n    if constexpr (BESIDE)\n        values_done(c, 1 - GROUP);\n", LATENT_TWO),
+    ("no fence behind P", LATENT, "    fence_async();\n    named_arrive(P_OF + GROUP, 256);", "    named_arrive(P_OF + GROUP, 256);", LATENT_TWO),
+    ("P read before it is there", LATENT, "    named_sync(P_OF + 1 - GROUP, 256);\n", "    named_arrive(P_OF + 1 - GROUP, 256);\n", LATENT_TWO),
+    ("maxima of the other's that nobody follows", LATENT, "    follow(c, max, unit);\n}", "    c.max[0] = max[0], c.max[1] = max[1];\n}", ("maxima that jump", "every_shape*")),
+    ("a block of a pair that ends before the other", LATENT, "        cluster_barrier(); /* the other block arrives", "        ; /* the other block arrives", LATENT_TWO),
+    ("a pair's slot overwritten while the other block reads", LATENT, "PAIRS ? 8 : 4);", "4);", LATENT_TWO),
+    ("the latent planner overwrites items", LATENT, "        barrier_wait(done(k), freed(k, WORKS));\n", "", ("so many parts", "every_shape*")),
 ]
 
 
@@ -70,7 +82,8 @@ def run(test, emulator, folder, shapes):
     """What the test says with the kernels of `folder` in place of the library's own; None if it passes."""
     environment = dict(os.environ, LD_LIBRARY_PATH=emulator, XDG_CACHE_HOME=os.path.join(folder, "cache"), EMULATOR_TMA="1",
                        EMULATOR_MULTIPROCESSORS="4", FLASH_ATTN_KERNEL_DIR=folder)
-    done = subprocess.run([test, "--shapes", *shapes], env=environment, capture_output=True, text=True, timeout=600)
+    program = os.path.join(os.path.dirname(test), "test_cuda_latent") if os.path.exists(os.path.join(folder, LATENT)) else test
+    done = subprocess.run([program, "--shapes", *shapes], env=environment, capture_output=True, text=True, timeout=600)
     said = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "FAILED " in line or "emulated GPU:" in line]
     return None if done.returncode == 0 else said[0] if said else f"status {done.returncode}"
 
