@@ -260,7 +260,7 @@ typedef struct flash_attn_problem {
 
     flash_attn_tensor q;   /* [b, sq, hq, d]; varlen: [1, total_q, hq, d] */
     flash_attn_tensor k;   /* [b, sk, hk, d]; varlen: [1, total_k, hk, d]; paged: [pages, page_size, hk, d]; q's dtype */
-    flash_attn_tensor v;   /* as k with dv in place of d */
+    flash_attn_tensor v;   /* as k with dv in place of d; may be a view of k's first columns (multi-head latent attention) */
     flash_attn_tensor o;   /* [b, sq, hq, dv]; varlen: [1, total_q, hq, dv]; q's dtype or F32 (F8E4M3 in: F16, BF16 or
                               F32). Forward: written. Backward: read. */
     flash_attn_tensor lse; /* F32 [b, hq, sq, 1]; varlen: [1, hq, total_q, 1]. Forward: written if data is given; without

@@ -70,8 +70,9 @@ FA_DEVICE key_place place_in_tile(const fa_args &args, const work &w, int n)
 FA_DEVICE void scores_of_tile(float (&s)[ROWS16][KEYS8][4], const lane_addresses<FA_HEAD_DIM, true> &q_at, q_fragments &q_kept,
                               const lane_addresses<FA_HEAD_DIM, true> &k_at)
 {
+    constexpr int UNROLLED = WIDE && PLANES > 1 ? 4 : DIM16; /* of all 36 the compiler loads too many ahead, and spills */
     clear(s);
-#pragma unroll
+#pragma unroll(UNROLLED)
     for (int d = 0; d < DIM16; d++) {
         blocks_of<ROWS16> q;
         if constexpr (Q_STAYS) {
@@ -82,7 +83,7 @@ FA_DEVICE void scores_of_tile(float (&s)[ROWS16][KEYS8][4], const lane_addresses
                     q[0][m][e] = q_kept[m][d][e];
         } else
             load_rows<ROWS16, Q_PLANE>(q, q_at, d);
-        multiply_step<false>(s, q, [&](unsigned(&k)[4], int n, int p) { load_matrix(k, k_at.at(n, d) + p * K_PLANE); });
+        multiply_step<WIDE>(s, q, [&](unsigned(&k)[4], int n, int p) { load_matrix(k, k_at.at(n, d) + p * K_PLANE); });
     }
 }
 

@@ -271,7 +271,7 @@ FA_DEVICE void load_rows(blocks_of<ROWS16> &a, const ADDRESSES &a_at, int col16)
 /* c += A B for 16 numbers of the inner dimension. load(b, n, plane): B of columns 16 n ... 16 n + 15 as load_matrix gives
  * it. float32 leaves out the planes' products that vanish in it.
  *
- * LONG: a sum over a whole sequence. Tensor cores cut a sum off where others round, always towards zero, which is seen in
+ * LONG: a sum over a whole sequence, or over more than 256 columns. Tensor cores cut a sum off where others round, always towards zero, which is seen in
  * float32 over thousands of steps: there the products of a step are summed by themselves and then added (decision 0043). */
 template <bool LONG, int ROWS16, int COLS8, class LOAD>
 FA_DEVICE void multiply_step(float (&c)[ROWS16][COLS8][4], const blocks_of<ROWS16> &a, const LOAD &load)
