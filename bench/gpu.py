@@ -294,6 +294,17 @@ def time_by_turns(runs, groups):
     return {name: statistics.median(found) for name, found in times.items()}
 
 
+def graph_of(run, error):
+    """What replays the calls of `run`, or "WRONG ..."."""
+    if error is not None:
+        return f"WRONG {error:.1e}"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = run()
+    graph.kept = run, kept
+    return graph
+
+
 class Decode:
     """Few queries on many keys. A pool of random numbers serves all cells; `sets` calls have keys of their own in it."""
 
@@ -382,14 +393,7 @@ class Decode:
 
     def graph(self, name):
         """What replays the calls of all sets, or "WRONG ..."."""
-        run, error = self.run_of(name)
-        if error is not None:
-            return f"WRONG {error:.1e}"
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            kept = run()
-        graph.kept = run, kept
-        return graph
+        return graph_of(*self.run_of(name))
 
 
 def decode_row(cell, names, groups):

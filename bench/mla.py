@@ -8,11 +8,11 @@
 bfloat16, causal (a query sees the keys up to its own, the last ones of the sequence being the queries'). Peers: PyTorch's memory-efficient attention
 (`efficient`, on K and V spread over the heads by stride 0), which alone of its backends takes such head dims, and with --fa3 FlashAttention-3, to which the
 512 columns are its `q_v` and V, the other 64 its Q and K (fa3.py says where to get it). --portable adds our kernel for any GPU, --one-part our call with
-num_splits 1, --pages puts our keys into shuffled pages. By default we part the keys by their number alone, so that a sequence has the same bits in any batch;
-FlashAttention-3 parts them by the batch too, and who knows that there are many sequences may ask us for one part. TFLOP/s count 2 (576 + 512) b h pairs, a pair being a query and a key that it sees; GB/s count K once, Q and O. `read` is a sum over as many
-bytes. Calls are replayed by a CUDA graph, each on keys of its own, so that none is in L2 from the call before; ours and the peers take turns in random
-order, medians of groups of launches. Each answer is compared with float64 first, on the last sequence; a wrong one is shown as WRONG and makes the exit
-status 1.
+num_splits 1, --pages puts our keys into shuffled pages. By default we part the keys by their number alone, so that a sequence has the same bits in any
+batch; FlashAttention-3 parts them by the batch too, and who knows that there are many sequences may ask us for one part. TFLOP/s count 2 (576 + 512) b h
+pairs, a pair being a query and a key that it sees; GB/s count K once, Q and O. `read` is a sum over as many bytes. Calls are replayed by a CUDA graph, each
+on keys of its own, so that none is in L2 from the call before; ours and the peers take turns in random order, medians of groups of launches. Each answer is
+compared with float64 first, on the last sequence; a wrong one is shown as WRONG and makes the exit status 1.
 """
 
 import argparse
@@ -79,7 +79,7 @@ class Cell:
 
         def run():
             for call in calls:
-                call.exec.stream = torch.cuda.current_stream().cuda_stream
+                call.exec.stream = torch.cuda.current_stream().cuda_stream if DEVICE == "cuda" else None
                 call.exec.workspace, call.exec.workspace_bytes = space.data_ptr(), size.value
                 _call.check(_call.lib.flash_attn_forward(context or _native.context, call.address, call._exec()))
 
@@ -112,14 +112,7 @@ class Cell:
     def graph(self, name, page):
         """What replays the calls of all sets, or "WRONG ..."."""
         own = {"ours": lambda: self.ours(page=page), "one part": lambda: self.ours(page=page, parts=1), "portable": lambda: self.ours(gpu.kernel_context("forward_sm80"), page)}
-        run, error = own[name]() if name in own else getattr(self, name)()
-        if error is not None:
-            return f"WRONG {error:.1e}"
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            kept = run()
-        graph.kept = run, kept
-        return graph
+        return gpu.graph_of(*(own[name]() if name in own else getattr(self, name)()))
 
 
 def bench(cell, names, page, groups):

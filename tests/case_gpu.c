@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 #include <stdio.h>
+#include <string.h>
 
 /* Of the CUDA Driver API. */
 #define FUNCTIONS(X)                                                                                                   \
@@ -169,4 +170,20 @@ const case_memory *case_gpu_memory(int index, char *why, size_t why_bytes)
         return NULL;
     }
     return &memory;
+}
+
+flash_attn_context *case_gpu_hopper(const char *kernel, char *why, size_t why_bytes)
+{
+    flash_attn_options     options = {.kernel = kernel};
+    flash_attn_context    *context = NULL;
+    flash_attn_device_info info;
+    if (flash_attn_create(&context, &options) != FLASH_ATTN_OK ||
+        flash_attn_get_device_info(context, (flash_attn_device){.type = FLASH_ATTN_CUDA}, &info) != FLASH_ATTN_OK)
+        snprintf(why, why_bytes, "%s", flash_attn_last_error());
+    else if (strcmp(info.isa, "sm_90") == 0)
+        return context;
+    else
+        snprintf(why, why_bytes, "this GPU is %s", info.isa);
+    flash_attn_destroy(context);
+    return NULL;
 }

@@ -10,6 +10,9 @@
 /* Memory of CUDA device `index`, whose primary context becomes the thread's current one. NULL, and why, without one. */
 const case_memory *case_gpu_memory(int index, char *why, size_t why_bytes);
 
+/* After case_gpu_memory: a context that has no other kernel than this one of compute capability 9.0, by its name. NULL, and why, if device 0 is another. */
+flash_attn_context *case_gpu_hopper(const char *kernel, char *why, size_t why_bytes);
+
 /* After case_gpu_memory. All but copies are asynchronous on their stream (NULL: the default one); false: it failed. */
 typedef struct case_gpu {
     void *(*alloc)(size_t bytes); /* NULL: no memory */

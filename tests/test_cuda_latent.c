@@ -216,21 +216,11 @@ static void nan_in_a_key_reaches_only_who_sees_it(void **state)
 
 static void find_hopper(void)
 {
-    flash_attn_options options = {.kernel = "forward_latent_sm90"};
-    flash_attn_device  device = {.type = FLASH_ATTN_CUDA};
     memory = case_gpu_memory(0, why_not, sizeof why_not);
     if (!memory)
         return;
-    gpu = case_gpu_get();
-    flash_attn_device_info info;
-    if (flash_attn_create(&context, &options) != FLASH_ATTN_OK || flash_attn_get_device_info(context, device, &info) != FLASH_ATTN_OK)
-        snprintf(why_not, sizeof why_not, "%s", flash_attn_last_error());
-    else if (strcmp(info.isa, "sm_90") == 0)
-        return;
-    else
-        snprintf(why_not, sizeof why_not, "this GPU is %s", info.isa);
-    flash_attn_destroy(context);
-    context = NULL;
+    gpu     = case_gpu_get();
+    context = case_gpu_hopper("forward_latent_sm90", why_not, sizeof why_not);
 }
 
 /* --shapes TEXT: those whose names hold it. Another argument: only tests of such a name. */

@@ -576,23 +576,12 @@ static void the_backward_drops_the_pairs_that_the_reference_drops(void **state)
 
 static void find_hopper(void)
 {
-    flash_attn_options options = {.kernel = "forward_sm90"}, backward = {.kernel = "backward_sm90"};
-    flash_attn_device  device = {.type = FLASH_ATTN_CUDA};
     memory = case_gpu_memory(0, why_not, sizeof why_not);
     if (!memory)
         return;
-    gpu = case_gpu_get();
-    flash_attn_device_info info;
-    if (flash_attn_create(&context, &options) != FLASH_ATTN_OK || flash_attn_create(&backward_context, &backward) != FLASH_ATTN_OK ||
-        flash_attn_get_device_info(context, device, &info) != FLASH_ATTN_OK)
-        snprintf(why_not, sizeof why_not, "%s", flash_attn_last_error());
-    else if (strcmp(info.isa, "sm_90") == 0)
-        return;
-    else
-        snprintf(why_not, sizeof why_not, "this GPU is %s", info.isa);
-    flash_attn_destroy(context);
-    flash_attn_destroy(backward_context);
-    context = backward_context = NULL;
+    gpu              = case_gpu_get();
+    context          = case_gpu_hopper("forward_sm90", why_not, sizeof why_not);
+    backward_context = context ? case_gpu_hopper("backward_sm90", why_not, sizeof why_not) : NULL;
 }
 
 /* --part N/PARTS: each PARTS-th shape from the N-th (0 is the first) on. --shapes TEXT: those whose names hold it. Another argument: only tests of such

@@ -420,6 +420,20 @@ def test_few_queries_beside_flash_attention_3(gpu, flash_attn_3, monkeypatch):
     assert cell.run_of("fa3")[1] > 1e-2
 
 
+def test_latent_attention_and_its_peer_are_right_and_wrong_answers_are_seen(gpu, monkeypatch):
+    import torch
+
+    monkeypatch.setitem(sys.modules, "gpu", gpu)
+    mla = load("mla")
+    monkeypatch.setattr(mla.Cell, "L2_BYTES", 1)
+    for queries in (1, 3):
+        cell = mla.Cell(2, 8, queries, 40)
+        runs = [cell.ours(), cell.ours(parts=1), cell.ours(page=8), cell.efficient()]
+        assert [error for _, error in runs] == [None] * 4
+        assert cell.wrong(torch.zeros(2, queries, 8, mla.DV, dtype=torch.bfloat16)) == pytest.approx(1)
+        assert cell.flops == 2 * 1088 * 2 * 8 * sum(40 - queries + 1 + i for i in range(queries))
+
+
 @pytest.mark.parametrize("words", [["--alibi", "--varlen"], ["--pages", "24", "--seqlens", "64"], ["--softcap", "-1"]])
 def test_the_gpu_bench_refuses_options_that_it_cannot_time(gpu, monkeypatch, capsys, words):
     with pytest.raises(SystemExit):
