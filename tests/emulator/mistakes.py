@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 
-FORWARD, BACKWARD, PRODUCTS, LATENT = "forward_sm90.cu", "backward_sm90.cu", "backward_products_sm90.cuh", "forward_latent_sm90.cu"
+FORWARD, BACKWARD, PRODUCTS = "forward_sm90.cu", "backward_sm90.cu", "backward_products_sm90.cuh"
+LATENT, LATENT_BLOCK = "forward_latent_sm90.cu", "latent_block_sm90.cuh"
 
 # Which shapes of which test show it.
 WHOLE = ("whole tiles", "every_shape*")
@@ -73,7 +74,7 @@ MISTAKES = [
     ("P read before it is there", LATENT, "    named_sync(P_OF + 1 - GROUP, 256);\n", "    named_arrive(P_OF + 1 - GROUP, 256);\n", LATENT_TWO),
     ("maxima of the other's that nobody follows", LATENT, "    follow(c, max, unit);\n}", "    c.max[0] = max[0], c.max[1] = max[1];\n}", ("maxima that jump", "every_shape*")),
     ("a block of a pair that ends before the other", LATENT, "        cluster_barrier(); /* the other block arrives", "        ; /* the other block arrives", LATENT_TWO),
-    ("a pair's slot overwritten while the other block reads", LATENT, "PAIRS ? 8 : 4);", "4);", LATENT_TWO),
+    ("a pair's slot overwritten while the other block reads", LATENT_BLOCK, "PAIRS ? 8 : 4);", "4);", LATENT_TWO),
     ("the latent planner overwrites items", LATENT, "        barrier_wait(done(k), freed(k, WORKS));\n", "", ("so many parts", "every_shape*")),
 ]
 
@@ -82,7 +83,8 @@ def run(test, emulator, folder, shapes):
     """What the test says with the kernels of `folder` in place of the library's own; None if it passes."""
     environment = dict(os.environ, LD_LIBRARY_PATH=emulator, XDG_CACHE_HOME=os.path.join(folder, "cache"), EMULATOR_TMA="1",
                        EMULATOR_MULTIPROCESSORS="4", FLASH_ATTN_KERNEL_DIR=folder)
-    program = os.path.join(os.path.dirname(test), "test_cuda_latent") if os.path.exists(os.path.join(folder, LATENT)) else test
+    latent = any(os.path.exists(os.path.join(folder, file)) for file in (LATENT, LATENT_BLOCK))
+    program = os.path.join(os.path.dirname(test), "test_cuda_latent") if latent else test
     done = subprocess.run([program, "--shapes", *shapes], env=environment, capture_output=True, text=True, timeout=600)
     said = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "FAILED " in line or "emulated GPU:" in line]
     return None if done.returncode == 0 else said[0] if said else f"status {done.returncode}"
