@@ -75,7 +75,7 @@ MISTAKES = [
     ("maxima of the other's that nobody follows", LATENT, "    follow(c, max, unit);\n}", "    c.max[0] = max[0], c.max[1] = max[1];\n}", ("maxima that jump", "every_shape*")),
     ("a block of a pair that ends before the other", LATENT, "        cluster_barrier(); /* the other block arrives", "        ; /* the other block arrives", LATENT_TWO),
     ("a pair's slot overwritten while the other block reads", LATENT_BLOCK, "PAIRS ? 8 : 4);", "4);", LATENT_TWO),
-    ("the latent planner overwrites items", LATENT, "        barrier_wait(done(k), freed(k, WORKS));\n", "", ("so many parts", "every_shape*")),
+    ("the latent planner overwrites items", LATENT, "        barrier_wait(done(k), freed(k, WORKS));\n", "", ("prefill", "every_shape*")),
 ]
 
 
