@@ -79,8 +79,9 @@ class Cell:
 
         def run():
             for call in calls:
-                call.exec.stream = torch.cuda.current_stream().cuda_stream if DEVICE == "cuda" else None
-                call.exec.workspace, call.exec.workspace_bytes = space.data_ptr(), size.value
+                if DEVICE == "cuda":
+                    call.exec.stream = torch.cuda.current_stream().cuda_stream
+                    call.exec.workspace, call.exec.workspace_bytes = space.data_ptr(), size.value
                 _call.check(_call.lib.flash_attn_forward(context or _native.context, call.address, call._exec()))
 
         run()

@@ -1,8 +1,8 @@
 # Write the GPU kernels' text as C arrays:
 #     cmake -DOUTPUT=kernel_texts.c "-DFILES=a.cu|b.cuh" -P embed.cmake
 # A text is known by its file name without folders, as kernels include each other. Byte arrays, for ISO C limits the
-# length of string literals. Comments, indentation and empty lines are left out, nearly half of the bytes: whoever works
-# on a kernel has FLASH_ATTN_KERNEL_DIR.
+# length of string literals. Comments, indentation, empty lines and the commonest spaces are left out, nearly half of the
+# bytes: whoever works on a kernel has FLASH_ATTN_KERNEL_DIR.
 string(REPLACE "|" ";" files "${FILES}")
 set(arrays "")
 set(table "")
@@ -12,6 +12,10 @@ foreach(file IN LISTS files)
   file(READ "${file}" text)
   string(REGEX REPLACE "/\\*([^*]|\\*+[^*/])*\\*+/" "" text "${text}")
   string(REGEX REPLACE "[ \t]*\n[ \t\n]*" "\n" text "${text}")
+  string(REGEX REPLACE "  +" " " text "${text}")
+  string(REPLACE ", " "," text "${text}")
+  string(REPLACE "; " ";" text "${text}")
+  string(REPLACE " = " "=" text "${text}")
   string(HEX "${text}" bytes)
   string(REGEX REPLACE "([0-9a-f][0-9a-f])" "0x\\1," bytes "${bytes}")
   string(APPEND arrays "static const unsigned char text_${index}[] = {${bytes}0x00};\n")
