@@ -83,9 +83,8 @@ static void use_row(fa_key *key, const fa_tune_row *row)
         key->deterministic = 0; /* a branch outside its main loop */
     }
     if (row->kernel == FA_KERNEL_FORWARD_LATENT_SM90) {
-        enum { COLUMNS_OF_V = 512 };
         key->head_dim   = row->head_dim;
-        key->head_dim_v = COLUMNS_OF_V;
+        key->head_dim_v = FA_LATENT_COLUMNS_V;
         key->even_d     = 0;
     }
 }

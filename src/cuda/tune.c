@@ -182,16 +182,18 @@ bool fa_tune_takes_tma(const fa_call *call)
            call->scale > 0 && fa_maps_fit(call);
 }
 
-bool fa_tune_takes_latent(const fa_call *call, const fa_key *key)
+/* What forward_latent_sm90 asks for: V is the first columns of K's rows, of which there are more than 256; a scale above 0, strides that a tensor map
+ * describes, pages of a multiple of eight keys; no softcap, bias, ALiBi, dropout and slices. */
+static bool takes_latent(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
-    enum { NARROW = 256, WIDEST_V = 512, TILE_K = 64, SWIZZLE_ROWS = 8 };
+    enum { NARROW = 256, SWIZZLE_ROWS = 8 };
     const flash_attn_tensor *k = &call->k, *v = &call->v;
     bool same = k->data == v->data && call->head_dim_v <= call->head_dim && (v->stride[3] == 1 || v->shape[3] == 1);
     for (int i = 0; i < 3; i++)
         same = same && (k->stride[i] == v->stride[i] || k->shape[i] <= 1);
-    return same && call->head_dim > NARROW && call->head_dim_v <= WIDEST_V && call->scale > 0 && key->aligned && fa_map_fits(k) &&
+    return same && call->head_dim > NARROW && call->head_dim_v <= FA_LATENT_COLUMNS_V && call->scale > 0 && key->aligned && fa_map_fits(k) &&
            !(key->has_softcap || key->has_bias || key->has_alibi || key->has_dropout || key->has_slices) &&
-           (!key->has_paged || (k->shape[0] > 0 && fa_page_piece(call, TILE_K) >= SWIZZLE_ROWS));
+           (!key->has_paged || (k->shape[0] > 0 && fa_page_piece(call, row->tile_k) >= SWIZZLE_ROWS));
 }
 
 /* Rows of all heads of a key head fit into one tile, or into fewer than the heads are; where there is no other row for few queries, always. */
@@ -216,7 +218,7 @@ static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *ke
     bool plain = !(key->has_bias || key->has_slices) &&
                  (!(key->has_softcap || key->has_alibi || key->has_dropout || key->has_paged) || has_own_options(row, call));
     if (row->only == FA_FOR_LATENT)
-        return fa_tune_takes_latent(call, key);
+        return takes_latent(row, call, key);
     if (row->only >= FA_FOR_TMA && !fa_tune_takes_tma(call))
         return false;
     if (row->only == FA_FOR_FEW)

@@ -74,8 +74,10 @@ enum fa_row_for {
     FA_FOR_SHORT_TMA, /* and with no more keys than max_queries */
     FA_FOR_LONG_TMA,  /* and with more queries than max_queries, neither packed nor with a cache index */
     FA_FOR_SOFTCAP_TMA, /* as FA_FOR_TMA, with softcap */
-    FA_FOR_LATENT    /* V is the first columns of K, of more than 256 and up to 512: fa_tune_takes_latent. Rows of a tile as of FA_FOR_FEW */
+    FA_FOR_LATENT    /* V is the first columns of K, of more than 256 and up to 512 (takes_latent). Rows of a tile as of FA_FOR_FEW */
 };
+
+enum { FA_LATENT_COLUMNS_V = 512 }; /* that forward_latent_sm90 holds */
 
 typedef struct fa_tune_row {
     int            arch_min, arch_max; /* compute capability, 80 for 8.0 */
@@ -100,10 +102,6 @@ int fa_tune_arch(int device_arch);
 /* More than 128 queries (fewer are split over the keys by the portable kernel, and so is what asks for parts), more than 32 columns, a
  * scale above 0, strides that a tensor map describes. */
 bool fa_tune_takes_tma(const fa_call *call);
-
-/* What forward_latent_sm90 asks for: V is the first columns of K's rows, of which there are more than 256; a scale above 0, strides that a tensor map
- * describes, pages of a multiple of eight keys; no softcap, bias, ALiBi, dropout and slices. */
-bool fa_tune_takes_latent(const fa_call *call, const fa_key *key);
 
 /* The first row that fits. key holds what the call needs, not yet the tiles. name: only rows of that kernel; NULL: any.
  * UNSUPPORTED says what is lacking. */

@@ -157,10 +157,11 @@ FA_DEVICE int consumer_thread() { return threadIdx.x % 128; }
 /* The tile's rows of Q, by the threads of both consumers, who have read those before. */
 FA_DEVICE void load_queries(const fa_args &args, const work &w)
 {
+    constexpr int CHUNKS = PANELS * 8; /* of 16 bytes, of a row */
     auto rows = queries_from(args, w);
     int  thread = threadIdx.x - 128, used = rows_used(args, w);
-    for (int n = thread; n < 64 * 72; n += 256) {
-        int      row = n / 72, chunk = n % 72;
+    for (int n = thread; n < FA_TILE_Q * CHUNKS; n += 256) {
+        int      row = n / CHUNKS, chunk = n % CHUNKS;
         unsigned to = shared_address(shared) + chunk / 8 * PANEL_BYTES + row * 128 + (((chunk ^ row) % 8) << 4);
         copy_async(to, row < used ? rows.row(row) + chunk * 8 : (const fa_element *)args.q.data, row < used && chunk * 8 < args.head_dim);
     }
@@ -465,13 +466,12 @@ template <int GROUP> FA_DEVICE void store_result(const fa_args &args, item &own,
             store_lse(args, w, head, i, end.lse);
             w.far[row] = is_far(top);
         }
-        if (!used || (FA_HAS_SPLIT && end.lse == -infinity())) /* an empty part's O is not read */
-            used = false;
+        bool   stored = used && !(FA_HAS_SPLIT && end.lse == -infinity()); /* an empty part's O is not read */
         fa_i64 at = o_place(args, w, head, i, GROUP * (FA_HEAD_DIM_V / 2));
         if constexpr (FA_HAS_SPLIT)
-            store_part(used ? args.o_partial + at : nullptr, c.o, h, end.scale);
+            store_part(stored ? args.o_partial + at : nullptr, c.o, h, end.scale);
         else
-            store_row<FA_DTYPE_O, FA_HEAD_DIM_V / 2>(used ? (char *)args.o.data + at * (FA_DTYPE_O == FA_F32 ? 4 : 2) : nullptr, c.o, h, end.scale,
+            store_row<FA_DTYPE_O, FA_HEAD_DIM_V / 2>(stored ? (char *)args.o.data + at * (FA_DTYPE_O == FA_F32 ? 4 : 2) : nullptr, c.o, h, end.scale,
                                                      args.head_dim_v - GROUP * (FA_HEAD_DIM_V / 2));
     }
     if (far)
