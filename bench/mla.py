@@ -9,7 +9,7 @@ bfloat16, causal (a query sees the keys up to its own, the last ones of the sequ
 (`efficient`, on K and V spread over the heads by stride 0), which alone of its backends takes such head dims, and with --fa3 FlashAttention-3, to which the
 512 columns are its `q_v` and V, the other 64 its Q and K (fa3.py says where to get it). --portable adds our kernel for any GPU, --one-part our call with
 num_splits 1, --pages puts our keys into shuffled pages. By default we part the keys by their number alone, so that a sequence has the same bits in any
-batch; FlashAttention-3 parts them by the batch too, and who knows that there are many sequences may ask us for one part. TFLOP/s count 2 (576 + 512) b h
+batch; FlashAttention-3 parts them by the batch too, and so do we with num_splits -1 (`by batch`). TFLOP/s count 2 (576 + 512) b h
 pairs, a pair being a query and a key that it sees; GB/s count K once, Q and O. `read` is a sum over as many bytes. Calls are replayed by a CUDA graph, each
 on keys of its own, so that none is in L2 from the call before; ours and the peers take turns in random order, medians of groups of launches. Each answer is
 compared with float64 first, on the last sequence; a wrong one is shown as WRONG and makes the exit status 1.
@@ -112,7 +112,7 @@ class Cell:
 
     def graph(self, name, page):
         """What replays the calls of all sets, or "WRONG ..."."""
-        own = {"ours": lambda: self.ours(page=page), "one part": lambda: self.ours(page=page, parts=1), "portable": lambda: self.ours(gpu.kernel_context("forward_sm80"), page)}
+        own = {"ours": lambda: self.ours(page=page), "by batch": lambda: self.ours(page=page, parts=-1), "one part": lambda: self.ours(page=page, parts=1), "portable": lambda: self.ours(gpu.kernel_context("forward_sm80"), page)}
         return gpu.graph_of(*(own[name]() if name in own else getattr(self, name)()))
 
 
@@ -156,9 +156,9 @@ def main():
         fa3.load(options.fa3)
     torch.manual_seed(0)
     card, rows = gpu.state_of_card(), []
-    names = ["ours", *(["one part"] if options.one_part else []), *(["portable"] if options.portable else []), "efficient", *(["fa3"] if options.fa3 else []), "read"]
+    names = ["ours", "by batch", *(["one part"] if options.one_part else []), *(["portable"] if options.portable else []), "efficient", *(["fa3"] if options.fa3 else []), "read"]
     print(f"before: {card}; PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
-    header = f"{'heads':>5} {'q':>5} {'b':>4} {'keys':>6} | " + " ".join(f"{n:>9}" for n in names) + " us | TFLOP/s  GB/s  /read" + ("   /fa3" if options.fa3 else "")
+    header = f"{'heads':>5} {'q':>5} {'b':>4} {'keys':>6} | " + " ".join(f"{n:>9}" for n in names) + " us | TFLOP/s  GB/s  /read" + ("   /fa3  by b." if options.fa3 else "")
     print(header, "-" * len(header), sep="\n")
     shapes = [(h, n, 1, n) for h, n in itertools.product(heads, seqlens)] if options.prefill else itertools.product(heads, queries, batches, seqlens)
     for h, q, b, n in shapes:
@@ -170,6 +170,8 @@ def main():
         us = times.get("ours")
         shown = [f"{x:9.1f}" if isinstance(x, float) else f"{x or '-':>9}" for x in map(row.get, names)]
         over = [times[name] / us if us and name in times else None for name in ("read", "fa3")[: 2 if options.fa3 else 1]]
+        if options.fa3:
+            over.append(times["fa3"] / times["by batch"] if "fa3" in times and "by batch" in times else None)
         print(f"{h:5} {q:5} {b:4} {n:6} | " + " ".join(shown) + f"    | {cell.flops / us / 1e6 if us else 0:7.0f} {cell.bytes / us / 1e3 if us else 0:5.0f}  " +
               "  ".join(f"{x:5.2f}" if x else "    -" for x in over), flush=True)
         rows.append({"heads": h, "queries": q, "batch": b, "seqlen": n, "microseconds": row, "flops": cell.flops, "bytes": cell.bytes})

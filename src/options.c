@@ -55,8 +55,8 @@ flash_attn_status fa_normalise_options(const flash_attn_problem *p, fa_call *cal
         return fa_fail(FLASH_ATTN_INVALID, "softcap is %g, expected 0 for none or a finite number above",
                        (double)p->softcap);
     call->softcap = p->softcap;
-    if (p->num_splits < 0 || p->num_splits > MAX_SPLITS)
-        return fa_fail(FLASH_ATTN_INVALID, "num_splits is %d, expected 0 to %d", p->num_splits, MAX_SPLITS);
+    if (p->num_splits < -1 || p->num_splits > MAX_SPLITS)
+        return fa_fail(FLASH_ATTN_INVALID, "num_splits is %d, expected -1 to %d", p->num_splits, MAX_SPLITS);
     call->num_splits = p->num_splits;
     FA_TRY(normalise_mask(p, call));
     return normalise_dropout(&p->dropout, &call->dropout);

@@ -93,7 +93,7 @@ static void take_lengths(bytes *b, test_case *c)
     } else if (one_in(b, 8) && !c->varlen_k) {
         c->cache_batch_idx = true;
     }
-    c->num_splits = one_in(b, 5) ? below(b, 9) : 0;
+    c->num_splits = one_in(b, 5) ? below(b, 10) - 1 : 0;
     c->layout     = (layout)below(b, 7);
     if (c->layout == LAYOUT_PACKED || c->layout == LAYOUT_BROADCAST) { /* these need equal, full lengths */
         bool unequal = c->varlen_q != c->varlen_k || c->page_size || c->cache_batch_idx;
@@ -197,7 +197,7 @@ static void spoil(bytes *b, flash_attn_problem *p, flash_attn_grads *g, int batc
     case 12: p->reserved[below(b, 8)] = 1; break;
     case 13: p->dropout.p = numbers[below(b, 5)]; break;
     case 14: p->batch = below(b, 2) ? -1 : p->batch + 1 + below(b, 3); break;
-    case 15: p->num_splits = -1 - below(b, 100); break;
+    case 15: p->num_splits = -2 - below(b, 100); break;
     case 16: p->cu_seqlens_q = spoilt_ints(b, p->cu_seqlens_q, batch + 1, ints); break;
     case 17: p->seqused_k = spoilt_ints(b, p->seqused_k, batch, ints); break;
     case 18: p->leftpad_k = spoilt_ints(b, p->leftpad_k, batch, ints); break;

@@ -38,7 +38,7 @@ static void plan_it(const flash_attn_problem *p, flash_attn_pass pass, int arch,
     flash_attn_dtype  dtype = p->q.dtype;
     flash_attn_grads  g     = {{.dtype = dtype}, {.dtype = dtype}, {.dtype = dtype}, {.dtype = dtype}, {.dtype = p->bias.dtype}, {0}, {0}};
     if (fa_normalise(p, pass == FLASH_ATTN_BACKWARD ? &g : NULL, pass, FA_PLAN, call) != FLASH_ATTN_OK ||
-        fa_plan_make(call, arch, NULL, plan) != FLASH_ATTN_OK)
+        fa_plan_make(call, arch, 0, NULL, plan) != FLASH_ATTN_OK)
         fail_msg("sm_%d: %s", arch, flash_attn_last_error());
 }
 
@@ -214,14 +214,14 @@ static void heads_of_a_group_are_dealt_evenly(void **state)
 static void parts_cover_all_keys(void **state)
 {
     (void)state;
-    for (int n = 0; n < 3 * 5 * 3 * 4; n++) {
+    for (int n = 0; n < 3 * 5 * 3 * 5; n++) {
         static const int64_t keys[] = {1, 4095, 4097, 33333, 100000}, groups[] = {1, 4, 16};
-        static const int     given[] = {0, 1, 7, 256}, archs[] = {80, 90, 120};
+        static const int     given[] = {0, 1, 7, 256, -1}, archs[] = {80, 90, 120};
         fa_call              call;
         fa_plan              plan;
         flash_attn_problem   p = problem_of((shape){2, 1, keys[n % 5], 16, 16 / groups[n / 5 % 3], 128}, FLASH_ATTN_BF16, FLASH_ATTN_NONE);
-        p.num_splits           = given[n / 15 % 4];
-        plan_it(&p, FLASH_ATTN_FORWARD, archs[n / 60], &call, &plan);
+        p.num_splits           = given[n / 15 % 5];
+        plan_it(&p, FLASH_ATTN_FORWARD, archs[n / 75], &call, &plan);
         const fa_args *args = &plan.args;
         int64_t        most = 0;
         for (int64_t length = 1; length <= keys[n % 5]; length++) {
@@ -245,7 +245,7 @@ static void parts_cover_all_keys(void **state)
         fa_call twice;
         fa_plan other;
         p.q.shape[0] = p.k.shape[0] = p.v.shape[0] = 40; /* the order of sums is a sequence's own */
-        plan_it(&p, FLASH_ATTN_FORWARD, archs[n / 60], &twice, &other);
+        plan_it(&p, FLASH_ATTN_FORWARD, archs[n / 75], &twice, &other);
         assert_int_equal(other.args.split_keys, args->split_keys);
         assert_int_equal(other.args.num_splits, args->num_splits);
     }
@@ -333,7 +333,7 @@ static void more_blocks_than_cuda_has_are_refused(void **state)
     fa_plan            plan;
     flash_attn_problem p = problem_of((shape){1 << 20, 1 << 20, 64, 64, 64, 64}, FLASH_ATTN_BF16, FLASH_ATTN_NONE);
     assert_int_equal(fa_normalise(&p, NULL, FLASH_ATTN_FORWARD, FA_PLAN, &call), FLASH_ATTN_OK);
-    assert_int_equal(fa_plan_make(&call, 80, NULL, &plan), FLASH_ATTN_UNSUPPORTED);
+    assert_int_equal(fa_plan_make(&call, 80, 0, NULL, &plan), FLASH_ATTN_UNSUPPORTED);
     assert_non_null(strstr(flash_attn_last_error(), "blocks; CUDA allows 2147483647"));
 }
 

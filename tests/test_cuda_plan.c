@@ -123,14 +123,14 @@ static void hoppers_own_kernels_take_the_calls_that_they_have_options_for(void *
             const char  *pass = x->pass == BACKWARD ? "backward" : "forward";
             fa_call      call;
             fa_plan      plan;
-            if (normalise(x, head_dim, &call) != FLASH_ATTN_OK || fa_plan_make(&call, 90, NULL, &plan) != FLASH_ATTN_OK)
+            if (normalise(x, head_dim, &call) != FLASH_ATTN_OK || fa_plan_make(&call, 90, 0, NULL, &plan) != FLASH_ATTN_OK)
                 fail_msg("%s, %s, head_dim %d: %s", x->name, pass, head_dim, flash_attn_last_error());
             const fa_key *key = &plan.launch[plan.main].key;
             if ((enum fa_kernel_id)key->kernel != x->kernel)
                 fail_msg("%s, %s, head_dim %d runs %s, not %s", x->name, pass, head_dim, fa_kernels[key->kernel].name, fa_kernels[x->kernel].name);
             if (key->has_softcap != (x->softcap > 0) || key->has_alibi != x->alibi || key->has_dropout != x->dropout)
                 fail_msg("%s, %s, head_dim %d: the kernel is built without the option", x->name, pass, head_dim);
-            assert_int_equal(fa_plan_make(&call, 80, NULL, &plan), FLASH_ATTN_OK); /* nobody else has these kernels */
+            assert_int_equal(fa_plan_make(&call, 80, 0, NULL, &plan), FLASH_ATTN_OK); /* nobody else has these kernels */
             assert_true(plan.launch[plan.main].key.kernel == ANY_F || plan.launch[plan.main].key.kernel == ANY_B);
         }
 }
@@ -156,7 +156,7 @@ static void few_queries_of_many_wide_heads_take_few_blocks(void **state)
         fa_call call;
         fa_plan plan;
         assert_int_equal(normalise_wide(FLASH_ATTN_BF16, FORWARD, 1, 128, 576, 512, &call), FLASH_ATTN_OK);
-        if (fa_plan_make(&call, archs[a], "forward_sm80", &plan) != FLASH_ATTN_OK)
+        if (fa_plan_make(&call, archs[a], 0, "forward_sm80", &plan) != FLASH_ATTN_OK)
             fail_msg("sm_%d: %s", archs[a], flash_attn_last_error());
         int tile = plan.launch[plan.main].key.tile_q, tiles = (128 + tile - 1) / tile;
         assert_true(tile >= 48);
@@ -184,7 +184,7 @@ static void heads_too_wide_are_refused_with_the_width_that_is_not(void **state)
         fa_call call;
         fa_plan plan;
         assert_int_equal(normalise_wide(wide[n].dtype, wide[n].pass, 100, 2, wide[n].head_dim, wide[n].head_dim_v, &call), FLASH_ATTN_OK);
-        flash_attn_status status = fa_plan_make(&call, wide[n].arch, NULL, &plan);
+        flash_attn_status status = fa_plan_make(&call, wide[n].arch, 0, NULL, &plan);
         assert_int_equal(status, wide[n].says ? FLASH_ATTN_UNSUPPORTED : FLASH_ATTN_OK);
         if (wide[n].says && !strstr(flash_attn_last_error(), wide[n].says))
             fail_msg("%s", flash_attn_last_error());
@@ -222,9 +222,46 @@ static void latent_calls_take_their_own_kernel_on_hopper(void **state)
         p.v = of(calls[n].dtype, 1, KEYS, 1, calls[n].head_dim_v);
         memcpy(p.v.stride, strides, sizeof strides);
         assert_int_equal(fa_normalise(&p, NULL, FORWARD, FA_PLAN, &call), FLASH_ATTN_OK);
-        assert_int_equal(fa_plan_make(&call, calls[n].arch, NULL, &plan), FLASH_ATTN_OK);
+        assert_int_equal(fa_plan_make(&call, calls[n].arch, 0, NULL, &plan), FLASH_ATTN_OK);
         if ((int)plan.launch[plan.main].key.kernel != calls[n].kernel || plan.launch[plan.main].cluster != calls[n].cluster)
             fail_msg("%s: %s in clusters of %d", calls[n].what, fa_kernels[plan.launch[plan.main].key.kernel].name, plan.launch[plan.main].cluster);
+    }
+}
+
+/* num_splits 0 knows nothing of the batch, -1 does, and of how many blocks run at once. */
+static void latent_parts_follow_the_batch_if_asked(void **state)
+{
+    (void)state;
+    static const struct {
+        int batch, heads, keys, multiprocessors, least, most; /* parts expected of -1: those that took least time on a card, or near it */
+    } calls[] = {
+        {1, 128, 4096, 132, 16, 32}, {8, 128, 4096, 132, 6, 8},   {32, 128, 4096, 132, 2, 2}, {128, 128, 4096, 132, 1, 1},
+        {1, 16, 16384, 132, 32, 96}, {32, 16, 16384, 132, 4, 4},  {1, 16, 64, 132, 1, 1},     {1, 16, 0, 132, 1, 1},
+        {32, 128, 4096, 64, 1, 1},   {32, 128, 4096, 256, 4, 4},
+    };
+    for (size_t n = 0; n < sizeof calls / sizeof *calls; n++) {
+        int by_shape = 0;
+        for (int splits = -1; splits <= 0; splits++)
+            for (int batch = calls[n].batch; batch <= calls[n].batch + 1; batch++) {
+                flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA}, .o = {.dtype = FLASH_ATTN_BF16}, .num_splits = splits};
+                fa_call            call;
+                fa_plan            plan;
+                p.q = of(FLASH_ATTN_BF16, batch, 1, calls[n].heads, 576);
+                p.k = of(FLASH_ATTN_BF16, batch, calls[n].keys, 1, 576);
+                p.v = of(FLASH_ATTN_BF16, batch, calls[n].keys, 1, 512);
+                memcpy(p.v.stride, (int64_t[]){calls[n].keys * 576, 576, 576, 1}, sizeof p.v.stride);
+                assert_int_equal(fa_normalise(&p, NULL, FORWARD, FA_PLAN, &call), FLASH_ATTN_OK);
+                assert_int_equal(fa_plan_make(&call, 90, calls[n].multiprocessors, NULL, &plan), FLASH_ATTN_OK);
+                assert_int_equal(plan.launch[plan.main].key.kernel, FA_KERNEL_FORWARD_LATENT_SM90);
+                int parts = plan.args.num_splits;
+                if (splits < 0 && batch == calls[n].batch && !(parts >= calls[n].least && parts <= calls[n].most))
+                    fail_msg("%d sequences of %d keys, %d heads: %d parts", batch, calls[n].keys, calls[n].heads, parts);
+                assert_int_equal(plan.args.split_keys % 64, 0);
+                assert_true(splits == 0 || (int64_t)parts * plan.args.split_keys >= calls[n].keys);
+                if (splits == 0 && by_shape > 0)
+                    assert_int_equal(parts, by_shape);
+                by_shape = splits == 0 ? parts : 0;
+            }
     }
 }
 
@@ -234,6 +271,7 @@ int main(void)
         cmocka_unit_test(hoppers_own_kernels_take_the_calls_that_they_have_options_for),
         cmocka_unit_test(few_queries_of_many_wide_heads_take_few_blocks),
         cmocka_unit_test(latent_calls_take_their_own_kernel_on_hopper),
+        cmocka_unit_test(latent_parts_follow_the_batch_if_asked),
         cmocka_unit_test(heads_too_wide_are_refused_with_the_width_that_is_not),
     };
     return cmocka_run_group_tests_name("cuda_plan", tests, NULL, NULL);

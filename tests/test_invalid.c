@@ -232,7 +232,7 @@ static flash_attn_status call(const world *w, base kind)
     X(PADDED, max_seqlen_q_small, INVALID, "max_seqlen_q is 4", P.max_seqlen_q = 4)                                    \
     X(PADDED, max_seqlen_k_small, INVALID, "max_seqlen_k is 4", P.max_seqlen_k = 4)                                    \
     X(PADDED, max_seqlen_k_over, INVALID, "max_seqlen_k", P.max_seqlen_k = INT32_MAX)                                  \
-    X(PADDED, splits_negative, INVALID, "num_splits is -1", P.num_splits = -1)                                         \
+    X(PADDED, splits_negative, INVALID, "num_splits is -2", P.num_splits = -2)                                         \
     X(PADDED, splits_over, INVALID, "num_splits is 257", P.num_splits = 257)                                           \
     X(PADDED, stride_product_over, INVALID, "q.stride[1]", STRIDE(P.q, 1, INT64_MAX, 1, 1))                            \
     X(PADDED, stride_bytes_over, INVALID, "q.stride[0]", STRIDE(P.q, INT64_MAX / 4 + 1, 1, 1, 1))                      \

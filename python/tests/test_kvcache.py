@@ -124,7 +124,7 @@ def test_a_page_out_of_range_is_refused_and_nothing_is_lost():
 @pytest.mark.parametrize("nonsense, word", [
     (dict(softcap=-1.0), "softcap"), (dict(softmax_scale=float("nan")), "scale"), (dict(window_size=(-1, 2**31)), "window"),
     (dict(window_size=3), r"window is 3: expected two numbers"), (dict(cache_seqlens=2**40), "cache_seqlens is 1099511627776"),
-    (dict(cache_seqlens=-1), "cache_seqlens is -1"), (dict(num_splits=-1), "num_splits"), (dict(alibi_slopes=torch.zeros(3)), "alibi_slopes"),
+    (dict(cache_seqlens=-1), "cache_seqlens is -1"), (dict(num_splits=-2), "num_splits"), (dict(alibi_slopes=torch.zeros(3)), "alibi_slopes"),
     (dict(cache_leftpad=torch.tensor([3, 99], dtype=torch.int32)), "leftpad_k"),
     (dict(cache_leftpad=torch.zeros(3, dtype=torch.int32)), "cache_leftpad"),
     (dict(cache_batch_idx=torch.tensor([0, 2], dtype=torch.int32)), "cache_batch_idx"),

@@ -70,7 +70,7 @@ static flash_attn_status make_plan(const fa_cuda *cuda, const fa_device *device,
         name = NULL; /* a backward's name leaves the forward as it is */
     if (!name && !device->has_tensor_maps)
         name = fa_kernels[call->pass == FLASH_ATTN_FORWARD ? FA_KERNEL_FORWARD_SM80 : FA_KERNEL_BACKWARD_SM80].name;
-    return fa_plan_make(call, device->built_for, name, plan);
+    return fa_plan_make(call, device->built_for, device->num_multiprocessors, name, plan);
 }
 
 static size_t workspace_for(const fa_plan *plan)
@@ -217,7 +217,7 @@ static flash_attn_status compile_plans(fa_cuda *cuda, const fa_call *call, int a
     fa_call variants[2];
     int     count = variants_of(call, variants);
     for (int v = 0; v < count; v++) {
-        FA_TRY(fa_plan_make(&variants[v], arch, cuda->forced_kernel, &plan));
+        FA_TRY(fa_plan_make(&variants[v], arch, 0, cuda->forced_kernel, &plan));
         for (int i = 0; i < plan.num_launches; i++)
             FA_TRY(export_kernel(cuda, &plan.launch[i].key, folder));
     }

@@ -27,6 +27,7 @@ typedef struct fa_plan {
     const struct fa_rung *rung; /* NULL: not of the ladder */
     fa_launch          launch[FA_MAX_LAUNCHES]; /* in order */
     int                num_launches, main; /* main: the one that explain names */
+    int                multiprocessors;
     bool               has_maps;           /* kernels load by the tensor memory accelerator */
     fa_args            args;
     void              *zero; /* part of the workspace to be zeroed before the first launch */
@@ -35,9 +36,9 @@ typedef struct fa_plan {
     size_t             workspace_bytes;
 } fa_plan;
 
-/* Choose kernels and tiles for a GPU of this compute capability (as fa_tune_arch gives it) and fill in all but the
- * workspace's addresses. name: that kernel only; NULL: the best. */
-flash_attn_status fa_plan_make(const fa_call *call, int arch, const char *name, fa_plan *plan);
+/* Choose kernels and tiles for a GPU of this compute capability (as fa_tune_arch gives it) and so many multiprocessors (0: as many as a large
+ * one has) and fill in all but the workspace's addresses. name: that kernel only; NULL: the best. */
+flash_attn_status fa_plan_make(const fa_call *call, int arch, int multiprocessors, const char *name, fa_plan *plan);
 
 /* Give the workspace its place: plan->workspace_bytes from `base`, which is 256-byte aligned. */
 void fa_plan_place(const fa_call *call, fa_plan *plan, char *base);

@@ -188,46 +188,6 @@ static void fill_sizes(const fa_call *call, const fa_tune_row *row, fa_args *arg
         args->dbias_extent[i] = call->dbias.data && call->dbias.stride[i] != 0 ? (int)call->dbias.shape[i] : 1;
 }
 
-/* Tiles whose rows are queries of all heads that share a key head. */
-static bool is_packed(const fa_tune_row *row) { return row->only == FA_FOR_FEW || row->only == FA_FOR_LATENT; }
-
-/* The most parts that a sequence of at most `keys` keys has, where parts grow with its own length (forward_work.cuh). */
-static int64_t most_parts(const fa_args *args, int64_t part, int64_t keys)
-{
-    int64_t most = 0;
-    for (int n = 0; n <= args->part_doublings; n++, part *= 2) {
-        int64_t longest = n == args->part_doublings || part * part / args->part_growth > keys ? keys : part * part / args->part_growth;
-        most            = largest(most, ceil_div(longest, part));
-    }
-    return most;
-}
-
-/*
- * Parts of the keys, by absolute position. A caller's number is taken as it is. Otherwise only calls with few queries
- * are split, into parts of a length that depends on the number of heads and on the sequence's own length alone, never on the batch or on how
- * many multiprocessors there are, for the order of sums must not: with 32 keys for each head, a context of 4096 keys gives
- * 128 blocks at batch 1, about one for each multiprocessor of a large GPU. Where rows are packed, parts grow with the root of
- * the length, for each has a begin and an end, and leaves a result that grows with its rows (decision 0058).
- */
-static void choose_splits(const fa_call *call, const fa_tune_row *row, fa_args *args)
-{
-    enum { GROWTH = 32, GROWTH_OF_MANY_ROWS = 64, GROWTH_OF_LATENT = 256, DOUBLINGS = 3 };
-    int64_t keys = args->max_seqlen_k, part = keys, heads = is_packed(row) ? call->heads_k : call->heads_q;
-    if (call->num_splits > 1)
-        part = ceil_div(keys, call->num_splits);
-    else if (call->num_splits == 0 && call->max_seqlen_q <= row->tile_q)
-        part = heads <= 8 ? 256 : heads >= 64 ? 2048 : 32 * heads;
-    if (call->num_splits == 0 && is_packed(row)) {
-        args->part_growth    = row->only == FA_FOR_LATENT ? GROWTH_OF_LATENT : row->tile_q > 16 ? GROWTH_OF_MANY_ROWS : GROWTH;
-        args->part_doublings = DOUBLINGS;
-    }
-    part = ceil_div(part, row->tile_k) * row->tile_k;
-    if (keys == 0 || part >= keys)
-        return;
-    args->split_keys = (int)part;
-    args->num_splits = (int)most_parts(args, part, keys);
-}
-
 /* Blocks of the backward that share a key head: enough to fill a large GPU twice when keys and heads alone do not. */
 static void choose_group_blocks(const fa_call *call, fa_args *args)
 {
@@ -369,7 +329,7 @@ static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key
     fa_args *args = &plan->args;
     if (key->kernel == FA_KERNEL_FORWARD_SM90)
         return plan_forward_sm90(call, plan, key);
-    choose_splits(call, plan->row, args);
+    fa_plan_choose_splits(call, plan);
     key->has_split = args->num_splits > 1;
     plan->main     = plan->num_launches;
     int64_t heads  = call->heads_q;
@@ -590,9 +550,11 @@ static void fill_dbias(fa_args *args)
     args->dbias.dtype = FA_F32;
 }
 
-flash_attn_status fa_plan_make(const fa_call *call, int arch, const char *name, fa_plan *plan)
+flash_attn_status fa_plan_make(const fa_call *call, int arch, int multiprocessors, const char *name, fa_plan *plan)
 {
+    enum { OF_A_LARGE_ONE = 132 };
     memset(plan, 0, sizeof *plan);
+    plan->multiprocessors = multiprocessors > 0 ? multiprocessors : OF_A_LARGE_ONE;
     fa_key key = wanted_key(call, arch);
     plan->rung = name ? fa_ladder_find(name) : NULL;
     plan->has_maps = plan->rung && plan->rung->has_maps;

@@ -7,6 +7,12 @@
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t largest(int64_t a, int64_t b) { return a > b ? a : b; }
 
+/* Tiles whose rows are queries of all heads that share a key head. */
+static inline bool is_packed(const fa_tune_row *row) { return row->only == FA_FOR_FEW || row->only == FA_FOR_LATENT; }
+
+/* Parts of the keys: args.split_keys, num_splits and how they grow. */
+void fa_plan_choose_splits(const fa_call *call, fa_plan *plan);
+
 /* One launch more. An error: more blocks than CUDA allows. */
 flash_attn_status fa_plan_add(fa_plan *plan, const fa_key *key, int64_t blocks);
 
