@@ -57,8 +57,10 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, BLOCKS) combine(cons
         return;
     fa_i64 part_rows = (fa_i64)tokens * args.heads_q;
     float  own = lse_of_part(args, part_rows, n, lane % 8, args.num_splits), lse = merged_lse<false>(args, part_rows, n, args.num_splits, own, counts ? sink_of(args, head) : -infinity());
-    for (int col = lane * 4; col < args.head_dim_v; col += 128) {
-        float4 sum[1] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+    constexpr int CHUNKS = (FA_HEAD_DIM_V + 127) / 128;
+    int           col    = lane * 4;
+    if (col < args.head_dim_v) {
+        float4 sum[CHUNKS][1] = {};
         for (int p = warp; p < args.num_splits; p += 4 * FA_COMBINE_WARPS) {
             float factor[4];
 #pragma unroll
@@ -66,18 +68,19 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, BLOCKS) combine(cons
                 factor[i] = factor_of_part(lse_of_part(args, part_rows, n, p + i * FA_COMBINE_WARPS, args.num_splits), lse);
             add_parts<4, FA_COMBINE_WARPS>(sum, args, p, part_rows, n, col, factor);
         }
-        shared[warp][col / 4] = sum[0];
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++)
+            if (col + 128 * c < args.head_dim_v)
+                shared[warp][col / 4 + 32 * c] = sum[c][0];
     }
     __syncthreads();
-    if (warp > 0)
-        return;
-    for (int col = lane * 4; col < args.head_dim_v; col += 128) {
-        float4 sum[FA_COMBINE_WARPS];
+    for (col = (int)threadIdx.x * 4; col < args.head_dim_v; col += 128 * FA_COMBINE_WARPS) {
+        float4 each[FA_COMBINE_WARPS];
 #pragma unroll
         for (int i = 0; i < FA_COMBINE_WARPS; i++)
-            sum[i] = shared[i][col / 4];
-        store_columns(args, row_of_o(args, entry, row, head), col, sum_of(sum));
+            each[i] = shared[i][col / 4];
+        store_columns(args, row_of_o(args, entry, row, head), col, sum_of(each));
     }
-    if (lane == 0)
+    if (threadIdx.x == 0)
         store_merged_lse(args, entry, row, head, lse);
 }

@@ -4,12 +4,12 @@
 
 #include "numbers.cuh"
 
-/* Eight sums in their order. */
-FA_DEVICE float4 sum_of(const float4 (&sums)[FA_COMBINE_WARPS])
+/* Eight sums in their order, or those of them that there are. */
+template <int SUMS> FA_DEVICE float4 sum_of(const float4 (&sums)[SUMS])
 {
     float4 sum = sums[0];
 #pragma unroll
-    for (int i = 1; i < FA_COMBINE_WARPS; i++)
+    for (int i = 1; i < SUMS; i++)
         sum = make_float4(sum.x + sums[i].x, sum.y + sums[i].y, sum.z + sums[i].z, sum.w + sums[i].w);
     return sum;
 }
@@ -25,18 +25,22 @@ template <int COUNT, int SUMS> FA_DEVICE void add_each(float4 (&sums)[SUMS], con
     }
 }
 
-/* Columns col to col + 3 of parts first, first + STEP, ..., which are all asked for before one is used. */
-template <int COUNT, int STEP, int SUMS>
-FA_DEVICE void add_parts(float4 (&sums)[SUMS], const fa_args &args, int first, fa_i64 part_rows, fa_i64 n, int col, const float (&factor)[COUNT])
+/* Columns col to col + 3, and those 128 and more behind them, of parts first, first + STEP, ..., which are all asked for before one is used. */
+template <int COUNT, int STEP, int SUMS, int CHUNKS>
+FA_DEVICE void add_parts(float4 (&sums)[CHUNKS][SUMS], const fa_args &args, int first, fa_i64 part_rows, fa_i64 n, int col, const float (&factor)[COUNT])
 {
-    float4 part[COUNT];
+    float4 part[CHUNKS][COUNT];
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (!(factor[i] < 0.0f))
-            part[i] = *(const float4 *)&args.o_partial[((first + i * STEP) * part_rows + n) * FA_HEAD_DIM_V + col];
-    }
-    add_each(sums, factor, part);
+    for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            part[c][i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (!(factor[i] < 0.0f) && (c == 0 || col + 128 * c < args.head_dim_v))
+                part[c][i] = *(const float4 *)&args.o_partial[((first + i * STEP) * part_rows + n) * FA_HEAD_DIM_V + col + 128 * c];
+        }
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++)
+        add_each(sums[c], factor, part[c]);
 }
 
 /* LSE of part p of row n, -inf past the last of `parts`. */
@@ -97,6 +101,29 @@ FA_DEVICE fa_i64 row_of_o(const fa_args &args, int entry, int row, int head)
     return entry * args.o.stride[0] + row * args.o.stride[1] + head * args.o.stride[2];
 }
 
+/* Columns of a row that has so few parts, in CHUNKS pieces at once: where each part is little, what is asked for at once decides. of_lane: factors in
+ * the lanes from `from` on. The parts that are not there would add zeros. */
+template <int COUNT, int CHUNKS>
+FA_DEVICE void merge_few_parts(const fa_args &args, bool is_one, float of_lane, int from, fa_i64 part_rows, fa_i64 n, fa_i64 o_at)
+{
+    float factor[COUNT];
+#pragma unroll
+    for (int e = 0; e < COUNT; e++)
+        factor[e] = __shfl_sync(~0u, of_lane, from + e);
+#pragma unroll
+    for (int first = 0; first < FA_HEAD_DIM_V; first += 128 * CHUNKS) {
+        int    col = first + threadIdx.x % 32 * 4;
+        float4 sums[CHUNKS][COUNT] = {};
+        if (!is_one || col >= args.head_dim_v)
+            return;
+        add_parts<COUNT, 1>(sums, args, 0, part_rows, n, col, factor);
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++)
+            if (col + 128 * c < args.head_dim_v)
+                store_columns(args, o_at, col + 128 * c, sum_of(sums[c]));
+    }
+}
+
 /* At most four rows by a warp. Eight neighbouring lanes know each and have its parts p, p + 8, ...; `mine`: theirs is one. counts: of the queries that
  * count, others have no sink. FEW: at most eight parts. */
 template <bool FEW> FA_DEVICE void merge_rows(const fa_args &args, bool mine, int head, int entry, int row, bool counts)
@@ -117,9 +144,17 @@ template <bool FEW> FA_DEVICE void merge_rows(const fa_args &args, bool mine, in
         bool   is_one = __shfl_sync(~0u, parts, from) > 0;
         if (!__any_sync(~0u, is_one))
             break;
+        if (!FEW && FA_HEAD_DIM_V > 128 && args.num_splits <= 4) { /* a warp has a row */
+            float of_lane = factor_of_part(own, lse);
+            if (args.num_splits <= 2)
+                merge_few_parts<2, 4>(args, is_one, of_lane, from, part_rows, its_n, its_o);
+            else
+                merge_few_parts<4, 2>(args, is_one, of_lane, from, part_rows, its_n, its_o);
+            continue;
+        }
         for (int first = 0; first < FA_HEAD_DIM_V; first += 128) {
-            int    col    = first + lane % LANES * 4;
-            float4 sum[8] = {};
+            int    col       = first + lane % LANES * 4;
+            float4 sum[1][8] = {};
             for (int p = 0; FEW ? p == 0 : p < args.num_splits; p += 8) {
                 float of_lane = factor_of_part(p == 0 ? own : lse_of_part(args, part_rows, n, p + lane % 8, parts), lse), factor[8];
 #pragma unroll
@@ -129,7 +164,7 @@ template <bool FEW> FA_DEVICE void merge_rows(const fa_args &args, bool mine, in
                     add_parts<8, 1>(sum, args, p, part_rows, its_n, col, factor);
             }
             if (is_one && col < args.head_dim_v)
-                store_columns(args, its_o, col, sum_of(sum));
+                store_columns(args, its_o, col, sum_of(sum[0]));
         }
     }
 }
