@@ -19,7 +19,7 @@ const cli_option bench_option_table[] = {
     {"alibi", NULL, cli_parse_switch, FIELD(alibi), "ALiBi with the slopes 2^(-8 (h + 1) / heads)"},
     {"sinks", NULL, cli_parse_switch, FIELD(sinks), "one more random logit for each head"},
     {"dropout", "P,SEED,OFFSET", cli_parse_dropout, FIELD(dropout), "drop probabilities; SEED and OFFSET default to 0"},
-    {"num-splits", "N", cli_parse_count, FIELD(num_splits), "split the keys into N parts; 0: by shape"},
+    {"num-splits", "N", cli_parse_parts, FIELD(num_splits), "split the keys into N parts; 0: by shape; -1: by the batch and the GPU too"},
     {0},
 };
 #undef FIELD
@@ -62,7 +62,7 @@ const char *bench_options_text(const bench_options *o, char text[BENCH_OPTIONS_T
     if (o->dropout.p != 0)
         say(text, "dropout %g seed %llu offset %llu", (double)o->dropout.p, (unsigned long long)o->dropout.seed,
             (unsigned long long)o->dropout.offset);
-    if (o->num_splits > 0)
+    if (o->num_splits != 0)
         say(text, "num-splits %lld", (long long)o->num_splits);
     return text;
 }

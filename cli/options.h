@@ -76,6 +76,7 @@ typedef struct cli_dtype {
 const char *cli_parse_switch(const char *text, void *field);  /* bool */
 const char *cli_parse_text(const char *text, void *field);    /* const char *, not empty */
 const char *cli_parse_count(const char *text, void *field);   /* int64_t from 0 to 2^31 - 1 */
+const char *cli_parse_parts(const char *text, void *field);   /* likewise from -1 */
 const char *cli_parse_seed(const char *text, void *field);    /* uint64_t */
 const char *cli_parse_number(const char *text, void *field);  /* cli_number, finite */
 const char *cli_parse_bytes(const char *text, void *field);   /* int64_t: 512M, 2G */

@@ -31,7 +31,7 @@ const cli_option cli_problem_options[] = {
     {"descale-v", "FILE", cli_parse_text, FIELD(descale_v), "likewise for v"},
     {"max-seqlen-q", "N", cli_parse_count, FIELD(max_seqlen_q), "longest sequence; default: from --cu-seqlens-q"},
     {"max-seqlen-k", "N", cli_parse_count, FIELD(max_seqlen_k), "longest sequence; default: from --cu-seqlens-k"},
-    {"num-splits", "N", cli_parse_count, FIELD(num_splits), "split the keys into N parts; 0: by shape"},
+    {"num-splits", "N", cli_parse_parts, FIELD(num_splits), "split the keys into N parts; 0: by shape; -1: by the batch and the GPU too"},
     {"deterministic", NULL, cli_parse_switch, FIELD(deterministic), "CUDA backward: the same bits every time"},
     {0},
 };

@@ -52,6 +52,11 @@ const char *cli_parse_count(const char *text, void *field)
     return read_whole(&text, 0, INT32_MAX, field) && !*text ? NULL : "a whole number from 0 to 2147483647";
 }
 
+const char *cli_parse_parts(const char *text, void *field)
+{
+    return read_whole(&text, -1, INT32_MAX, field) && !*text ? NULL : "a whole number from -1 to 2147483647";
+}
+
 const char *cli_parse_seed(const char *text, void *field)
 {
     char *end;

@@ -125,7 +125,7 @@ class Bench(Case):
 
     def test_few_queries_on_many_keys_in_parts(self):
         words = "--seqlen 700 --seqlen-q 2 --head-dim 64 --heads 8 --heads-k 2 --pass forward --seconds 0".split()
-        for options in ("--num-splits 3", "--window 300,0 --sinks", "--blocks 2 --alibi"):
+        for options in ("--num-splits 3", "--num-splits -1", "--window 300,0 --sinks", "--blocks 2 --alibi"):
             for row in self.rows(*words, *options.split()):
                 self.assertTrue(row["right"], (options, row))
 
@@ -134,6 +134,7 @@ class Bench(Case):
             ("--softcap -1", "softcap is -1"),
             ("--dropout 1.5", "dropout.p is 1.5"),
             ("--num-splits 999", "num_splits is 999"),
+            ("--num-splits -2", "expected a whole number from -1"),
             ("--threads 1,9999", "num_threads is 9999"),
         ]:
             self.refused("bench", "--seqlen", "32", *words.split(), says=says)

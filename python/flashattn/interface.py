@@ -142,7 +142,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
 def _forward_pass(q, k, v, dropout_p, block_table=None, leftpad_k=None, num_splits=0, **options):
     import torch
 
-    if block_table is None and leftpad_k is None and num_splits <= 1:
+    if block_table is None and leftpad_k is None and num_splits in (0, 1):
         from .torch_ops import attention
 
         with torch.no_grad():

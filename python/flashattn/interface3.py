@@ -27,7 +27,7 @@ def _attend(q, k, v, num_splits=1, descales=(None, None, None), qv=None, attenti
     differentiable = is_torch(q) and any(t.requires_grad for t in (q, k, v)) and sys.modules["torch"].is_grad_enabled()
     if differentiable and described:
         raise _native.UnsupportedError("descales have no gradient: detach q, k and v")
-    if out is None and (differentiable or (is_torch(q) and not described and num_splits <= 1)):
+    if out is None and (differentiable or (is_torch(q) and not described and num_splits in (0, 1))):
         from .torch_ops import attention
 
         return attention(q, k, v, **options)[:2]

@@ -77,7 +77,10 @@ def test_flash_attention_3_returns_what_2_returns():
     expected, expected_lse, nothing = flashattn.flash_attn_func(Q, K, V, causal=True, window_size=(9, 0), softcap=2.0,
                                                                 return_attn_probs=True)
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse) and nothing is None
-    assert torch.allclose(interface3.flash_attn_func(Q, K, V, num_splits=4), flashattn.flash_attn_func(Q, K, V), atol=1e-5)
+    for parts in (4, -1):
+        assert torch.allclose(interface3.flash_attn_func(Q, K, V, num_splits=parts), flashattn.flash_attn_func(Q, K, V), atol=1e-5)
+    with pytest.raises(ValueError, match="num_splits is -2"):
+        interface3.flash_attn_func(Q, K, V, num_splits=-2)
     leaf = Q.clone().requires_grad_()
     dq, = torch.autograd.grad(interface3.flash_attn_func(leaf, K, V, num_splits=4).sum(), leaf)
     assert torch.equal(dq, torch.autograd.grad(flashattn.flash_attn_func(leaf, K, V).sum(), leaf)[0])
