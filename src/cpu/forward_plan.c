@@ -292,8 +292,9 @@ size_t fa_forward_carve_run(run *r, char *base)
     r->scratch_bytes = one.used;
     r->task_begin    = fa_carve(&arena, (size_t)(p->call->batch + 1) * sizeof(int64_t));
     r->scratch       = fa_carve(&arena, r->scratch_bytes * (size_t)p->threads);
-    r->parts         = fa_carve_floats(&arena, heads * p->max_splits * r->part_floats);
+    r->parts         = fa_carve_floats(&arena, heads * (p->max_splits + 1) * r->part_floats);
     r->parts_done    = fa_carve(&arena, (size_t)heads * sizeof(atomic_int));
+    r->parts_folded  = fa_carve(&arena, (size_t)heads * sizeof(atomic_int));
     r->shared_done   = fa_carve(&arena, (size_t)(pairs * p->shared_tiles) * sizeof(atomic_int));
     r->shared        = fa_carve(&arena, (size_t)pairs * p->shared_bytes);
     return arena.used;
