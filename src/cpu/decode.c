@@ -127,7 +127,8 @@ bool fa_walk_turns(const block *b, int heads, fa_range keys)
             for (int h = 0; h < heads; h++)
                 for (int r = 0; r < rows; r++)
                     b[h].s->rescale[r] = 1.0f;
-        kernels->accumulate_few(one->o, p->ldo, one->rescale, one->s + n / heads * step, lds, &v, rows, &soon);
+        kernels->accumulate_few(one->o, p->ldo, one->rescale, one->s + n / heads * step, lds, &v, rows, &soon,
+                                one->fused);
     }
     return true;
 }

@@ -108,7 +108,7 @@ static void composed_step(const step *t, const scratch *s)
         if (call->dropout.threshold)
             fa_apply_dropout(k, call, &tile, s->s, NULL, t->lds);
         if (t->in_place)
-            k->accumulate_few(o, t->ldo, s->rescale, s->s, t->lds, &s->v_rows, rows, &s->v_soon);
+            k->accumulate_few(o, t->ldo, s->rescale, s->s, t->lds, &s->v_rows, rows, &s->v_soon, s->fused);
         else
             k->accumulate(o, t->ldo, s->rescale, s->s, t->lds, s->keys.v, rows, keys, (int)call->head_dim_v, s->fused);
     }
@@ -226,6 +226,8 @@ static void need_rows(const block *b, const fa_tile *tile)
     bool far            = b->run->plan.cpu->isa.asks_far;
     s->k_soon           = (fa_soon){s->v_rows, false, far};
     s->v_soon           = (fa_soon){fa_key_rows(call, &call->k, &next, s->row_next), false, far};
+    /* Latent attention's V is in the cache since K was read: the next tile of K comes meanwhile. */
+    s->v_soon.each = far && call->k.data == call->v.data;
 }
 
 typedef struct key_tile {
