@@ -389,7 +389,7 @@ static void fill_table(void)
     table.few_rows_wide          = FEW_ROWS_WIDE;
     table.few_cols               = 32;
     table.few_keys               = FEW_CHUNK;
-    table.few_keys_far           = 0;
+    table.few_keys_far           = FEW_CHUNK;
     table.scores_few             = scores_few;
     table.accumulate_few         = accumulate_few;
 }

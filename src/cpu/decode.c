@@ -101,7 +101,7 @@ bool fa_walk_turns(const block *b, int heads, fa_range keys)
     fa_tile           next    = s->tiles[0];
     int               rows = fa_tile_rows(s->tiles), lds = fa_score_ld(p->tile_k);
     bool far = p->cpu->isa.asks_far, is_f32 = call->k.dtype == FLASH_ATTN_F32;
-    int  step = is_f32 && kernels->few_keys_f32            ? kernels->few_keys_f32
+    int  step = is_f32 && kernels->few_keys_f32           ? kernels->few_keys_f32
                 : !is_f32 && far && kernels->few_keys_far ? kernels->few_keys_far
                                                           : kernels->few_keys;
     for (int h = 0; h < heads; h++)
