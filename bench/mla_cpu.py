@@ -67,10 +67,8 @@ def run(cell, options, peaks):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtypes", default="bfloat16,float16,float32")
-    parser.add_argument("--heads", default="1,4,16,32,64,128")
-    parser.add_argument("--queries", default="1")
-    parser.add_argument("--seqlens", default="32768")
+    for name, default in (("dtypes", "bfloat16,float16,float32"), ("heads", "1,4,16,32,64,128"), ("queries", "1"), ("seqlens", "32768")):
+        parser.add_argument(f"--{name}", default=default)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tier", choices=TIERS, default="auto", help="the highest of ours")
     parser.add_argument("--seconds", type=float, default=2.0, help="to time each cell for, all together")
