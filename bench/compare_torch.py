@@ -153,7 +153,7 @@ class Ours:
         q, k, v, self.dout = (t.transpose(1, 2) for t in (cell.q, cell.k, cell.v, cell.dout))
         self.call = Call(q, k, v, causal=cell.causal)
         self.call.context = self.context
-        self.results = [torch.full_like(t, float("nan")) for t in (cell.q, cell.q, cell.k, cell.v)]
+        self.results = [torch.full_like(t, float("nan")) for t in (cell.q[..., : cell.v.shape[3]], cell.q, cell.k, cell.v)]
         self.lse = torch.full((1, cell.heads, cell.seqlen_q), float("nan"))
         self.views = [t.transpose(1, 2) for t in self.results]
         self.call._set_results(self.views[0], self.lse if cell.want_lse else None)

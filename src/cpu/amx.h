@@ -217,7 +217,7 @@ FA_AMX_INLINE float fa_amx_largest(const void *packed, int rows, int cols)
 void fa_amx_scores_few(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_soon *soon);
 void fa_amx_scores_few_f16(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_soon *soon);
 void fa_amx_accumulate_few(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
-                           const fa_soon *soon);
+                           const fa_soon *soon, void *scratch);
 
 /* amx_forward.c: operands of so many pieces. */
 bool   fa_amx_forward_block(const fa_forward_block *block, int pieces);
@@ -228,7 +228,7 @@ size_t fa_amx_forward_scratch(int rows, int keys, int head_dim, int head_dim_v);
 bool fa_amx_fp16_forward_block(const fa_forward_block *block);
 void fa_amx_fp16_scores_few(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_soon *soon);
 void fa_amx_fp16_accumulate_few(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v,
-                                int rows, const fa_soon *soon);
+                                int rows, const fa_soon *soon, void *scratch);
 void fa_amx_fp16_backward_block(const fa_backward_block *block);
 void fa_amx_fp16_backward_dq(const fa_backward_block *block);
 

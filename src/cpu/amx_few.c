@@ -545,13 +545,14 @@ static bool accumulate_group(float *o, int ldo, const float *rescale, const floa
 }
 
 void ACCUMULATE_FEW(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
-                    const fa_soon *soon)
+                    const fa_soon *soon, void *scratch)
 {
+    (void)scratch;
     for (int r = 0; r < rows; r += FEW_GROUP) {
         int          count = fa_min_int(FEW_GROUP, rows - r);
         float       *o_at  = o + (int64_t)r * ldo;
         const float *p_at  = p + (int64_t)r * ldp;
         if (!accumulate_group(o_at, ldo, rescale + r, p_at, ldp, v, count, r == 0 ? soon : &nothing_soon))
-            fa_kernels_avx512()->accumulate_few(o_at, ldo, rescale + r, p_at, ldp, v, count, &nothing_soon);
+            fa_kernels_avx512()->accumulate_few(o_at, ldo, rescale + r, p_at, ldp, v, count, &nothing_soon, NULL);
     }
 }

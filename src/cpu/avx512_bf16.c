@@ -34,7 +34,7 @@ V vf exp2_short(vf x)
 
 #include "cpu/kernel_online.inc"
 
-enum { WIDTH = NV * VL };
+enum { WIDTH = NV * VL, FEW_PANEL = 128 };
 
 typedef __m512i vh; /* 32 bfloat16 */
 
@@ -301,7 +301,8 @@ static size_t scratch_bytes(int rows, int keys, int head_dim, int head_dim_v)
     size_t of_p      = (size_t)rows * (size_t)left_ld(keys) * sizeof(uint16_t);
     size_t of_turned = (size_t)pairs_of(rows) * (size_t)pair_ld(keys) * sizeof(float);
     (void)head_dim, (void)head_dim_v;
-    return of_p > of_turned ? of_p : of_turned;
+    size_t of_panel = sizeof(float) * FEW_PANEL / 2 * WIDTH; /* accumulate_many */
+    return (of_p > of_turned ? of_p : of_turned) + of_panel;
 }
 
 /* ---- Delta ---- */
@@ -385,8 +386,10 @@ static void fill_table(void)
     table.forward_scratch_bytes  = scratch_bytes;
     table.backward_scratch_bytes = scratch_bytes;
     table.few_rows               = FEW_ROWS;
+    table.few_rows_wide          = FEW_ROWS_WIDE;
     table.few_cols               = 32;
     table.few_keys               = FEW_CHUNK;
+    table.few_keys_far           = FEW_CHUNK;
     table.scores_few             = scores_few;
     table.accumulate_few         = accumulate_few;
 }

@@ -23,13 +23,17 @@ static const struct {
      * of 64 keys, the first. 96 is a multiple of the register block's 6 rows. Beyond 128 columns half as many keys. 20
      * other shapes were within 3% (docs/cpu-speed.md). */
     {FA_TABLE_AVX512, FORWARD, 128, {96, 128}},
-    {FA_TABLE_AVX512, FORWARD, INT_MAX, {96, 64}},
+    /* Beyond 256 columns, which latent attention has, K is read by many heads at once: with one or two queries they are
+     * one tile, so that it is packed, or read in place, once, and parts of the keys are tasks (0071). */
+    {FA_TABLE_AVX512, FORWARD, 256, {96, 64}},
+    {FA_TABLE_AVX512, FORWARD, INT_MAX, {256, 64}},
     {FA_TABLE_AVX512, BACKWARD, 128, {96, 128}},
     {FA_TABLE_AVX512, BACKWARD, INT_MAX, {96, 64}},
     /* Operands are half as large, and take half the time before O, or a tile of queries from the third level, moves again
      * (0067). */
     {FA_TABLE_AVX512_BF16, FORWARD, 128, {96, 256}},
-    {FA_TABLE_AVX512_BF16, FORWARD, INT_MAX, {96, 128}},
+    {FA_TABLE_AVX512_BF16, FORWARD, 256, {96, 128}},
+    {FA_TABLE_AVX512_BF16, FORWARD, INT_MAX, {256, 128}},
     {FA_TABLE_AVX512_BF16, BACKWARD, 128, {96, 256}},
     {FA_TABLE_AVX512_BF16, BACKWARD, INT_MAX, {96, 128}},
     {FA_TABLE_AVX2, FORWARD, 128, {96, 128}},
@@ -101,6 +105,9 @@ enum {
      * lie side by side, K and V of all heads over one part's keys then stay in the second-level cache, with what the
      * processor has read beside each row. Shorter ones cost more to hand out and fold than they bring. */
     LEAST_SPLIT_KEYS = 256,
+    /* So many rows pay for handing a part out, and a part's result is memory for each; so more have longer parts, up to
+     * four times. */
+    SPLIT_ROWS = 32,
 };
 
 /* ---- looking up ---- */
@@ -186,9 +193,10 @@ bool fa_packs_heads_together(const fa_kernels *kernels, int64_t pages, int64_t t
     return is_vectors(kernels) && pages >= LEAST_HEAD_PAGES && tiles >= LEAST_SHARING_TILES;
 }
 
-int fa_least_split_keys(const fa_cpu *cpu)
+int fa_least_split_keys(const fa_cpu *cpu, int64_t rows)
 {
-    return cpu->tuning.split_keys ? cpu->tuning.split_keys : LEAST_SPLIT_KEYS;
+    int least = cpu->tuning.split_keys ? cpu->tuning.split_keys : LEAST_SPLIT_KEYS, times = (int)(rows / SPLIT_ROWS);
+    return least * fa_max_int(1, fa_min_int(times, 4));
 }
 
 /* dtype: whose table `table` is. */

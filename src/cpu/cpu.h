@@ -226,12 +226,14 @@ typedef struct fa_kernels {
     /* Few rows against long keys: read K and V where they lie, once, without packing. rows at most few_rows; role Q's
      * packed form; same meaning as scores and accumulate. Only where every row sees every key, stride is 1, cols is a
      * multiple of few_cols and the type is not F8E4M3. Below few_least another table is faster. 0 and NULL: not there.
-     */
+     * scratch: forward_scratch_bytes, this thread's. */
     int few_rows, few_cols, few_least;
+    int few_rows_wide; /* few_rows of head_dim above FA_WIDE_HEAD; 0: the same. At most a tile's */
     int few_keys, few_keys_f32; /* keys of a call where heads that lie side by side take turns; float32's, 0: the same */
+    int few_keys_far;           /* not float32's, where fa_isa.asks_far; 0: the table never asks far */
     void (*scores_few)(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_soon *soon);
     void (*accumulate_few)(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
-                           const fa_soon *soon);
+                           const fa_soon *soon, void *scratch);
 
     /* Fused; NULL: composed from the entries above. The forward may return false: not for this shape or these options,
      * and nothing was done. */
@@ -275,6 +277,8 @@ const fa_kernels *fa_kernels_amx_fixed(void);
 /* float16 as it is: AMX-FP16. For tensors of float16 alone. */
 const fa_kernels *fa_kernels_amx_fp16(void);
 #define FA_FIXED_HEAD_DIM 128
+
+#define FA_WIDE_HEAD 256
 
 /* ---- isa.c ---- */
 
@@ -350,7 +354,7 @@ int           fa_least_block_rows(const fa_cpu *cpu, const fa_kernels *kernels);
 /* Whether the forward packs all heads' keys first: heads lie side by side, one's K touches `pages` pages of memory, and
  * `tiles` tiles of queries use it. */
 bool fa_packs_heads_together(const fa_kernels *kernels, int64_t pages, int64_t tiles);
-int  fa_least_split_keys(const fa_cpu *cpu); /* the least keys of a part where few queries meet long keys */
+int  fa_least_split_keys(const fa_cpu *cpu, int64_t rows); /* the least keys of a part where so few meet long keys */
 /* ", tiles measured on this machine", or "": for explain. */
 const char *fa_tiles_origin(const fa_cpu *cpu, const fa_kernels *kernels, const fa_call *call);
 

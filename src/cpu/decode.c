@@ -100,8 +100,10 @@ bool fa_walk_turns(const block *b, int heads, fa_range keys)
     scratch          *s       = b->s;
     fa_tile           next    = s->tiles[0];
     int               rows = fa_tile_rows(s->tiles), lds = fa_score_ld(p->tile_k);
-    int step = call->k.dtype == FLASH_ATTN_F32 && kernels->few_keys_f32 ? kernels->few_keys_f32 : kernels->few_keys;
-    bool far = p->cpu->isa.asks_far;
+    bool far = p->cpu->isa.asks_far, is_f32 = call->k.dtype == FLASH_ATTN_F32;
+    int  step = is_f32 && kernels->few_keys_f32           ? kernels->few_keys_f32
+                : !is_f32 && far && kernels->few_keys_far ? kernels->few_keys_far
+                                                          : kernels->few_keys;
     for (int h = 0; h < heads; h++)
         b[h].s->tiles[0].keys = keys;
     if (fa_tile_visible(call, s->tiles) != FA_VISIBLE_ALL)
@@ -127,7 +129,8 @@ bool fa_walk_turns(const block *b, int heads, fa_range keys)
             for (int h = 0; h < heads; h++)
                 for (int r = 0; r < rows; r++)
                     b[h].s->rescale[r] = 1.0f;
-        kernels->accumulate_few(one->o, p->ldo, one->rescale, one->s + n / heads * step, lds, &v, rows, &soon);
+        kernels->accumulate_few(one->o, p->ldo, one->rescale, one->s + n / heads * step, lds, &v, rows, &soon,
+                                one->fused);
     }
     return true;
 }

@@ -108,7 +108,7 @@ static void composed_step(const step *t, const scratch *s)
         if (call->dropout.threshold)
             fa_apply_dropout(k, call, &tile, s->s, NULL, t->lds);
         if (t->in_place)
-            k->accumulate_few(o, t->ldo, s->rescale, s->s, t->lds, &s->v_rows, rows, &s->v_soon);
+            k->accumulate_few(o, t->ldo, s->rescale, s->s, t->lds, &s->v_rows, rows, &s->v_soon, s->fused);
         else
             k->accumulate(o, t->ldo, s->rescale, s->s, t->lds, s->keys.v, rows, keys, (int)call->head_dim_v, s->fused);
     }
@@ -226,6 +226,8 @@ static void need_rows(const block *b, const fa_tile *tile)
     bool far            = b->run->plan.cpu->isa.asks_far;
     s->k_soon           = (fa_soon){s->v_rows, false, far};
     s->v_soon           = (fa_soon){fa_key_rows(call, &call->k, &next, s->row_next), false, far};
+    /* Latent attention's V is in the cache since K was read: the next tile of K comes meanwhile. float32 lost 8% by it. */
+    s->v_soon.each = far && b->shape->kernels->few_keys_far && call->k.data == call->v.data && call->k.dtype != FLASH_ATTN_F32;
 }
 
 typedef struct key_tile {
@@ -329,11 +331,12 @@ static void walk_keys(const block *b, int blocks, fa_range part)
 
 /* ---- tasks ---- */
 
+static int64_t head_of(const run *r, const block *b) { return b->at.b * r->plan.call->heads_k + b->at.head_k; }
+
 static fa_partial part_at(const run *r, const block *b, int part)
 {
     const plan *p    = &r->plan;
-    int64_t     head = b->at.b * p->call->heads_k + b->at.head_k;
-    float      *at   = r->parts + (head * p->max_splits + part) * r->part_floats;
+    float      *at   = r->parts + (head_of(r, b) * (p->max_splits + 1) + part) * r->part_floats;
     int64_t     rows = (int64_t)r->part_rows;
     return (fa_partial){at, at + rows * p->ldo, at + rows * p->ldo + fa_row_array(r->part_rows),
                         fa_tile_rows(&b->s->tiles[0]), p->ldo};
@@ -345,30 +348,44 @@ static fa_range part_keys(const block *b, int part)
     return (fa_range){(int)begin, end < FA_MAX_SEQLEN ? (int)end : FA_MAX_SEQLEN};
 }
 
-/* Parts of a sequence of one tile, of several heads. */
+/* What the parts of the block's head have been folded into; parts_folded says how many. */
+static fa_partial parts_sum(const run *r, const block *b) { return part_at(r, b, r->plan.max_splits); }
+
+static void fold_part(run *r, const block *b, int part, const fa_partial *one)
+{
+    fa_partial sum = parts_sum(r, b);
+    if (part == 0)
+        fa_partial_clear(&sum);
+    fa_partial_fold(&sum, one);
+    atomic_store_explicit(&r->parts_folded[head_of(r, b)], part + 1, memory_order_release);
+}
+
+/* Parts of a sequence of one tile, of several heads. A part whose turn it is, as it always is on one thread, is folded
+ * where it is; others are kept until all are there. */
 static void run_parts(run *r, block *b, int heads, fa_range parts)
 {
     for (int part = parts.begin; part < parts.end; part++) {
         walk_keys(b, heads, part_keys(b, part));
         for (int n = 0; n < heads; n++) {
-            fa_partial shared = part_at(r, &b[n], part), own = tile_result(&b[n], 0, false);
-            fa_partial_copy(&shared, &own);
+            fa_partial own = tile_result(&b[n], 0, false), kept = part_at(r, &b[n], part);
+            if (atomic_load_explicit(&r->parts_folded[head_of(r, &b[n])], memory_order_acquire) == part)
+                fold_part(r, &b[n], part, &own);
+            else
+                fa_partial_copy(&kept, &own);
         }
     }
 }
 
-/* Whoever finishes the last part of a head folds them all, in order. */
+/* Whoever finishes the last part of a head folds those that are left, in order. */
 static void fold_parts(run *r, block *b, int count)
 {
-    fa_partial sum  = tile_result(b, 0, true);
-    int64_t    head = b->at.b * r->plan.call->heads_k + b->at.head_k;
-    if (atomic_fetch_add(&r->parts_done[head], count) + count < b->shape->splits)
+    if (atomic_fetch_add(&r->parts_done[head_of(r, b)], count) + count < b->shape->splits)
         return;
-    fa_partial_clear(&sum);
-    for (int n = 0; n < b->shape->splits; n++) {
+    for (int n = atomic_load(&r->parts_folded[head_of(r, b)]); n < b->shape->splits; n++) {
         fa_partial one = part_at(r, b, n);
-        fa_partial_fold(&sum, &one);
+        fold_part(r, b, n, &one);
     }
+    fa_partial sum = parts_sum(r, b);
     fa_forward_store_tile(b, 0, &sum);
 }
 
@@ -456,19 +473,20 @@ static void run_part_task(run *r, scratch *s, const shape *shape, int64_t b, int
         fold_parts(r, &of[n], parts.end - parts.begin);
 }
 
-/* Tasks of a sequence: the last queries, which see most keys under a causal mask, come first. */
+/* Tasks of a sequence: the last queries, which see most keys under a causal mask, come first, but parts of the keys in
+ * their order. */
 static void run_task(run *r, scratch *s, int64_t b, int64_t task)
 {
     const plan *p      = &r->plan;
     fa_sequence seq    = fa_sequence_at(p->call, b);
     shape       shape  = fa_forward_shape(p, seq.seqlen_q, seq.seqlen_k);
     int64_t     groups = fa_forward_head_groups(p->call, &shape), head_k = task % groups * shape.task_heads;
-    int64_t     slot = fa_forward_tasks_per_head(&shape) - 1 - task / groups;
     if (shape.parts_are_tasks) {
-        run_part_task(r, s, &shape, b, head_k, slot);
+        run_part_task(r, s, &shape, b, head_k, task / groups);
         return;
     }
-    block one    = begin_head(r, s, &shape, b, head_k, fa_forward_block_tiles(p, &shape, slot));
+    int64_t slot = fa_forward_tasks_per_head(&shape) - 1 - task / groups;
+    block   one  = begin_head(r, s, &shape, b, head_k, fa_forward_block_tiles(p, &shape, slot));
     one.keys_end = seq.seqlen_k;
     if (slot == 0)
         fa_forward_store_unused_rows(&one);
@@ -533,8 +551,10 @@ flash_attn_status fa_cpu_forward(fa_cpu *cpu, const fa_call *call, const fa_exec
     fa_memory memory;
     FA_TRY(fa_memory_get(&memory, cpu, exec, fa_forward_carve_run(&r, NULL)));
     fa_forward_carve_run(&r, memory.base);
-    if (r.plan.parallel_splits)
+    if (r.plan.parallel_splits) {
         memset(r.parts_done, 0, (size_t)(call->batch * call->heads_k) * sizeof(atomic_int));
+        memset(r.parts_folded, 0, (size_t)(call->batch * call->heads_k) * sizeof(atomic_int));
+    }
     for (int64_t n = 0; n < call->batch * call->heads_k * r.plan.shared_tiles; n++)
         atomic_store_explicit(&r.shared_done[n], 0, memory_order_relaxed);
     int64_t tasks = fa_forward_count_tasks(&r) + r.pack_tasks;

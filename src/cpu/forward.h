@@ -69,12 +69,12 @@ typedef struct run {
     atomic_llong next;
     char        *scratch; /* of all threads */
     size_t       scratch_bytes;
-    float       *parts; /* [batch, heads_k, max_splits] of part_floats */
+    float       *parts; /* [batch, heads_k, max_splits + 1] of part_floats; the last: parts_sum */
     int64_t      part_floats;
     int          part_rows;
-    atomic_int  *parts_done;  /* [batch, heads_k] */
-    char        *shared;      /* [batch, heads_k] of shared_bytes */
-    atomic_int  *shared_done; /* [batch, heads_k, shared_tiles]: how many of K and V are packed */
+    atomic_int  *parts_done, *parts_folded; /* [batch, heads_k] */
+    char        *shared;                    /* [batch, heads_k] of shared_bytes */
+    atomic_int  *shared_done;               /* [batch, heads_k, shared_tiles]: how many of K and V are packed */
 } run;
 
 typedef struct block {

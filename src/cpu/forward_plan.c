@@ -22,6 +22,12 @@ static bool readable_in_place(const fa_kernels *kernels, const flash_attn_tensor
     return t->stride[3] == 1 && t->shape[3] % kernels->few_cols == 0 && t->dtype != FLASH_ATTN_F8E4M3;
 }
 
+/* The most rows for which K and V are read in place. */
+static int few_rows(const fa_kernels *kernels, const fa_call *call)
+{
+    return call->head_dim > FA_WIDE_HEAD && kernels->few_rows_wide ? kernels->few_rows_wide : kernels->few_rows;
+}
+
 /* The table that reads K and V where they lie, for `rows` rows; NULL: none does. */
 static const fa_kernels *few_kernels(const plan *p, int64_t rows)
 {
@@ -29,8 +35,8 @@ static const fa_kernels *few_kernels(const plan *p, int64_t rows)
     const fa_kernels *two[2] = {fa_forward_table(p->cpu, call), p->cpu->vector};
     for (int n = 0; n < 2; n++) {
         const fa_kernels *one = two[n];
-        if (one->scores_few && rows >= one->few_least && rows <= one->few_rows && readable_in_place(one, &call->k) &&
-            readable_in_place(one, &call->v))
+        if (one->scores_few && rows >= one->few_least && rows <= few_rows(one, call) &&
+            readable_in_place(one, &call->k) && readable_in_place(one, &call->v))
             return one;
     }
     return NULL;
@@ -84,8 +90,8 @@ shape fa_forward_shape(const plan *p, int seqlen_q, int seqlen_k)
     s.heads_per_tile       = seqlen_q < s.tile.q ? fa_min_int((int)call->group, s.tile.q / fa_max_int(seqlen_q, 1)) : 1;
     s.head_tiles           = ((int)call->group + s.heads_per_tile - 1) / s.heads_per_tile;
     s.tiles                = fa_max_int(1, (seqlen_q + s.tile.q - 1) / s.tile.q) * s.head_tiles;
-    s.shared = p->shared_tiles > 0 && !s.few && s.tiles > (p->heads_together ? 1 : p->tiles_per_block);
-    s.split_keys           = fa_split_keys(call->num_splits, fa_least_split_keys(p->cpu), rows, s.tile, seqlen_k);
+    s.shared               = p->shared_tiles > 0 && !s.few && s.tiles > (p->heads_together ? 1 : p->tiles_per_block);
+    s.split_keys           = fa_split_keys(call->num_splits, fa_least_split_keys(p->cpu, rows), rows, s.tile, seqlen_k);
     s.splits               = fa_max_int(1, (seqlen_k + s.split_keys - 1) / s.split_keys);
     s.parts_are_tasks      = p->parallel_splits && s.tiles == 1 && s.splits > 1;
     s.turns                = s.few && rows <= FA_TURN_ROWS && heads_side_by_side(call);
@@ -220,7 +226,7 @@ plan fa_forward_plan(const fa_cpu *cpu, const fa_call *call, int threads)
     choose_blocks(&p);
     double bytes  = fa_tensor_bytes(&call->q) + fa_tensor_bytes(&call->k) + fa_tensor_bytes(&call->v) + fa_tensor_bytes(&call->o);
     p.past_caches = bytes / threads > (double)second_level_bytes(&p);
-    p.max_splits = fa_max_splits(call->num_splits, fa_least_split_keys(cpu), 16, call->max_seqlen_k);
+    p.max_splits  = fa_max_splits(call->num_splits, fa_least_split_keys(cpu, call->group), 16, call->max_seqlen_k);
     if (p.max_splits > 1) {
         /* Parts as tasks: threads have something to do, and tasks of the same keys follow one another, which saves page
          * walks where heads lie side by side. With many heads neither is worth the memory. */
@@ -292,8 +298,9 @@ size_t fa_forward_carve_run(run *r, char *base)
     r->scratch_bytes = one.used;
     r->task_begin    = fa_carve(&arena, (size_t)(p->call->batch + 1) * sizeof(int64_t));
     r->scratch       = fa_carve(&arena, r->scratch_bytes * (size_t)p->threads);
-    r->parts         = fa_carve_floats(&arena, heads * p->max_splits * r->part_floats);
+    r->parts         = fa_carve_floats(&arena, heads * (p->max_splits + 1) * r->part_floats);
     r->parts_done    = fa_carve(&arena, (size_t)heads * sizeof(atomic_int));
+    r->parts_folded  = fa_carve(&arena, (size_t)heads * sizeof(atomic_int));
     r->shared_done   = fa_carve(&arena, (size_t)(pairs * p->shared_tiles) * sizeof(atomic_int));
     r->shared        = fa_carve(&arena, (size_t)pairs * p->shared_bytes);
     return arena.used;
