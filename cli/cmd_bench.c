@@ -239,7 +239,7 @@ static int run_shape(bench_run *run, const bench_shape *shape)
         /* A slow machine gets fewer repeats rather than a long wait. */
         if (run->flags->quick && cli_seconds() - run->progress.start_s > QUICK_S)
             run->settings.least_repeats = 1;
-        cli_measure_peaks(&run->report.peaks, run->settings.pool, 12, run->tier);
+        cli_measure_peaks(&run->report.peaks, run->settings.pool, run->settings.seconds > 0 ? 12 : 1, run->tier);
         go_on = bench_measure(&arrays, &run->settings, (flash_attn_pass)pass, &row);
         cli_progress_clear(&run->progress);
         run->num_done++;
@@ -312,7 +312,7 @@ static int run_at_threads(bench_run *run, int64_t threads, bool first)
         cli_progress_show(&run->progress, run->num_done, "the machine's peaks");
         cli_peaks peaks = {0};
         run->tier       = info.isa;
-        cli_measure_peaks(&peaks, run->settings.pool, 40, run->tier);
+        cli_measure_peaks(&peaks, run->settings.pool, run->settings.seconds > 0 ? 40 : 2, run->tier); /* 0: whoever asks for no time wants no figures */
         cli_progress_clear(&run->progress);
         if (first)
             bench_report_begin(&run->report, &info, cli_device_name(flags->device.device), &flags->options);

@@ -1,21 +1,31 @@
 # Write the GPU kernels' text as C arrays:
 #     cmake -DOUTPUT=kernel_texts.c "-DFILES=a.cu|b.cuh" -P embed.cmake
 # A text is known by its file name without folders, as kernels include each other. Byte arrays, for ISO C limits the
-# length of string literals. Comments, indentation, empty lines and the commonest spaces are left out, nearly half of the
-# bytes: whoever works on a kernel has FLASH_ATTN_KERNEL_DIR.
+# length of string literals. Comments and spaces and ends of lines beside punctuation are left out, nearly half of the bytes;
+# what stood at a line's beginning has a line of its own, for NVRTC's messages. Whoever works on a kernel has FLASH_ATTN_KERNEL_DIR.
 string(REPLACE "|" ";" files "${FILES}")
 set(arrays "")
 set(table "")
 set(index 0)
+string(ASCII 1 end)
+string(ASCII 2 space)
+set(punctuation "[][(){}<>=+*/&|^?:;,!~-]") # no %: in PTX "u32 %0" may become a number
 foreach(file IN LISTS files)
   get_filename_component(name "${file}" NAME)
   file(READ "${file}" text)
   string(REGEX REPLACE "/\\*([^*]|\\*+[^*/])*\\*+/" "" text "${text}")
-  string(REGEX REPLACE "[ \t]*\n[ \t\n]*" "\n" text "${text}")
-  string(REGEX REPLACE "  +" " " text "${text}")
-  string(REPLACE ", " "," text "${text}")
-  string(REPLACE "; " ";" text "${text}")
-  string(REPLACE " = " "=" text "${text}")
+  # Kept: ends of lines before a line's first letter or #, and the space behind a macro's name.
+  string(REGEX REPLACE "[ \t]*\\\\\n[ \t]*" " " text "\n${text}")
+  string(REGEX REPLACE "[ \t\n]*\n([#A-Za-z_])" "${end}\\1" text "${text}")
+  string(REGEX REPLACE "(${end}#[^\n${end}]*)\n" "\\1${end}" text "${text}")
+  string(REGEX REPLACE "(${end}#define [A-Za-z_0-9]+) +" "\\1${space}" text "${text}")
+  string(REGEX REPLACE "[ \t\n]+" " " text "${text}")
+  # Not between two characters of punctuation: they might become one operator.
+  string(REGEX REPLACE "([]A-Za-z_0-9)}\"]) (${punctuation})" "\\1\\2" text "${text}")
+  string(REGEX REPLACE "(${punctuation}) ([[A-Za-z_0-9({\"])" "\\1\\2" text "${text}")
+  string(REGEX REPLACE "([;{}]) ([;{}])" "\\1\\2" text "${text}")
+  string(REGEX REPLACE " *${end}+ *" "\n" text "${text}")
+  string(REPLACE "${space}" " " text "${text}")
   string(HEX "${text}" bytes)
   string(REGEX REPLACE "([0-9a-f][0-9a-f])" "0x\\1," bytes "${bytes}")
   string(APPEND arrays "static const unsigned char text_${index}[] = {${bytes}0x00};\n")

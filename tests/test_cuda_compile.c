@@ -35,7 +35,7 @@ static const char *other_nvrtc; /* or NULL: the one that the library finds */
 
 /* The rows of 9.0 on which an option is built. That its text builds shows on the quickest ones; that nothing spills, on those whose
  * registers it may exhaust (decision 0063). */
-enum rows { EVERY_ROW, ROWS_OF_16_BIT /* and head_dim 64 */, HEAD_DIM_64 };
+enum rows { EVERY_ROW, ROWS_OF_16_BIT, TIGHT_ROWS /* of the forward in 16 bits, which accept spills */, HEAD_DIM_64 /* as all have */ };
 
 typedef struct option {
     const char *name;
@@ -190,9 +190,9 @@ static const option options[] = {
     {"dbias", false, true, set_dbias, ROWS_OF_16_BIT}, {"alibi", true, true, set_alibi, HEAD_DIM_64},
     {"sinks", true, true, set_sinks, HEAD_DIM_64}, {"dropout", true, true, set_dropout, EVERY_ROW},
     {"slices", true, true, set_slices, HEAD_DIM_64}, {"varlen", true, true, set_varlen, HEAD_DIM_64},
-    {"paged", true, false, set_paged, ROWS_OF_16_BIT}, {"split", true, false, set_split, ROWS_OF_16_BIT},
+    {"paged", true, false, set_paged, ROWS_OF_16_BIT}, {"split", true, false, set_split, TIGHT_ROWS},
     {"split_many", true, false, set_split_many, ROWS_OF_16_BIT}, {"split_pages", true, false, set_split_pages, HEAD_DIM_64},
-    {"few_heads_k", true, true, set_few_heads_k, ROWS_OF_16_BIT}, {"uneven_d", true, true, set_uneven, ROWS_OF_16_BIT},
+    {"few_heads_k", true, true, set_few_heads_k, HEAD_DIM_64}, {"uneven_d", true, true, set_uneven, TIGHT_ROWS},
     {"odd_d", true, true, set_odd, ROWS_OF_16_BIT}, {"o_f32", true, true, set_o_f32, HEAD_DIM_64},
     {"deterministic", false, true, set_deterministic, HEAD_DIM_64}, {"small", false, true, set_small, EVERY_ROW},
     {"many", false, true, set_many, EVERY_ROW},
@@ -307,12 +307,25 @@ static void every_row_is_taken_on_every_architecture_that_it_names(void **state)
 }
 
 /* What a lower architecture of the row stands for: 8.6 spills no more than 8.0, 8.9 has the instructions and registers of 8.6, and float32
- * uses no more of 10.0 than of 9.0. FP8 is widened by other instructions from 8.9 on, which 9.0 has too: one head_dim is built there. */
+ * uses no more of 10.0 than of 9.0. */
 static bool stands_with_a_lower(int arch, const fa_tune_row *row, int dtype)
 {
     bool f32 = row->dtypes == FA_IN_F32, f8 = dtype == FLASH_ATTN_F8E4M3;
     return (arch == 86 && row->arch_min <= 80) || (arch == 89 && row->arch_min <= 86 && (!f8 || row->head_dim != 128)) ||
            (arch == 100 && row->arch_min <= 90 && (f32 || f8));
+}
+
+static bool is_portable(const fa_tune_row *row) { return row->kernel == FA_KERNEL_FORWARD_SM80 || row->kernel == FA_KERNEL_BACKWARD_SM80; }
+
+/* What bfloat16 of the row stands for. float16 makes the same code but for the instruction's name. FP8 is float16's code but for the copies, which widen
+ * it by other instructions from 8.9 on: 9.0 has all of its rows, other architectures those of head_dim 128. */
+static bool stands_with_bf16(int arch, const fa_tune_row *row, int dtype)
+{
+    if (!(row->dtypes & FA_IN_BF16))
+        return false;
+    if (dtype == FLASH_ATTN_F16)
+        return row->head_dim != 128 || arch != (is_portable(row) ? 80 : 90);
+    return dtype == FLASH_ATTN_F8E4M3 && arch != 90 && row->head_dim != 128;
 }
 
 static void every_row_builds_cleanly_for_every_architecture(void **state)
@@ -330,11 +343,7 @@ static void every_row_builds_cleanly_for_every_architecture(void **state)
                 fa_plan            plan;
                 if (archs[a] < row->arch_min || archs[a] > row->arch_max || !(row->dtypes >> dtype & 1) || skips(archs[a]))
                     continue;
-                if (stands_with_a_lower(archs[a], row, dtype))
-                    continue;
-                /* bfloat16 and float16 make the same code but for the instruction's name: one architecture has both. */
-                if (dtype == FLASH_ATTN_F16 && (row->dtypes & FA_IN_BF16) &&
-                    archs[a] != ((row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_BACKWARD_SM90) && row->head_dim == 128 ? 90 : 80))
+                if (stands_with_a_lower(archs[a], row, dtype) || stands_with_bf16(archs[a], row, dtype))
                     continue;
                 assert_int_equal(call_for(row, (flash_attn_dtype)dtype, &options[0], &call), FLASH_ATTN_OK);
                 assert_int_equal(fa_plan_make(&call, archs[a], 0, kernel_of(row), &plan), FLASH_ATTN_OK);
@@ -366,24 +375,52 @@ static bool has_twin_below(int r)
     return false;
 }
 
+static bool is_mask(const option *with) { return with->set == set_full || with->set == set_window; }
+
+/* Masks take no more than the row's own but at head_dim 64, where all are built, and a window where queries have tiles of their own. Of Hopper's backward
+ * dropout spills more. */
+static bool has_masks(const fa_tune_row *row, const option *with)
+{
+    if (row->head_dim == 64 || row->kernel == FA_KERNEL_FORWARD_LATENT_SM90 || (row->kernel == FA_KERNEL_FORWARD_SM90 && row->head_dim == 128))
+        return true;
+    return !is_backward(row) && row->only != FA_FOR_FEW && with->set == set_window;
+}
+
+/* float32: dropout and one launch spill most, at 256 one launch; forward bias and softcap, and pages in parts, take most registers. What other
+ * architectures' rows accept leaves 190 bytes or more. */
+static bool is_built_in_f32(const fa_tune_row *row, int arch, const option *with)
+{
+    if (arch != 90)
+        return false;
+    if (is_backward(row) && row->head_dim == 256)
+        return with->set == set_small || with->set == set_many;
+    return with->set == set_nothing || with->set == set_dropout || with->set == set_small || with->set == set_many ||
+           (row->head_dim == 64 && (with->set == set_odd || (!is_backward(row) && (with->set == set_softcap || with->set == set_bias || with->set == set_split_pages))));
+}
+
 /* 9.0's rows have the options that the table says, and of others those that differ from them the ones that need most registers. */
 static bool is_built_with(const fa_tune_row *row, int arch, const option *with)
 {
-    bool f32 = row->dtypes == FA_IN_F32, slow = f32 || is_backward(row);
-    if (f32 && is_backward(row) && row->head_dim > 64 && (with->set == set_full || with->set == set_window)) /* dropout and one launch spill more */
+    bool slow = row->dtypes == FA_IN_F32 || is_backward(row), of_90 = row->arch_max >= 90 && row->arch_min <= 90;
+    if (is_mask(with) && !has_masks(row, with))
         return false;
-    if (arch != (row->arch_max >= 90 && row->arch_min <= 90 ? 90 : row->arch_min)) /* 12.0 gives a thread more registers: 254 of 255 with dropout */
+    if (row->dtypes == FA_IN_F32)
+        return arch == (of_90 ? 90 : row->arch_min) && is_built_in_f32(row, arch, with);
+    if (arch != (of_90 ? 90 : row->arch_min)) /* 12.0 gives a thread more registers: 254 of 255 with dropout */
         return arch == 120 && with->set == set_dropout && !slow;
+    if (row->kernel == FA_KERNEL_FORWARD_LATENT_SM90)
+        return with->rows != HEAD_DIM_64 || with->set == set_few_heads_k;
     if (arch == 90)
-        return with->rows == EVERY_ROW || row->head_dim == 64 || (with->rows == ROWS_OF_16_BIT && !f32) ||
-               row->kernel == FA_KERNEL_FORWARD_SM90;
-    return slow ? with->set == set_dropout || (with->set == set_dbias && !f32) : with->rows == EVERY_ROW || with->set == set_paged;
+        return with->rows == EVERY_ROW || row->head_dim == 64 || with->rows == ROWS_OF_16_BIT || row->kernel == FA_KERNEL_FORWARD_SM90 ||
+               (with->rows == TIGHT_ROWS && !is_backward(row) && row->max_spill_bytes > 0);
+    return is_backward(row) ? with->set == set_dropout || with->set == set_dbias : with->set == set_nothing || with->set == set_dropout || with->set == set_paged ||
+           (is_mask(with) && row->head_dim == 64);
 }
 
 /* FP8 is float16's code but for the copies, and a kernel of its own on Hopper, which has masks and outputs of float32. */
 static bool is_of_fp8(const fa_tune_row *row, int arch, const option *with)
 {
-    bool own = row->kernel == FA_KERNEL_FORWARD_SM90 && (with->rows == EVERY_ROW || with->set == set_o_f32);
+    bool own = row->kernel == FA_KERNEL_FORWARD_SM90 && ((with->rows == EVERY_ROW && with->set != set_window) || with->set == set_o_f32);
     return arch == 90 && row->head_dim == 128 && (own || with->set == set_paged || with->set == set_uneven || with->set == set_odd);
 }
 

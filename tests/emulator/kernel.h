@@ -6,11 +6,11 @@
 #ifndef EMULATOR_KERNEL_H
 #define EMULATOR_KERNEL_H
 
-#include <math.h>
+#include <math.h> /* C's own: C++'s take the compiler as long as the rest of a kernel */
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
-#include <utility>
 
 #include "emulator.h"
 
@@ -142,14 +142,20 @@ static inline void __syncwarp() { __any_sync(~0u, 0); }
 
 /* ---- the driver's way in: the entry, with its parameters by value ---- */
 
-template <class... PARAMETER, size_t... N> static void call_with(void (*kernel)(PARAMETER...), const void *const *parameter, std::index_sequence<N...>)
+template <size_t... N> struct numbers {};
+template <size_t COUNT, size_t... N> struct numbers_below : numbers_below<COUNT - 1, COUNT - 1, N...> {};
+template <size_t... N> struct numbers_below<0, N...> {
+    using type = numbers<N...>;
+};
+
+template <class... PARAMETER, size_t... N> static void call_with(void (*kernel)(PARAMETER...), const void *const *parameter, numbers<N...>)
 {
     kernel(*(const PARAMETER *)parameter[N]...);
 }
 
 template <class... PARAMETER> static void call(void (*kernel)(PARAMETER...), const void *const *parameter)
 {
-    call_with(kernel, parameter, std::index_sequence_for<PARAMETER...>());
+    call_with(kernel, parameter, typename numbers_below<sizeof...(PARAMETER)>::type());
 }
 
 /* Of parameter n; 0: there is none. */

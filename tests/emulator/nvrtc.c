@@ -146,8 +146,8 @@ static bool run_compiler(const program *p)
     const char *fma         = __builtin_cpu_supports("fma") ? "-mfma" : "-mno-fma";
     char *const arguments[] = {(char *)EMULATOR_CXX, (char *)"-std=c++17", (char *)"-O1", (char *)"-w", (char *)fma,
                                (char *)"-ffp-contract=fast", (char *)"-fexpensive-optimizations", (char *)"-fPIC",
-                               (char *)"-shared", (char *)"-fno-gnu-unique", (char *)"-Wl,-Bsymbolic", include,
-                               (char *)"-I" EMULATOR_FOLDER, (char *)"-o", output, input, NULL};
+                               (char *)"-shared", (char *)"-fno-gnu-unique", (char *)"-Wl,-Bsymbolic", (char *)"-nostdinc++", (char *)"-nostdlib",
+                               include, (char *)"-I" EMULATOR_FOLDER, (char *)"-o", output, input, (char *)"-lm", (char *)"-lgcc", NULL};
     posix_spawn_file_actions_t files;
     pid_t                      child;
     int                        status = -1;
