@@ -377,8 +377,8 @@ static bool has_twin_below(int r)
 
 static bool is_mask(const option *with) { return with->set == set_full || with->set == set_window; }
 
-/* Masks take no more than the row's own but at head_dim 64, where all are built, and a window where queries have tiles of their own. Of Hopper's backward
- * dropout spills more. */
+/* Above head_dim 64 another mask takes no more than the row's own; a window is built where queries have tiles of their own. Of Hopper's backward dropout
+ * spills more. */
 static bool has_masks(const fa_tune_row *row, const option *with)
 {
     if (row->head_dim == 64 || row->kernel == FA_KERNEL_FORWARD_LATENT_SM90 || (row->kernel == FA_KERNEL_FORWARD_SM90 && row->head_dim == 128))
@@ -386,8 +386,8 @@ static bool has_masks(const fa_tune_row *row, const option *with)
     return !is_backward(row) && row->only != FA_FOR_FEW && with->set == set_window;
 }
 
-/* float32: dropout and one launch spill most, at 256 one launch; forward bias and softcap, and pages in parts, take most registers. What other
- * architectures' rows accept leaves 190 bytes or more. */
+/* float32: dropout and one launch spill most, at 256 one launch; forward bias and softcap, and pages in parts, take most registers. On other
+ * architectures dropout leaves 190 bytes of what the rows accept, or 25 registers. */
 static bool is_built_in_f32(const fa_tune_row *row, int arch, const option *with)
 {
     if (arch != 90)
