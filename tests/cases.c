@@ -192,6 +192,7 @@ const test_case test_cases[] = {
     {"decode", "split in 2",   .seqlen_q = 1, .seqlen_k = 500, .heads_q = 4, .heads_k = 2, .num_splits = 2, .forward_only = true},
     {"decode", "split in 7",   .seqlen_q = 4, .seqlen_k = 500, .heads_q = 4, .heads_k = 1, .num_splits = 7, .mask = C, .forward_only = true},
     {"decode", "splits as the library likes", .seqlen_q = 2, .seqlen_k = 500, .heads_q = 4, .heads_k = 2, .num_splits = -1, .forward_only = true},
+    {"decode", "64 heads, holes", .batch = 5, .seqlen_q = 2, .seqlen_k = 2000, .heads_q = 64, .heads_k = 1, .varlen_q = LENGTHS_HOLES, .forward_only = true},
     {"decode", "more splits than keys", .seqlen_q = 2, .seqlen_k = 5, .heads_q = 2, .num_splits = 64, .forward_only = true},
     {"decode", "splits, sinks", .seqlen_q = 2, .seqlen_k = 300, .heads_q = 4, .heads_k = 2, .num_splits = 3, .sinks = true, .forward_only = true},
     {"decode", "splits, used", .batch = 4, .seqlen_q = 1, .seqlen_k = 400, .heads_q = 4, .heads_k = 2, .num_splits = 4, .seqused_k = LENGTHS_HOLES, .forward_only = true},

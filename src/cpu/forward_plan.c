@@ -91,7 +91,8 @@ shape fa_forward_shape(const plan *p, int seqlen_q, int seqlen_k)
     s.head_tiles           = ((int)call->group + s.heads_per_tile - 1) / s.heads_per_tile;
     s.tiles                = fa_max_int(1, (seqlen_q + s.tile.q - 1) / s.tile.q) * s.head_tiles;
     s.shared               = p->shared_tiles > 0 && !s.few && s.tiles > (p->heads_together ? 1 : p->tiles_per_block);
-    s.split_keys           = fa_split_keys(call->num_splits, fa_least_split_keys(p->cpu, rows), rows, s.tile, seqlen_k);
+    int least              = fa_least_split_keys(p->cpu, call->group * fa_max_int(seqlen_q, 1)); /* max_splits counts with one query */
+    s.split_keys           = fa_split_keys(call->num_splits, least, rows, s.tile, seqlen_k);
     s.splits               = fa_max_int(1, (seqlen_k + s.split_keys - 1) / s.split_keys);
     s.parts_are_tasks      = p->parallel_splits && s.tiles == 1 && s.splits > 1;
     s.turns                = s.few && rows <= FA_TURN_ROWS && heads_side_by_side(call);
