@@ -17,19 +17,20 @@ static int64_t most_parts(const fa_args *args, int64_t part, int64_t keys)
 
 /*
  * Keys of a part, so that a call of latent attention takes the least time whatever else is in the batch: rounds of the multiprocessors, each of
- * which has a tile of rows and a part of their keys, and what the parts' results cost. Microseconds, as measured on one H200 (decision 0070,
- * second round); where another GPU is slower in all of them alike, the choice is the same.
+ * which has a tile of rows and a part of their keys, or as long as memory takes for the keys, and what the parts' results cost. Microseconds, as measured on
+ * one H100 (decision 0070, third round); where another GPU is slower in all of them alike, the choice is the same.
  */
 static int64_t fastest_part(const fa_call *call, const fa_tune_row *row, int multiprocessors, const fa_args *args)
 {
     enum { MOST = 256 };
-    static const double TILE = 1.72, ITEM = 4, COMBINE = 10, ROW = 3.8e-3, ROW_OF_PART = 1.3e-3, PART = 0.04;
+    static const double TILE = 1.18, ITEM = 0.7, MEGABYTE = 1 / 3.0, COMBINE = 1.3, ROW = 0.7e-3, ROW_OF_PART = 2.2e-3, PART = 0.02;
+    double  read = 2e-6 * (double)(call->batch * args->max_seqlen_k * call->heads_k) * (double)call->head_dim * MEGABYTE;
     int64_t rows = call->max_seqlen_q * call->heads_q * call->batch, best = 1;
     int64_t tiles = ceil_div(call->max_seqlen_q * call->group, row->tile_q) * call->heads_k * call->batch;
     double  least = INFINITY;
     for (int64_t wanted = 1; wanted <= MOST; wanted += 1 + wanted / 16) {
         int64_t each = ceil_div(args->tiles_k, wanted), parts = ceil_div(args->tiles_k, largest(each, 1));
-        double  time = ceil_div(tiles * parts, multiprocessors) * (TILE * each + ITEM);
+        double  time = fmax(ceil_div(tiles * parts, multiprocessors) * (TILE * each + ITEM), read);
         if (parts > 1)
             time += COMBINE + PART * parts + rows * (ROW + ROW_OF_PART * parts);
         if (time < least) {

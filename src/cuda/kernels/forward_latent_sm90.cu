@@ -2,27 +2,26 @@
  * The forward for Hopper where V is the first columns of K, as in multi-head latent attention (MLA): head_dim to 576, head_dim_v to 512, float16 and
  * bfloat16, any number of queries. Rows of a tile are queries of all heads that share a key head, so K, which is V too, is read once for 64 of them.
  *
- *     warpgroup 0, warp 0   producer: brings the tiles of Q and keeps two slots of 64 keys full by TMA, panel by panel: memory has no room for a third slot, so
- *                           what is read and free is asked for at once, and S of a tile is begun when its first panel is there
+ *     warpgroup 0, warp 0   producer: fills three slots by turns by TMA, with a tile of Q and then with its tiles of 48 keys
  *                  warp 1   planner: one thread finds this block's items, tiles of rows and parts of their keys, ahead
- *     warpgroups 1, 2       consumers: both have all 64 rows, and of O consumer 0 columns 0-255, consumer 1 columns 256-511. Even tiles of keys
- *                           (counted from the right) are consumer 0's to make S and P of, odd ones consumer 1's. Lines are those of
- *                           FlashAttention-2's Algorithm 1:
+ *     warpgroup 1           scores: S and P of all 64 rows; has two thirds of Q in registers, so that memory has room for three slots
+ *     warpgroups 2, 3       values: all 64 rows of O, columns 0-255 and 256-511
  *
- *         consumer 0, tile a:   S = Q K^T (line 8), P by softmax (line 9), tells of P; O += P V (line 10) by a, then by b
- *         consumer 1, tile b:   S = Q K^T, O += P V by a, beside which P by softmax, tells of P; O += P V by b
+ * FlashAttention-2's Algorithm 1, by its lines:
  *
- *                  Q: 9 panels       K, V: 2 slots of 9 panels      P: 1 panel
- *                  64 x 64 each      64 x 64 each                   64 x 64
+ *         scores:      S = Q K^T of tile n + 1 (line 8)     P of n + 1 by softmax (line 9)     S of n + 2 ...
+ *         values:      follow the maxima of n               O += P V of n (line 10)            follow those of n + 1 ...
  *
- * So one has products under way while the other is at its softmax, and a slot's next keys are on their way while the other slot is worked on. P goes to the
- * other consumer through shared memory, with the rows' maxima, which both follow; its own is the left operand as it lies in registers. Whoever writes P has
- * read the other's before, so one place is enough.
+ *                  slot: 9 panels of K, 8 of them V      P, of each slot: 1 panel      Q: 3 panels
+ *                        48 x 64 each                    64 x 48                       64 x 64 each
+ *
+ * So the tensor cores make either S or O += P V, and both warpgroups of the values' take longer for theirs than the scores' for a softmax. Let alone, the tensor
+ * cores take products of all three by turns, and S, of which the next P is made, would wait behind O's: that is why values wait for their turn, of which they
+ * are told just before S is there. What has grown by a new maximum goes over with P, 64 factors; maxima may lag (softmax.cuh), so that O is hardly ever
+ * scaled. The scores' warpgroup goes on with the next item while the values' store O.
  *
  * With FA_VARIANT bit 0 blocks are in pairs (clusters), which have neighbouring tiles of rows and walk the same keys: each asks TMA for half of every panel's rows,
- * for both, so that L2 is read half as much (1 to 3% fewer cycles, decision 0070).
- *
- * As in FlashMLA (DeepSeek, 2025), which takes turns likewise; ours follows maxima that may lag (softmax.cuh), so that O is hardly ever scaled.
+ * for both, so that L2 is read half as much (decision 0070).
  */
 #include "latent_block_sm90.cuh"
 #include "store_sm90.cuh"
@@ -34,7 +33,7 @@ FA_DEVICE void plan(const fa_args &args)
 {
     unsigned items = (unsigned)args.tiles_q * args.heads_k * args.num_splits * args.batch, n = blockIdx.x;
     for (int k = 0;; k++) {
-        barrier_wait(done(k), freed(k, WORKS));
+        barrier_wait(done(k), freed(k));
         item &next   = item_at(k);
         next.none    = n >= items;
         next.cleared = next.far = 0;
@@ -47,20 +46,11 @@ FA_DEVICE void plan(const fa_args &args)
     }
 }
 
-/* ---- producer: one warp ---- */
+/* ---- producer: one thread, or of keys in pages one warp ---- */
 
-/* Q by TMA, where 64 rows are so many whole queries of a group's heads, or heads of one query: a box has what is neighbours, and there are nine. Rows that are
- * nobody's hold anything, and nobody stores them. Otherwise the consumers copy rows themselves. */
+/* Q by TMA, where 64 rows are so many whole queries of a group's heads, or heads of one query: a box has what is neighbours. Rows that are nobody's hold
+ * anything, and nobody stores them. Otherwise the scores' warpgroup copies rows itself, to the same place. */
 FA_DEVICE bool has_boxes(const fa_args &args) { return args.q_boxes; }
-
-FA_DEVICE void fetch_queries(const fa_args &args, const fa_maps &maps, const work &w)
-{
-    barrier_expect(q_full(), Q_BYTES);
-    int query = w.first_row / args.group, head = w.head + w.first_row % args.group;
-#pragma unroll 1
-    for (int panel = 0; panel < PANELS; panel++)
-        tma_load(shared_address(shared) + panel * PANEL_BYTES, maps.q, q_full(), 64 * panel, head, w.seq.q_row + query, w.seq.q_entry);
-}
 
 /* Rows of K that lie side by side, of which each lane knows one piece of a tile. Page -1, as any that is out of range: TMA brings zeros. */
 struct key_piece {
@@ -82,66 +72,106 @@ FA_DEVICE key_piece piece_of_lane(const fa_args &args, const work &w, int tile)
     return {args.page_table[w.b * args.page_row_stride + page], first - page * args.kv_rows};
 }
 
-/* Panels [first, first + COUNT) of a tile; a whole warp calls it. */
-template <int COUNT>
-FA_DEVICE void fetch_panels(const fa_args &args, const fa_map &map, const work &w, int slot, int use, key_piece piece, int part, int first)
+/* The slot's panels of a part may come, as soon as those before have been read. */
+FA_DEVICE void expect(place at, int part, int bytes)
 {
-    barrier_wait(empty(slot, part), freed(use, 1));
-    if (threadIdx.x < COUNT)
-        barrier_expect(full(slot, first + threadIdx.x), PANEL_BYTES);
-    __syncwarp();
-    int rows = FA_HAS_PAGED ? args.page_piece : LOAD_ROWS;
-#pragma unroll 1
-    for (int row = 0, lane = 0; row < LOAD_ROWS; row += rows, lane++) {
-        key_piece of = {__shfl_sync(~0u, piece.entry, lane), __shfl_sync(~0u, piece.row, lane)};
-        if (elected())
+    if (part < 2)
+        barrier_wait(empty(at.slot, part), at.phase ^ 1);
+    barrier_expect(full(at.slot, part), bytes);
+}
+
+/* The item's Q, `items` having been before it, by one thread. */
+FA_DEVICE void fetch_queries(const fa_args &args, const fa_map &map, const work &w, place at, int items)
+{
+    int query = w.seq.q_row + w.first_row / args.group, head = w.head + w.first_row % args.group;
 #pragma unroll
-            for (int panel = first; panel < first + COUNT; panel++) {
-                unsigned to = slot_at(slot) + panel * PANEL_BYTES + (first_load() + row) * 128;
-                if constexpr (PAIRS)
-                    tma_load_both(to, map, full(slot, panel), 64 * panel, of.row, w.kv_head, of.entry);
-                else
-                    tma_load(to, map, full(slot, panel), 64 * panel, of.row, w.kv_head, of.entry);
+    for (int part = 0; part < 3; part++) {
+        if (part == 2)
+            barrier_wait(q_empty(), items & 1 ^ 1);
+        expect(at, part, has_boxes(args) ? KEPT / 2 * ROWS_BYTES : 0);
+        if (has_boxes(args))
+#pragma unroll
+            for (int n = 0; n < KEPT / 2; n++) {
+                int panel = part * KEPT / 2 + n;
+                tma_load(q_at(at.slot, panel), map, full(at.slot, part), 64 * panel, head, query, w.seq.q_entry);
             }
+    }
+}
+
+/* A part of a tile's panels, from row `row` on what is in one place. Written out: a loop's addresses took longer than the products. */
+FA_DEVICE void fetch_panels(const fa_map &map, int kv_head, place at, key_piece piece, int part, int row)
+{
+#pragma unroll
+    for (int panel = HALF * part; panel < (part == 2 ? PANELS : HALF * (part + 1)); panel++) {
+        unsigned to = panel_at(at.slot, panel) + row * 128;
+        if constexpr (PAIRS)
+            tma_load_both(to, map, full(at.slot, part), 64 * panel, piece.row, kv_head, piece.entry);
+        else
+            tma_load(to, map, full(at.slot, part), 64 * panel, piece.row, kv_head, piece.entry);
+    }
+}
+
+/* The tile's keys; in pages the whole warp calls it, of which each lane knows a piece, else one thread. */
+FA_DEVICE void fetch_keys(const fa_args &args, const fa_map &map, int kv_head, place at, key_piece piece)
+{
+#pragma unroll
+    for (int part = 0; part < 3; part++) {
+        if (!FA_HAS_PAGED) {
+            expect(at, part, part < 2 ? HALF_BYTES : PANEL_BYTES);
+            fetch_panels(map, kv_head, at, piece, part, first_load());
+            continue;
+        }
+        if (threadIdx.x == 0)
+            expect(at, part, part < 2 ? HALF_BYTES : PANEL_BYTES);
+        __syncwarp();
+#pragma unroll 1
+        for (int row = 0, lane = 0; row < LOAD_ROWS; row += args.page_piece, lane++) {
+            key_piece of = {__shfl_sync(~0u, piece.entry, lane), __shfl_sync(~0u, piece.row, lane)};
+            if (elected())
+                fetch_panels(map, kv_head, at, of, part, first_load() + row);
+        }
     }
 }
 
 FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
 {
-    int uses[2] = {0, 0}, q = 0;
+    place at = {0, 0};
+    int   items = 0; /* that have keys */
     for (int k = 0;; k++) {
-        barrier_wait(found(k), filled(k, WORKS));
+        barrier_wait(found(k), filled(k));
         const work &w = item_at(k).w;
         if (item_at(k).none)
             return;
-        int tiles = tiles_of(w), right = right_tile(w);
-        if (has_boxes(args) && tiles > 0) {
-            barrier_wait(q_empty(), freed(q++, 1));
-            if (elected())
-                fetch_queries(args, maps, w);
+        int tiles = tiles_of(w);
+        if (tiles > 0) {
+            int       tile = right_tile(w), kv_head = w.kv_head;
+            key_piece next = piece_of_lane(args, w, tile);
+            if (!FA_HAS_PAGED || elected())
+                fetch_queries(args, maps.q, w, at, items);
+            items++;
+            go_on(at);
+            for (; tiles > 0; tiles--, tile--) {
+                key_piece piece = next;
+                if (!FA_HAS_PAGED)
+                    next.row -= FA_TILE_K;
+                else if (tiles > 1)
+                    next = piece_of_lane(args, w, tile - 1);
+                fetch_keys(args, maps.k, kv_head, at, piece);
+                go_on(at);
+            }
         }
-        key_piece next = piece_of_lane(args, w, right);
-        for (int n = 0; n < tiles; n++) {
-            key_piece piece = next;
-            if (n + 1 < tiles)
-                next = piece_of_lane(args, w, right - n - 1);
-            int use = (n % 2 ? uses[1] : uses[0]) + n / 2;
-            fetch_panels<1>(args, maps.k, w, n % 2, use, piece, 2, ROTARY); /* free since S of the tile before */
-            fetch_panels<4>(args, maps.k, w, n % 2, use, piece, 0, 0);
-            fetch_panels<4>(args, maps.k, w, n % 2, use, piece, 1, 4);
-        }
-        uses[0] += (tiles + 1) / 2;
-        uses[1] += tiles / 2;
-        release(done(k));
+        if (!FA_HAS_PAGED)
+            barrier_arrive(done(k));
+        else
+            release(done(k));
     }
 }
 
-/* ---- consumers ---- */
+/* ---- scores: one warpgroup ---- */
 
-template <int GROUP> struct consumer {
-    float o[O_COUNT];     /* this consumer's columns */
-    float max[2], sum[2]; /* of rows h = 0, 1: the maximum of dot products that both consumers follow; the sum of this one's exponentials */
-    int   use;            /* of its own slot, before this item's */
+/* Of rows h = 0, 1 of a thread: the maximum of dot products that is followed; the sum of its exponentials. */
+struct row_sums {
+    float max[2], sum[2];
 };
 
 /* This warp has read a part of a slot, which both blocks of a pair fill. */
@@ -152,67 +182,60 @@ FA_DEVICE void give_back(unsigned empty)
         barrier_arrive_at(empty, blockIdx.x % 2 ^ 1);
 }
 
-FA_DEVICE int consumer_thread() { return threadIdx.x % 128; }
+/* What all lanes of this warp have written is there. */
+FA_DEVICE void tell(unsigned barrier)
+{
+    __syncwarp();
+    release(barrier);
+}
 
-/* The tile's rows of Q, by the threads of both consumers, who have read those before. */
-FA_DEVICE void load_queries(const fa_args &args, const work &w)
+/* The tile's rows of Q, by this warpgroup's threads. */
+FA_DEVICE void copy_queries(const fa_args &args, const work &w, int slot)
 {
     constexpr int CHUNKS = PANELS * 8; /* of 16 bytes, of a row */
     auto rows = queries_from(args, w);
-    int  thread = threadIdx.x - 128, used = rows_used(args, w);
-    for (int n = thread; n < FA_TILE_Q * CHUNKS; n += 256) {
+    int  used = rows_used(args, w);
+    for (int n = threadIdx.x - 128; n < FA_TILE_Q * CHUNKS; n += 128) {
         int      row = n / CHUNKS, chunk = n % CHUNKS;
-        unsigned to = shared_address(shared) + chunk / 8 * PANEL_BYTES + row * 128 + (((chunk ^ row) % 8) << 4);
+        unsigned to  = q_at(slot, chunk / 8) + row * 128 + (((chunk ^ row) % 8) << 4);
         copy_async(to, row < used ? rows.row(row) + chunk * 8 : (const fa_element *)args.q.data, row < used && chunk * 8 < args.head_dim);
     }
     copy_commit();
     copy_wait<0>();
     fence_async();
-    named_sync(CONSUMERS, 256);
+    named_sync(SCORES, 128);
 }
 
-/* S = Q K^T of the tile in a slot, started, in the order in which its panels come. */
-FA_DEVICE void start_scores(float (&s)[S_COUNT], int slot, int use)
+/* What is kept of Q, out of its slot. */
+FA_DEVICE void take_queries(unsigned (&q)[4 * KEPT][4], int slot)
 {
-    matrix q = matrix_of(shared_address(shared), 0), k = matrix_of(slot_at(slot), 0);
-    hold(s);
+    int      lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
 #pragma unroll
-    for (int n = 0; n < PANELS; n++) {
-        int panel = (n + ROTARY) % PANELS;
-        barrier_wait(full(slot, panel), filled(use, 1));
-        wgmma_fence();
+    for (int step = 0; step < 4 * KEPT; step++)
+        load_matrix(q[step], q_at(slot, step / 4) + row * 128 + (((step % 4 * 2 + lane / 16) ^ (row % 8)) << 4));
+}
+
+/* S = Q K^T of the tile in a slot: some of its steps are started. */
+template <int FROM, int TO> FA_DEVICE void start_scores(float (&s)[S_COUNT], unsigned (&q)[4 * KEPT][4], place at)
+{
+    matrix q_rest = matrix_of(q_at(0, KEPT), 0), k = matrix_of(slot_at(at.slot), 0);
+    if (FROM == 0)
+        hold(s);
 #pragma unroll
-        for (int step = 0; step < 4; step++)
-            wgmma_shared(s, q.from(panel * PANEL_BYTES + step * 32), k.from(panel * PANEL_BYTES + step * 32), n + step > 0);
+    for (int step = FROM; step < TO; step++) {
+        int panel = step / 4;
+        if (step % (4 * HALF) == 0)
+            barrier_wait(full(at.slot, panel / HALF), at.phase);
+        if (step == FROM || step % (4 * HALF) == 0)
+            wgmma_fence();
+        matrix k_step = k.from(panel * PANEL_BYTES + step % 4 * 32);
+        if (panel < KEPT)
+            wgmma_registers<0>(s, q[step], k_step, step > 0);
+        else
+            wgmma_shared(s, q_rest.from((panel - KEPT) * ROWS_BYTES + step % 4 * 32), k_step, 1);
     }
-    wgmma_commit();
-}
-
-/* This consumer's columns of V in a slot. */
-template <int GROUP> FA_DEVICE unsigned values_at(const consumer<GROUP> &, int slot) { return slot_at(slot) + GROUP * HALF_BYTES; }
-
-/* O += P V of a tile, started: its own P, or the other's. */
-template <int GROUP> FA_DEVICE void start_own_values(consumer<GROUP> &c, unsigned (&p)[P_STEPS][4])
-{
-    matrix v = matrix_of(values_at(c, GROUP), PANEL_BYTES);
-    hold(c.o);
-    hold(p);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < P_STEPS; step++)
-        wgmma_registers(c.o, p[step], v.from(step * 2048), 1);
-    wgmma_commit();
-}
-
-template <int GROUP> FA_DEVICE void start_others_values(consumer<GROUP> &c)
-{
-    matrix p = matrix_of(shared_address(shared) + P_AT, 0), v = matrix_of(values_at(c, 1 - GROUP), PANEL_BYTES);
-    hold(c.o);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < P_STEPS; step++)
-        wgmma_shared<1>(c.o, p.from(step * 32), v.from(step * 2048), 1);
-    wgmma_commit();
+    if (TO == STEPS)
+        wgmma_commit();
 }
 
 /* S of keys that a row does not see becomes -inf. */
@@ -232,25 +255,8 @@ FA_DEVICE void mask_scores(const fa_args &args, const work &w, float (&s)[S_COUN
     }
 }
 
-/* Follows the rows' maximum: what was summed by the old one. No product that adds to O may be under way. */
-template <int GROUP> FA_DEVICE void follow(consumer<GROUP> &c, const float (&max)[2], float unit)
-{
-    if (!__any_sync(~0u, max[0] != c.max[0] || max[1] != c.max[1]))
-        return;
-    float factor[2];
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        factor[h] = max[h] == c.max[h] ? 1.0f : exp2_fast((c.max[h] - max[h]) * unit);
-        c.max[h]  = max[h];
-        c.sum[h] *= factor[h];
-    }
-#pragma unroll
-    for (int n = 0; n < O_COUNT; n++)
-        c.o[n] *= factor[n / 2 % 2];
-}
-
-/* Line 9 of tile n: the maxima that the rows have then, and S becomes P in registers. Sums take it in when the maxima are followed. */
-template <int GROUP> FA_DEVICE void softmax(float (&s)[S_COUNT], const consumer<GROUP> &c, float (&max)[2], float (&sum)[2], unsigned (&p)[P_STEPS][4], float unit)
+/* Line 9 begins: the maxima that the rows have now; what O and the sums grow by is for the values to know. */
+FA_DEVICE void follow_maxima(float (&s)[S_COUNT], row_sums &r, float unit, int slot)
 {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -258,64 +264,182 @@ template <int GROUP> FA_DEVICE void softmax(float (&s)[S_COUNT], const consumer<
 #pragma unroll
         for (int j = 1; j < FA_TILE_K / 8; j++)
             highest = fmaxf(highest, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-        highest = quad_max(highest);
-        max[h]  = (highest - c.max[h]) * unit > MAX_LAG ? highest : c.max[h]; /* -inf - -inf is NaN: not far */
-        /* A row that has seen nothing has maximum -inf; subtract 0 instead, or exp2(-inf + inf) is NaN. */
-        float shift = max[h] == -infinity() ? 0.0f : max[h] * unit;
-        sum[h]      = 0.0f;
-#pragma unroll
-        for (int j = 0; j < FA_TILE_K / 8; j++)
-#pragma unroll
-            for (int e = 2 * h; e < 2 * h + 2; e++) {
-                s[4 * j + e] = exp2_fast(s[4 * j + e] * unit - shift);
-                sum[h] += s[4 * j + e];
-            }
+        highest      = quad_max(highest);
+        float factor = 1.0f;
+        if ((highest - r.max[h]) * unit > MAX_LAG) { /* -inf - -inf is NaN: not far */
+            factor   = exp2_fast((r.max[h] - highest) * unit);
+            r.max[h] = highest;
+        }
+        if (threadIdx.x % 4 == 0)
+            shared_store(factors_at(slot) + 4 * (fragment_row() + 8 * h), factor);
+        r.sum[h] *= factor;
     }
-#pragma unroll
-    for (int n = 0; n < S_COUNT / 2; n++)
-        p[n / 4][n % 4] = pack<FA_DTYPE>(s[2 * n], s[2 * n + 1]);
 }
 
-/* Tells the other consumer of P and of the rows' maxima. */
-template <int GROUP> FA_DEVICE void tell(const consumer<GROUP> &c, const unsigned (&p)[P_STEPS][4], const float (&max)[2])
+/* Row h of S becomes exponentials. */
+FA_DEVICE void exponentials(float (&s)[S_COUNT], row_sums &r, float unit, int h)
 {
-    int      lane = threadIdx.x % 32, row = consumer_thread() / 32 * 16 + lane % 16;
-    unsigned to = shared_address(shared) + P_AT + row * 128;
+    /* A row that has seen nothing has maximum -inf; subtract 0 instead, or exp2(-inf + inf) is NaN. */
+    float shift = r.max[h] == -infinity() ? 0.0f : r.max[h] * unit, sum = 0.0f;
 #pragma unroll
-    for (int step = 0; step < P_STEPS; step++)
-        store_matrix(to + (((2 * step + lane / 16) ^ (row % 8)) << 4), p[step]);
-    if (lane % 4 == 0)
+    for (int j = 0; j < FA_TILE_K / 8; j++)
 #pragma unroll
-        for (int h = 0; h < 2; h++)
-            shared_store(shared_address(shared) + MAXIMA_AT + 4 * (fragment_row() + 8 * h), max[h]);
-    fence_async();
-    named_arrive(P_OF + GROUP, 256);
+        for (int e = 2 * h; e < 2 * h + 2; e++) {
+            s[4 * j + e] = exp2_fast(s[4 * j + e] * unit - shift);
+            sum += s[4 * j + e];
+        }
+    r.sum[h] += sum;
 }
 
-/* Waits for the other's P, and follows its maxima. */
-template <int GROUP> FA_DEVICE void hear(consumer<GROUP> &c, float unit)
+FA_DEVICE void store_p(const float (&s)[S_COUNT], int slot)
 {
-    named_sync(P_OF + 1 - GROUP, 256);
-    float max[2];
+    int      lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+    unsigned to = p_at(slot) + row * 128;
 #pragma unroll
-    for (int h = 0; h < 2; h++)
-        max[h] = shared_load_float(shared_address(shared) + MAXIMA_AT + 4 * (fragment_row() + 8 * h));
-    follow(c, max, unit);
+    for (int step = 0; step < P_STEPS; step++) {
+        unsigned p[4];
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+            p[n] = pack<FA_DTYPE>(s[8 * step + 2 * n], s[8 * step + 2 * n + 1]);
+        store_matrix(to + (((2 * step + lane / 16) ^ (row % 8)) << 4), p);
+    }
 }
 
 FA_DEVICE bool is_masked(const work &w, int tile) { return tile < w.clean.begin || tile >= w.clean.end; }
 
-/* In an edge tile P is 0 for rows that do not see a key, but 0 * NaN is NaN: this consumer's columns of V must hold nothing there that is not finite, and zeros
+/* All tiles of an item; `at`: Q's slot, and then the one behind the last tile's. The tensor cores have a queue of some seven products a warp: while these are made,
+ * nobody waits for the fence (200 cycles), and the values' first products are in time behind S if their turn is told of as many ahead. */
+FA_DEVICE void walk(const fa_args &args, const work &w, row_sums &r, place &at, int tiles)
+{
+    constexpr int FENCE = 12, TURN = STEPS - 4;
+    unsigned      q[4 * KEPT][4];
+    float         s[S_COUNT];
+    for (int part = 0; part < 3; part++)
+        barrier_wait(full(at.slot, part), at.phase);
+    if (!has_boxes(args))
+        copy_queries(args, w, at.slot);
+    take_queries(q, at.slot);
+    give_back(empty(at.slot, 0));
+    give_back(empty(at.slot, 1));
+    int      before = at.slot;
+    fa_range clean  = {same_for_all(w.clean.begin), same_for_all(w.clean.end)}; /* of which no mask hides a key */
+    go_on(at);
+#pragma unroll 1
+    for (int tile = right_tile(w); tiles > 0; tiles--, tile--) {
+        start_scores<0, FENCE>(s, q, at);
+        fence_async(); /* of P of the tile before */
+        tell(told(before));
+        start_scores<FENCE, TURN>(s, q, at);
+        tell(turn(before));
+        start_scores<TURN, STEPS>(s, q, at);
+        before = at.slot;
+        go_on(at);
+        wgmma_wait<0>();
+        hold(s);
+        if (tile < clean.begin || tile >= clean.end)
+            mask_scores(args, w, s, tile);
+        follow_maxima(s, r, args.scale_log2, before);
+        exponentials(s, r, args.scale_log2, 0);
+        exponentials(s, r, args.scale_log2, 1);
+        store_p(s, before);
+    }
+    release(q_empty());
+    fence_async();
+    tell(told(before));
+    tell(turn(before));
+}
+
+/* l and m of the rows to LSE = m + log l, and to what O is multiplied by (lines 12-13); rows that saw nothing: -inf and 0. */
+FA_DEVICE void end_rows(const fa_args &args, item &own, const row_sums &r)
+{
+    work &w   = own.w;
+    bool  far = false;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        int     row = fragment_row() + 8 * h, i = query_of(args, w, row), head = head_of(args, w, row);
+        bool    used = row < w.rows;
+        float   top = r.max[h] * args.scale_log2;
+        row_end end = end_of_row(top, quad_sum(r.sum[h]), used ? sink_log2_of(args, head) : -infinity(), i >= w.seq.seqlen_q);
+        far |= used && is_far(top);
+        if (threadIdx.x % 4 == 0) {
+            if (used) {
+                store_lse(args, w, head, i, end.lse);
+                w.far[row] = is_far(top);
+            }
+            own.scale[row] = !used || (FA_HAS_SPLIT && end.lse == -infinity()) ? -1.0f : end.scale; /* an empty part's O is not read */
+        }
+    }
+    if (far)
+        own.far = 1;
+}
+
+FA_DEVICE void score_all(const fa_args &args)
+{
+    place at = {0, 0};
+    for (int k = 0;; k++) {
+        barrier_wait(found(k), filled(k));
+        item &own = item_at(k);
+        if (same_for_all(own.none))
+            return;
+        row_sums r     = {{-infinity(), -infinity()}, {0.0f, 0.0f}};
+        int      tiles = same_for_all(tiles_of(own.w));
+        if (tiles > 0)
+            walk(args, own.w, r, at, tiles);
+        end_rows(args, own, r);
+        tell(summed(k));
+        tell(done(k));
+    }
+}
+
+/* ---- values: two warpgroups ---- */
+
+/* This warpgroup's columns of V in a slot. */
+FA_DEVICE unsigned values_at(int group, int slot) { return slot_at(slot) + group * HALF_BYTES; }
+
+/* O += P V of a tile. */
+FA_DEVICE void multiply_values(float (&o)[2][O_COUNT], int group, int slot)
+{
+    matrix p = matrix_of(p_at(slot), 0), v = matrix_of(values_at(group, slot), PANEL_BYTES);
+    hold(o[0]);
+    hold(o[1]);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < P_STEPS; step++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            wgmma_shared<1>(o[half], p.from(step * 32), v.from(step * 2048 + half * 2 * PANEL_BYTES), 1);
+    wgmma_commit();
+    wgmma_wait<0>();
+    hold(o[0]);
+    hold(o[1]);
+}
+
+/* O was summed by maxima that have grown. */
+FA_DEVICE void follow(float (&o)[2][O_COUNT], int slot)
+{
+    float factor[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        factor[h] = shared_load_float(factors_at(slot) + 4 * (fragment_row() + 8 * h));
+    if (!__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f))
+        return;
+#pragma unroll
+    for (int n = 0; n < 2 * O_COUNT; n++)
+        o[n / O_COUNT][n % O_COUNT] *= factor[n / 2 % 2];
+}
+
+/* In an edge tile P is 0 for rows that do not see a key, but 0 * NaN is NaN: this warpgroup's columns of V must hold nothing there that is not finite, and zeros
  * in rows that are nobody's. S of the tile has been made. What is taken away add_nonfinite gives to the rows that see it. */
-template <int GROUP> FA_DEVICE void clear_values(item &own, const consumer<GROUP> &c, int slot, int tile)
+FA_DEVICE void clear_values(item &own, int group, int slot, int tile)
 {
     const work   &w = own.w;
     constexpr int STRIDE = 128 * 16;
     int           begin = w.keys.begin - tile * FA_TILE_K, end = w.keys.end - tile * FA_TILE_K;
-    unsigned      from = values_at(c, slot) + consumer_thread() * 16;
+    int           thread = threadIdx.x % 128;
+    unsigned      from = values_at(group, slot) + thread * 16;
 #pragma unroll 1
     for (int offset = 0; offset < HALF_BYTES; offset += STRIDE) {
-        int row = (offset + consumer_thread() * 16) / 128 % FA_TILE_K;
+        int row = (offset + thread * 16) / 128 % FA_TILE_K;
         if (row < begin || row >= end)
             shared_store(from + offset, make_uint4(0, 0, 0, 0));
     }
@@ -324,100 +448,14 @@ template <int GROUP> FA_DEVICE void clear_values(item &own, const consumer<GROUP
         own.cleared = 1;
     }
     fence_async();
-    named_sync(ALONE + GROUP, 128);
+    named_sync(ALONE + group, 128);
 }
 
-template <int GROUP> FA_DEVICE void values_done(consumer<GROUP> &c, int slot)
-{
-    wgmma_wait<0>();
-    hold(c.o);
-    give_back(empty(slot, GROUP));
-}
-
-/* The other's tile n: O += P V. */
-template <int GROUP> FA_DEVICE void take_others(const fa_args &args, item &own, consumer<GROUP> &c, int n)
-{
-    hear(c, args.scale_log2);
-    int tile = right_tile(own.w) - n;
-    if (is_masked(own.w, tile))
-        clear_values(own, c, 1 - GROUP, tile);
-    start_others_values(c);
-}
-
-/* Its own tile n, of which S is there, but for the products: P, which the other is told of. BESIDE: the other's tile before is being added. */
-template <bool BESIDE, int GROUP> FA_DEVICE void make_own(const fa_args &args, item &own, consumer<GROUP> &c, float (&s)[S_COUNT], unsigned (&p)[P_STEPS][4], int n)
-{
-    const work &w = own.w;
-    float       max[2], sum[2];
-    int         tile = right_tile(w) - n;
-    if (is_masked(w, tile))
-        mask_scores(args, w, s, tile);
-    softmax(s, c, max, sum, p, args.scale_log2);
-    if constexpr (BESIDE)
-        values_done(c, 1 - GROUP);
-    tell(c, p, max);
-    follow(c, max, args.scale_log2);
-    c.sum[0] += sum[0];
-    c.sum[1] += sum[1];
-    if (is_masked(w, tile))
-        clear_values(own, c, GROUP, tile);
-}
-
-/* Its own tile n: S, with nothing of its own under way beside it. The last one gives Q back. */
-template <int GROUP> FA_DEVICE void scores_of_own(consumer<GROUP> &c, float (&s)[S_COUNT], int n, int tiles)
-{
-    start_scores(s, GROUP, c.use + n / 2);
-    wgmma_wait<0>();
-    hold(s);
-    give_back(empty(GROUP, 2));
-    if (n + 2 >= tiles)
-        release(q_empty());
-}
-
-FA_DEVICE void consume(const fa_args &args, item &own, consumer<0> &c, int tiles)
-{
-    float    s[S_COUNT];
-    unsigned p[P_STEPS][4];
-    for (int n = 0; n < tiles; n += 2) {
-        scores_of_own(c, s, n, tiles);
-        make_own<false>(args, own, c, s, p, n);
-        start_own_values(c, p);
-        values_done(c, 0);
-        if (n + 1 < tiles) {
-            take_others(args, own, c, n + 1);
-            named_arrive(AFTER, 256);
-            values_done(c, 1);
-        }
-    }
-}
-
-FA_DEVICE void consume(const fa_args &args, item &own, consumer<1> &c, int tiles)
-{
-    float    s[S_COUNT];
-    unsigned p[P_STEPS][4];
-    if (tiles == 1)
-        release(q_empty());
-    for (int n = 1; n < tiles; n += 2) {
-        scores_of_own(c, s, n, tiles); /* not behind the other's P: where a branch changes O while products are under way, the compiler waits for them */
-        take_others(args, own, c, n - 1);
-        make_own<true>(args, own, c, s, p, n);
-        named_sync(AFTER, 256);
-        start_own_values(c, p);
-        values_done(c, 1);
-    }
-    if (tiles % 2 == 1) {
-        take_others(args, own, c, tiles - 1);
-        values_done(c, 0);
-    }
-}
-
-/* ---- the way out ---- */
-
-/* The two consumers as redo_far_rows and add_nonfinite want them. */
-struct both_consumers {
+/* The two warpgroups as redo_far_rows and add_nonfinite want them. */
+struct both_values {
     static constexpr int WARPS = 8;
-    static __device__ __forceinline__ int  thread() { return threadIdx.x - 128; }
-    static __device__ __forceinline__ void sync() { named_sync(CONSUMERS, 32 * WARPS); }
+    static __device__ __forceinline__ int  thread() { return threadIdx.x - 256; }
+    static __device__ __forceinline__ void sync() { named_sync(VALUES, 32 * WARPS); }
 };
 
 /* A part's O: four neighbouring lanes' columns 8 j ... 8 j + 31 of row h, of which each stores eight. */
@@ -441,77 +479,64 @@ FA_DEVICE void store_part(float *to, const float (&o)[O_COUNT], int h, float sca
     }
 }
 
-/* O = O / l, LSE = m + log l (lines 12-13); rows that saw nothing: 0 and -inf. */
-template <int GROUP> FA_DEVICE void store_result(const fa_args &args, item &own, consumer<GROUP> &c)
+/* O = O / l (line 12); rows that saw nothing: 0. */
+FA_DEVICE void store_result(const fa_args &args, item &own, const float (&o)[2][O_COUNT], int group)
 {
-    work    &w    = own.w;
-    unsigned sums = shared_address(shared) + SUMS_AT;
+    const work &w = own.w;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        float sum = quad_sum(c.sum[h]);
-        if (threadIdx.x % 4 == 0)
-            shared_store(sums + 4 * (64 * GROUP + fragment_row() + 8 * h), sum);
-    }
-    both_consumers::sync();
-    bool far = false;
+        int    row   = fragment_row() + 8 * h;
+        float  scale = own.scale[row];
+        fa_i64 at    = o_place(args, w, head_of(args, w, row), query_of(args, w, row), group * (FA_HEAD_DIM_V / 2));
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        int     row = fragment_row() + 8 * h, i = query_of(args, w, row), head = head_of(args, w, row);
-        bool    used = row < w.rows;
-        float   top = c.max[h] * args.scale_log2;
-        row_end end = end_of_row(top, shared_load_float(sums + 4 * row) + shared_load_float(sums + 4 * (64 + row)), used ? sink_log2_of(args, head) : -infinity(),
-                                 i >= w.seq.seqlen_q);
-        far |= used && is_far(top);
-        if (threadIdx.x % 4 == 0 && used && GROUP == 0) {
-            store_lse(args, w, head, i, end.lse);
-            w.far[row] = is_far(top);
-        }
-        bool   stored = used && !(FA_HAS_SPLIT && end.lse == -infinity()); /* an empty part's O is not read */
-        fa_i64 at = o_place(args, w, head, i, GROUP * (FA_HEAD_DIM_V / 2));
-        if constexpr (FA_HAS_SPLIT)
-            store_part(stored ? args.o_partial + at : nullptr, c.o, h, end.scale);
-        else
-            store_row<FA_DTYPE_O, FA_HEAD_DIM_V / 2>(stored ? (char *)args.o.data + at * (FA_DTYPE_O == FA_F32 ? 4 : 2) : nullptr, c.o, h, end.scale,
-                                                     args.head_dim_v - GROUP * (FA_HEAD_DIM_V / 2));
+        for (int half = 0; half < 2; half++)
+            if constexpr (FA_HAS_SPLIT)
+                store_part(scale < 0.0f ? nullptr : args.o_partial + at + half * 128, o[half], h, scale);
+            else
+                store_row<FA_DTYPE_O, 128>(scale < 0.0f ? nullptr : (char *)args.o.data + (at + half * 128) * (FA_DTYPE_O == FA_F32 ? 4 : 2), o[half], h, scale,
+                                           args.head_dim_v - group * 256 - half * 128);
     }
-    if (far)
-        own.far = 1;
-    both_consumers::sync();
+    both_values::sync();
     if (own.far)
-        redo_far_rows<both_consumers>(args, w);
+        redo_far_rows<both_values>(args, w);
     if (own.cleared)
-        add_nonfinite<both_consumers>(args, w);
+        add_nonfinite<both_values>(args, w);
 }
 
-template <int GROUP> FA_DEVICE void consume_all(const fa_args &args)
+FA_DEVICE void value_all(const fa_args &args, int group)
 {
-    consumer<GROUP> c;
-    int             q = 0;
-    c.use = 0;
+    float o[2][O_COUNT];
+    place at = {0, 0};
     for (int k = 0;; k++) {
-        barrier_wait(found(k), filled(k, WORKS));
+        barrier_wait(found(k), filled(k));
         item &own = item_at(k);
         if (same_for_all(own.none))
             return;
 #pragma unroll
-        for (int n = 0; n < O_COUNT; n++)
-            c.o[n] = 0.0f;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            c.max[h] = -infinity();
-            c.sum[h] = 0.0f;
-        }
+        for (int n = 0; n < 2 * O_COUNT; n++) /* not by the first product: then O would live on beside its way out */
+            o[n / O_COUNT][n % O_COUNT] = 0.0f;
         int tiles = same_for_all(tiles_of(own.w));
-        if (tiles > 0) {
-            if (has_boxes(args))
-                barrier_wait(q_full(), filled(q++, 1));
-            else
-                load_queries(args, own.w);
-            consume(args, own, c, tiles);
-            c.use += (tiles + 1 - GROUP) / 2;
+        if (tiles > 0) { /* Q's slot: not theirs, but a barrier that nobody waits for might be two phases on */
+            barrier_wait(told(at.slot), at.phase);
+            barrier_wait(turn(at.slot), at.phase);
+            go_on(at);
         }
-        store_result(args, own, c);
-        release(done(k));
+#pragma unroll 1
+        for (int n = 0; n < tiles; n++) {
+            barrier_wait(told(at.slot), at.phase);
+            if (n > 0)
+                follow(o, at.slot);
+            int tile = right_tile(own.w) - n;
+            if (is_masked(own.w, tile))
+                clear_values(own, group, at.slot, tile);
+            barrier_wait(turn(at.slot), at.phase);
+            multiply_values(o, group, at.slot);
+            give_back(empty(at.slot, group));
+            go_on(at);
+        }
+        barrier_wait(summed(k), filled(k));
+        store_result(args, own, o, group);
+        tell(done(k));
     }
 }
 
@@ -524,18 +549,20 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, FA_MIN_BLOCKS)
         cluster_barrier(); /* the barriers are set up, the other block's too */
     else
         __syncthreads();
-    if (threadIdx.x < 128) {
+    int warpgroup = same_for_all(threadIdx.x / 128);
+    if (warpgroup == 0) {
         registers_down<PRODUCER_REGISTERS>();
-        if (threadIdx.x < 32)
-            produce(args, maps);
-        else if (threadIdx.x == 32)
+        if (threadIdx.x < 32) {
+            if (FA_HAS_PAGED || elected())
+                produce(args, maps);
+        } else if (threadIdx.x == 32)
             plan(args);
+    } else if (warpgroup == 1) {
+        registers_up<SCORES_REGISTERS>();
+        score_all(args);
     } else {
-        registers_up<CONSUMER_REGISTERS>();
-        if (same_for_all(threadIdx.x / 128) == 1)
-            consume_all<0>(args);
-        else
-            consume_all<1>(args);
+        registers_up<VALUES_REGISTERS>();
+        value_all(args, warpgroup - 2);
     }
     if constexpr (PAIRS)
         cluster_barrier(); /* the other block arrives at barriers of this one */

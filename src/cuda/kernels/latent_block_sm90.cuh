@@ -5,24 +5,29 @@
 #include "forward_work.cuh"
 #include "fragment_sm90.cuh"
 
-static_assert(FA_TILE_Q == 64 && FA_TILE_K == 64 && FA_WARPS == 12 && PACKED, "a consumer owns 64 rows");
-static_assert(FA_HEAD_DIM == 576 && FA_HEAD_DIM_V == 512 && FA_STAGES == 2, "nine panels, the first eight in two halves");
+static_assert(FA_TILE_Q == 64 && FA_TILE_K == 48 && FA_WARPS == 16 && PACKED, "the scores' warpgroup owns 64 rows");
+static_assert(FA_HEAD_DIM == 576 && FA_HEAD_DIM_V == 512, "nine panels, the first eight in two halves");
 static_assert(FA_DTYPE == FA_F16 || FA_DTYPE == FA_BF16, "two bytes an element");
 
 constexpr bool PAIRS = FA_VARIANT & 1;
-constexpr int  LOAD_ROWS = PAIRS ? FA_TILE_K / 2 : FA_TILE_K; /* of a panel, that a block asks for */
-constexpr int PANEL_BYTES = 64 * 128, PANELS = 9, Q_BYTES = PANELS * PANEL_BYTES, SLOT_BYTES = Q_BYTES, ROTARY = PANELS - 1; /* the panel that is not V's */
-constexpr int HALF_BYTES = 4 * PANEL_BYTES;
-constexpr int K_AT = Q_BYTES, P_AT = K_AT + 2 * SLOT_BYTES, MAXIMA_AT = P_AT + PANEL_BYTES, SUMS_AT = MAXIMA_AT + 64 * 4;
-constexpr int BARRIERS_AT = SUMS_AT + 2 * 64 * 4, NUM_BARRIERS = 2 * PANELS + 2 * 3 + 6, WORKS = 2;
-constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224; /* 504 a lane of three warpgroups */
-constexpr int S_COUNT = FA_TILE_K / 2, O_COUNT = FA_HEAD_DIM_V / 4, P_STEPS = FA_TILE_K / 16; /* of a thread */
+constexpr int  LOAD_ROWS = PAIRS ? FA_TILE_K / 2 : FA_TILE_K; /* of a panel of keys, that a block asks for */
+constexpr int  PANELS = 9, ROTARY = PANELS - 1, HALF = ROTARY / 2; /* of 64 columns; ROTARY: the panel that is not V's */
+constexpr int  PANEL_BYTES = FA_TILE_K * 128, HALF_BYTES = HALF * PANEL_BYTES, ROWS_BYTES = FA_TILE_Q * 128; /* of keys; ROWS_BYTES: a panel of Q or P */
+constexpr int  KEPT = 6;                                                                                    /* panels of Q in registers */
+constexpr int  SLOTS = FA_STAGES, SLOT_BYTES = PANELS * PANEL_BYTES;
+static_assert(HALF_BYTES == KEPT / 2 * ROWS_BYTES, "what is kept of Q comes in a slot's halves, and as much besides");
+constexpr int  P_AT = SLOTS * SLOT_BYTES, Q_AT = P_AT + SLOTS * ROWS_BYTES, FACTORS_AT = Q_AT + (PANELS - KEPT) * ROWS_BYTES;
+constexpr int  BARRIERS_AT = FACTORS_AT + SLOTS * 64 * 4, WORKS = 2, NUM_BARRIERS = SLOTS * 7 + 1 + 3 * WORKS;
+constexpr int  PRODUCER_REGISTERS = 40, SCORES_REGISTERS = 152, VALUES_REGISTERS = 160; /* 512 a lane of four warpgroups, values' twice */
+constexpr int  S_COUNT = FA_TILE_K / 2, O_COUNT = FA_HEAD_DIM_V / 8; /* of a thread; O's of 128 columns */
+constexpr int  STEPS = 4 * PANELS, P_STEPS = FA_TILE_K / 16;         /* of Q K^T and of P V */
 
 /* What a block works on. */
 struct item {
-    work w;
-    int  none;         /* there is nothing more, and no work here */
-    int  cleared, far; /* Inf or NaN were taken away from V; a row is far */
+    work  w;
+    int   none;             /* there is nothing more, and no work here */
+    int   cleared, far;     /* Inf or NaN were taken away from V; a row is far */
+    float scale[FA_TILE_Q]; /* of O's rows on the way out; below 0: the row is not stored */
 };
 
 constexpr int ITEMS_AT = (BARRIERS_AT + 8 * NUM_BARRIERS + 15) / 16 * 16;
@@ -32,41 +37,69 @@ extern __shared__ __align__(1024) char shared[];
 
 FA_DEVICE item &item_at(int k) { return ((item *)(shared + ITEMS_AT))[k % WORKS]; }
 
-/* ---- barriers; a slot has even or odd tiles of an item, so that its address is a constant; `use` counts how often it has been filled, k items, q tiles of Q,
- * since the kernel began. Phases alternate, nothing is reset ---- */
+/* ---- slots, filled by turns with an item's Q and the tiles of its keys ---- */
+
+struct place {
+    int slot;
+    int phase; /* parity of its being filled; nothing is reset */
+};
+
+FA_DEVICE void go_on(place &p)
+{
+    if (++p.slot == SLOTS) {
+        p.slot = 0;
+        p.phase ^= 1;
+    }
+}
+
+FA_DEVICE unsigned slot_at(int slot) { return shared_address(shared) + slot * SLOT_BYTES; }
+FA_DEVICE unsigned panel_at(int slot, int panel) { return slot_at(slot) + panel * PANEL_BYTES; }
+FA_DEVICE unsigned p_at(int slot) { return shared_address(shared) + P_AT + slot * ROWS_BYTES; } /* of the slot's tile */
+/* A panel of Q: on its way to registers in a slot, or for good. */
+FA_DEVICE unsigned q_at(int slot, int panel)
+{
+    return panel < KEPT ? slot_at(slot) + panel * ROWS_BYTES : shared_address(shared) + Q_AT + (panel - KEPT) * ROWS_BYTES;
+}
+FA_DEVICE unsigned factors_at(int slot) { return shared_address(shared) + FACTORS_AT + slot * (64 * 4); }
+
+/* ---- barriers ---- */
 
 FA_DEVICE unsigned barrier_at(int number) { return shared_address(shared) + BARRIERS_AT + 8 * number; }
-FA_DEVICE unsigned full(int slot, int panel) { return barrier_at(slot * PANELS + panel); }
-/* Four panels of V, which consumer `part` has read last, or, 2, the one that is not V's. */
-FA_DEVICE unsigned empty(int slot, int part) { return barrier_at(2 * PANELS + slot * 3 + part); }
-FA_DEVICE unsigned q_full() { return barrier_at(2 * PANELS + 6); }
-FA_DEVICE unsigned q_empty() { return barrier_at(2 * PANELS + 7); }
-FA_DEVICE unsigned found(int k) { return barrier_at(2 * PANELS + 8 + k % WORKS); }
-FA_DEVICE unsigned done(int k) { return barrier_at(2 * PANELS + 10 + k % WORKS); }
+/* Four panels of V, which warpgroup `part` of the values' reads, or, 2, the one that is not V's, are there; of Q three each. */
+FA_DEVICE unsigned full(int slot, int part) { return barrier_at(7 * slot + part); }
+/* They have been read; the third panel when both have. */
+FA_DEVICE unsigned empty(int slot, int part) { return barrier_at(7 * slot + 3 + part); }
+/* P of the slot's tile is there, or Q has been taken out ... */
+FA_DEVICE unsigned told(int slot) { return barrier_at(7 * slot + 5); }
+/* ... and the tensor cores have soon made S of the next tile. */
+FA_DEVICE unsigned turn(int slot) { return barrier_at(7 * slot + 6); }
+FA_DEVICE unsigned q_empty() { return barrier_at(7 * SLOTS); }
+FA_DEVICE unsigned found(int k) { return barrier_at(7 * SLOTS + 1 + k % WORKS); }
+FA_DEVICE unsigned summed(int k) { return barrier_at(7 * SLOTS + 1 + WORKS + k % WORKS); }
+FA_DEVICE unsigned done(int k) { return barrier_at(7 * SLOTS + 1 + 2 * WORKS + k % WORKS); }
 
-/* Waiting for one of `stages` to be filled for the n-th time and, with the other parity, for it to be free, which it is at first. */
-FA_DEVICE unsigned filled(int n, int stages) { return n / stages & 1; }
-FA_DEVICE unsigned freed(int n, int stages) { return filled(n, stages) ^ 1; }
+/* Waiting for an item's n-th time and, with the other parity, for it to be free, which it is at first. */
+FA_DEVICE unsigned filled(int k) { return k / WORKS & 1; }
+FA_DEVICE unsigned freed(int k) { return filled(k) ^ 1; }
 
-FA_DEVICE unsigned slot_at(int slot) { return shared_address(shared) + K_AT + slot * SLOT_BYTES; }
-
-/* Named ones: P of consumer 0 and of consumer 1 is there; one consumer's threads alone; both consumers'; the even one's product by an
- * odd tile has been started, behind which the odd one's is: its half of the slot is free first then. */
-enum { P_OF = 1, ALONE = 3, CONSUMERS = 5, AFTER = 6 };
+/* Named ones: threads of one warpgroup of the values' alone; of both; of the scores'. */
+enum { ALONE = 1, VALUES = 3, SCORES = 4 };
 
 FA_DEVICE void start_barriers()
 {
-    for (int slot = 0; slot < 2; slot++) {
-        for (int panel = 0; panel < PANELS; panel++)
-            barrier_init(full(slot, panel), 1);
+    for (int slot = 0; slot < SLOTS; slot++) {
         for (int part = 0; part < 3; part++)
+            barrier_init(full(slot, part), 1);
+        for (int part = 0; part < 2; part++)
             barrier_init(empty(slot, part), PAIRS ? 8 : 4);
+        barrier_init(told(slot), 4);
+        barrier_init(turn(slot), 4);
     }
-    barrier_init(q_full(), 1);
-    barrier_init(q_empty(), 8);
+    barrier_init(q_empty(), 4);
     for (int n = 0; n < WORKS; n++) {
         barrier_init(found(n), 1);
-        barrier_init(done(n), 8 + 1);
+        barrier_init(summed(n), 4);
+        barrier_init(done(n), 12 + 1);
     }
     barrier_init_done();
 }
