@@ -3,12 +3,13 @@
  * judged as a case; a spoilt one must be refused with everything untouched, or be harmless. After each, a known good
  * call must work.
  *
- *     fuzz_problem [--seconds N] [--seed N] [--tier NAME] [--dtype NAME] [--gpu] [--hopper]
+ *     fuzz_problem [--seconds N] [--seed N] [--tier NAME] [--dtype NAME] [--gpu] [--hopper] [--latent]
  *
  * runs seeds 1, 2, 3, ... (from --seed on) for so many seconds, 0 meaning for ever; without --seconds, the one seed.
  * --tier, --dtype: every problem on this tier and of this type, f8e4m3 too, in place of those that were drawn.
  * --gpu: valid ones alone, on CUDA device 0, real or emulated; each new combination of options compiles a kernel.
  * --hopper: the same of such as Hopper's own kernels take, which are longer, some in the deterministic mode.
+ * --latent: V is K's first columns, as in multi-head latent attention; forward, on the CPU or with --gpu.
  * Built with clang -fsanitize=fuzzer -DFLASH_ATTN_FUZZ it is a libFuzzer target instead.
  */
 #include "case_gpu.h"
@@ -139,6 +140,33 @@ static void take_hoppers_shape(bytes *b, test_case *c)
         c->layout = LAYOUT_CONTIGUOUS;
 }
 
+/* What latent attention's kernel takes: up to 576 columns, many heads on one key head or two, mostly few queries. */
+static void take_latent_shape(bytes *b, test_case *c)
+{
+    static const int heads[] = {1, 3, 8, 16, 21, 32, 64, 128};
+    c->latent     = true;
+    c->head_dim   = one_in(b, 2) ? 576 : 8 * (33 + below(b, 40));
+    c->head_dim_v = c->head_dim == 576 && one_in(b, 2) ? 512 : 8 * (1 + below(b, c->head_dim < 512 ? c->head_dim / 8 : 64));
+    c->heads_k    = one_in(b, 6) ? 2 : 1;
+    c->heads_q    = c->heads_k * heads[below(b, 8)];
+    c->seqlen_q   = one_in(b, 4) ? 1 + below(b, 150) : 1 + below(b, 5);
+    c->seqlen_k   = one_in(b, 4) ? length(b, 200) : 1 + below(b, 900);
+    c->bias       = 0;
+    c->slices     = (slice_pattern)0;
+    c->alibi      = false;
+    c->softcap = c->dropout = 0;
+    c->page_size    = c->page_size ? 8 * (1 + below(b, 16)) : 0;
+    c->scale        = c->scale > 0 ? c->scale : 0;
+    c->forward_only = true;
+    if (c->layout != LAYOUT_HEADS_FIRST)
+        c->layout = LAYOUT_CONTIGUOUS;
+    while ((int64_t)c->batch * c->heads_q * c->seqlen_q * c->seqlen_k > 100000 && c->seqlen_k > 1) {
+        c->batch    = (c->batch + 1) / 2;
+        c->seqlen_q = (3 * c->seqlen_q + 3) / 4;
+        c->seqlen_k = c->seqlen_k * 7 / 8;
+    }
+}
+
 static void describe(const test_case *c, flash_attn_dtype dtype, const tier *t, int threads)
 {
     printf("  %s on %s, %d threads: b %d, sq %d, sk %d, hq %d, hk %d, d %d, dv %d, mask %d (%d, %d), scale %g, softcap "
@@ -217,7 +245,7 @@ static void spoil(bytes *b, flash_attn_problem *p, flash_attn_grads *g, int batc
 static const case_memory *gpu_memory;     /* NULL: the CPU */
 static const tier        *one_tier;       /* NULL: any */
 static int                one_dtype = -1; /* likewise */
-static bool               hopper;
+static bool               hopper, latent;
 
 typedef enum outcome { RIGHT, REFUSED, UNSUPPORTED, WRONG, NUM_OUTCOMES } outcome;
 
@@ -285,6 +313,10 @@ static outcome run_bytes(bytes b)
         take_hoppers_shape(&b, &c);
     if (hopper && dtype == FLASH_ATTN_F32)
         dtype = one_in(&b, 4) ? FLASH_ATTN_F8E4M3 : FLASH_ATTN_BF16;
+    if (latent)
+        take_latent_shape(&b, &c);
+    if (latent && gpu_memory && dtype == FLASH_ATTN_F32)
+        dtype = FLASH_ATTN_BF16;
     case_instance *x = case_build(&c, dtype, CASE_RANDOM | CASE_BACKWARD | (spoilt ? CASE_NO_EXPECT : 0), seed, why, sizeof why);
     outcome        result;
     if (!x) {
@@ -381,6 +413,8 @@ int main(int argc, char **argv)
             }
         } else if (strcmp(argv[n], "--dtype") == 0 && n + 1 < argc && take_dtype(argv[n + 1])) {
             n++;
+        } else if (strcmp(argv[n], "--latent") == 0) {
+            latent = true;
         } else if (strcmp(argv[n], "--gpu") == 0 || strcmp(argv[n], "--hopper") == 0) {
             char why[200];
             hopper     = hopper || strcmp(argv[n], "--hopper") == 0;
@@ -390,7 +424,7 @@ int main(int argc, char **argv)
                 return 0;
             }
         } else {
-            fprintf(stderr, "usage: fuzz_problem [--seconds N] [--seed N] [--tier NAME] [--dtype NAME] [--gpu] [--hopper]\n");
+            fprintf(stderr, "usage: fuzz_problem [--seconds N] [--seed N] [--tier NAME] [--dtype NAME] [--gpu] [--hopper] [--latent]\n");
             return 2;
         }
     }
