@@ -7,6 +7,7 @@
 typedef struct cli_shape_flags {
     int64_t   batch, seqlen, seqlen_q, seqlen_k, heads, heads_k, head_dim, head_dim_v, page_size;
     cli_dtype dtype;
+    bool      latent;
 } cli_shape_flags;
 
 /* -1: not given. 0 is a length, and for the library to refuse where it is none. */
@@ -18,8 +19,8 @@ extern const cli_option cli_shape_options[]; /* a table for cli_shape_flags */
 /* Shapes of q, k, v, o and lse without data. */
 void cli_shape_apply(const cli_shape_flags *flags, flash_attn_problem *problem);
 
-/* After cli_problem_apply: a paged cache is as large as the highest page of the table asks for. Returns CLI_GO_ON or
- * CLI_REFUSED. */
+/* After cli_problem_apply: a paged cache is as large as the highest page of the table asks for, and V fits into K if it is to be a part of it. Returns
+ * CLI_GO_ON or CLI_REFUSED. */
 int cli_shape_pages(const cli_help *help, const cli_shape_flags *flags, flash_attn_problem *problem);
 
 #endif

@@ -341,8 +341,8 @@ typedef enum flash_attn_pass { FLASH_ATTN_FORWARD = 0, FLASH_ATTN_BACKWARD = 1 }
  * shapes and options, not on data, and not on the contents of length arrays.
  *
  * Here and in the next functions data may be NULL: a tensor that the problem may do without (lse, bias, ...) then
- * counts as given if it has a shape. Length arrays and pages.table count as given if they are not NULL, and are not
- * read. A backward is planned with all its gradients, in the dtype of what they are gradients of. */
+ * counts as given if it has a shape, and v is a view of k if it has k's strides and fewer columns. Length arrays and
+ * pages.table count as given if they are not NULL, and are not read. A backward is planned with all its gradients, in the dtype of what they are gradients of. */
 FLASH_ATTN_API flash_attn_status flash_attn_workspace_size(flash_attn_context *context,
                                                            const flash_attn_problem *problem, flash_attn_pass pass,
                                                            size_t *bytes);

@@ -142,6 +142,16 @@ static inline bool fa_sees(const fa_call *call, const fa_sequence *s, int64_t b,
     return false;
 }
 
+/* V is the first columns of K's rows, in the same memory, as in multi-head latent attention. */
+static inline bool fa_values_in_keys(const fa_call *call)
+{
+    const flash_attn_tensor *k = &call->k, *v = &call->v;
+    bool same = k->data == v->data && k->dtype == v->dtype && v->shape[3] <= k->shape[3] && (v->stride[3] == k->stride[3] || v->shape[3] == 1);
+    for (int i = 0; i < 3; i++)
+        same = same && (k->stride[i] == v->stride[i] || k->shape[i] <= 1);
+    return same;
+}
+
 /* ---- how to run ---- */
 
 typedef struct fa_cpu  fa_cpu;  /* cpu/: threads and the chosen micro-kernels */

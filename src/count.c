@@ -125,7 +125,7 @@ flash_attn_status fa_count_work(const fa_call *call, double *flops, double *byte
     bool   forward = call->pass == FLASH_ATTN_FORWARD;
     /* Forward: Q K^T over d, P V over dv. Backward: S, dQ, dK over d, dP, dV over dv. */
     *flops = 2.0 * pairs * (forward ? d + dv : 3.0 * d + 2.0 * dv);
-    *bytes = rows_k * (d * (double)fa_dtype_bytes(call->k.dtype) + dv * (double)fa_dtype_bytes(call->v.dtype));
+    *bytes = rows_k * (d + (fa_values_in_keys(call) ? 0.0 : dv)) * (double)fa_dtype_bytes(call->k.dtype);
     const flash_attn_tensor *whole[] = {
         &call->q,     &call->o,         &call->lse,       &call->bias,      &call->alibi_slopes,
         &call->sinks, &call->descale_q, &call->descale_k, &call->descale_v, &call->dout,

@@ -142,8 +142,10 @@ static flash_attn_status normalise_keys(const flash_attn_problem *p, fa_call *ca
     return FLASH_ATTN_OK;
 }
 
+/* Without data V is a part of K if it has K's strides and fewer columns, else it has a place of its own. */
 static flash_attn_status normalise_inputs(const flash_attn_problem *p, bool plan, fa_call *call)
 {
+    static _Alignas(256) char elsewhere[1];
     FA_TRY(fa_view_dtype("q", &p->q, FA_BITS_ALL));
     FA_TRY(fa_view_dtype("k", &p->k, FA_BIT(p->q.dtype)));
     FA_TRY(fa_view_dtype("v", &p->v, FA_BIT(p->q.dtype)));
@@ -154,7 +156,10 @@ static flash_attn_status normalise_inputs(const flash_attn_problem *p, bool plan
     call->v = p->v;
     FA_TRY(fa_view_layout("q", &call->q, plan));
     FA_TRY(fa_view_layout("k", &call->k, plan));
-    return fa_view_layout("v", &call->v, plan);
+    FA_TRY(fa_view_layout("v", &call->v, plan));
+    if (plan && !p->k.data && !p->v.data && (call->k.shape[3] == call->v.shape[3] || !fa_values_in_keys(call)))
+        call->v.data = elsewhere;
+    return FLASH_ATTN_OK;
 }
 
 /* o and lse: written by the forward, read by the backward. */

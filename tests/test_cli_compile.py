@@ -11,15 +11,15 @@ import unittest
 
 from cli_support import COMMAND, TIMEOUT_S, Case, write_npy
 
-PROBLEM = "--arch 90 --head-dim 64 --causal --forward-only".split()
+PROBLEM = "--arch 90 --causal --forward-only".split()
 BF16 = ["--dtype", "bf16"]
 CALLS = [(1, 1, 1), (3, 5000, 1), (16, 300, 7), (40, 40, 2), (100, 70000, 1), (128, 128, 300), (129, 131, 3), (700, 700, 1), (1500, 3000, 40), (5000, 5000, 1)]
 
 
 class Compile(Case):
-    def compile(self, folder, *words):
+    def compile(self, folder, *words, head_dim=64):
         """The kernels that are in the folder then."""
-        done = subprocess.run([COMMAND[0], "compile", "--out", self.path(folder), *PROBLEM, *map(str, words)], capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run([COMMAND[0], "compile", "--out", self.path(folder), *PROBLEM, "--head-dim", str(head_dim), *map(str, words)], capture_output=True, text=True, timeout=TIMEOUT_S)
         if "NVRTC, the compiler of GPU kernels, was not found" in done.stderr:
             self.skipTest(done.stderr.strip())
         self.assertEqual((done.returncode, done.stderr), (0, ""))
@@ -34,6 +34,14 @@ class Compile(Case):
         one = self.compile("one", *BF16, "--seqlen", 700)
         self.assertLess(one, every)  # such calls alone
         self.assertLess(one, self.compile("one", *BF16, "--seqlen", 1))  # and what is there stays
+
+    def test_latent_attention_has_a_kernel_of_its_own(self):
+        wide = [*BF16, "--heads", 16, "--heads-k", 1, "--head-dim-v", 512, "--seqlen-q", 1, "--seqlen-k", 48]
+        for head_dim, words, kernel in ((512, [], b"forward_sm80"), (512, ["--latent"], b"forward_latent_sm90"), (576, ["--latent"], b"forward_latent_sm90")):
+            folder = f"{head_dim} {words}"
+            (name,) = self.compile(folder, *wide, *words, head_dim=head_dim)
+            with open(os.path.join(self.path(folder), name), "rb") as cubin:
+                self.assertIn(kernel, cubin.read())
 
     def test_a_scale_of_all_sequences_leaves_the_batch_free(self):
         write_npy(self.path("scale.npy"), [0.5], (1,))

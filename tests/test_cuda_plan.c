@@ -228,6 +228,40 @@ static void latent_calls_take_their_own_kernel_on_hopper(void **state)
     }
 }
 
+/* Without data, V is K's first columns if its strides say so; of as many columns as K's only the same data do. */
+static void a_plan_without_data_knows_a_latent_cache(void **state)
+{
+    (void)state;
+    static _Alignas(256) char one[1], other[1];
+    static const struct {
+        int64_t dim_v, stride; /* of a key; 0: contiguous */
+        void   *k, *v;
+        bool    latent;
+    } calls[] = {
+        {512, 576, NULL, NULL, true}, {512, 0, NULL, NULL, false}, {512, 576, one, other, false}, {512, 576, one, one, true}, {512, 0, one, one, false},
+        {512, 576, one, NULL, false},
+    };
+    for (size_t n = 0; n < sizeof calls / sizeof *calls; n++)
+        for (int equal = 0; equal < 2; equal++) { /* head_dim as head_dim_v */
+            flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA}, .o = {.dtype = FLASH_ATTN_BF16}};
+            int64_t            d = equal ? 512 : 576, stride = calls[n].stride ? d : 0;
+            fa_call            call;
+            fa_plan            plan;
+            p.q = of(FLASH_ATTN_BF16, 2, 1, 64, d);
+            p.k = of(FLASH_ATTN_BF16, 2, 100, 1, d);
+            p.v = of(FLASH_ATTN_BF16, 2, 100, 1, calls[n].dim_v);
+            memcpy(p.v.stride, (int64_t[]){stride * 100, stride, stride, stride > 0}, sizeof p.v.stride);
+            p.k.data = calls[n].k;
+            p.v.data = calls[n].v;
+            assert_int_equal(fa_normalise(&p, NULL, FORWARD, FA_PLAN, &call), FLASH_ATTN_OK);
+            assert_int_equal(fa_plan_make(&call, 90, 0, NULL, &plan), FLASH_ATTN_OK);
+            bool latent = plan.launch[plan.main].key.kernel == FA_KERNEL_FORWARD_LATENT_SM90;
+            bool expected = equal ? calls[n].k && calls[n].k == calls[n].v : calls[n].latent;
+            if (latent != expected)
+                fail_msg("call %zu, head_dim %d: %s", n, (int)d, fa_kernels[plan.launch[plan.main].key.kernel].name);
+        }
+}
+
 /* num_splits 0 knows nothing of the batch, -1 does, and of how many blocks run at once. */
 static void latent_parts_follow_the_batch_if_asked(void **state)
 {
@@ -271,6 +305,7 @@ int main(void)
         cmocka_unit_test(hoppers_own_kernels_take_the_calls_that_they_have_options_for),
         cmocka_unit_test(few_queries_of_many_wide_heads_take_few_blocks),
         cmocka_unit_test(latent_calls_take_their_own_kernel_on_hopper),
+        cmocka_unit_test(a_plan_without_data_knows_a_latent_cache),
         cmocka_unit_test(latent_parts_follow_the_batch_if_asked),
         cmocka_unit_test(heads_too_wide_are_refused_with_the_width_that_is_not),
     };

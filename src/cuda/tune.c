@@ -187,13 +187,9 @@ bool fa_tune_takes_tma(const fa_call *call)
 static bool takes_latent(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
     enum { NARROW = 256, SWIZZLE_ROWS = 8 };
-    const flash_attn_tensor *k = &call->k, *v = &call->v;
-    bool same = k->data == v->data && call->head_dim_v <= call->head_dim && (v->stride[3] == 1 || v->shape[3] == 1);
-    for (int i = 0; i < 3; i++)
-        same = same && (k->stride[i] == v->stride[i] || k->shape[i] <= 1);
-    return same && call->head_dim > NARROW && call->head_dim_v <= FA_LATENT_COLUMNS_V && call->scale > 0 && key->aligned && fa_map_fits(k) &&
+    return fa_values_in_keys(call) && call->head_dim > NARROW && call->head_dim_v <= FA_LATENT_COLUMNS_V && call->scale > 0 && key->aligned && fa_map_fits(&call->k) &&
            !(key->has_softcap || key->has_bias || key->has_alibi || key->has_dropout || key->has_slices) &&
-           (!key->has_paged || (k->shape[0] > 0 && fa_page_piece(call, row->tile_k) >= SWIZZLE_ROWS));
+           (!key->has_paged || (call->k.shape[0] > 0 && fa_page_piece(call, row->tile_k) >= SWIZZLE_ROWS));
 }
 
 /* Rows of all heads of a key head fit into one tile, or into fewer than the heads are; where there is no other row for few queries, always. */
