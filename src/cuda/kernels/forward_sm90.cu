@@ -50,7 +50,7 @@ constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + FA_STAGES * K_BYTES;
 /* Turning V round takes time: one stage more where there is memory. */
 constexpr int V_STAGES = FA_STAGES + (FP8 && !BESIDE_ANOTHER && V_AT + (FA_STAGES + 1) * V_BYTES + KEPT_BYTES + 2048 <= 227 * 1024 ? 1 : 0);
 constexpr int BARRIERS_AT = V_AT + V_STAGES * V_BYTES;
-constexpr int BARRIERS = 2 * Q_STAGES + WORKS + 2 * FA_STAGES + 3 * V_STAGES, WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
+constexpr int BARRIERS = 2 * Q_STAGES + 2 * WORKS + 2 * FA_STAGES + 3 * V_STAGES, WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
 
 constexpr int KEPT_AT = WORKS_AT + (WORKS * (int)sizeof(work) + 15) / 16 * 16;
 
@@ -65,8 +65,9 @@ FA_DEVICE unsigned barrier_at(int number) { return shared_address(shared) + BARR
 FA_DEVICE unsigned q_full(unsigned n) { return barrier_at(n % Q_STAGES); }
 FA_DEVICE unsigned q_empty(unsigned n) { return barrier_at(Q_STAGES + n % Q_STAGES); }
 FA_DEVICE unsigned found(unsigned n) { return barrier_at(2 * Q_STAGES + n % WORKS); } /* the work is known */
-FA_DEVICE unsigned k_barrier(int which, unsigned n) { return barrier_at(2 * Q_STAGES + WORKS + which * FA_STAGES + n % FA_STAGES); }
-FA_DEVICE unsigned v_barrier(int which, unsigned n) { return barrier_at(2 * Q_STAGES + WORKS + 2 * FA_STAGES + which * V_STAGES + n % V_STAGES); }
+FA_DEVICE unsigned asked(unsigned n) { return barrier_at(2 * Q_STAGES + WORKS + n % WORKS); } /* the producer has asked for all of its keys */
+FA_DEVICE unsigned k_barrier(int which, unsigned n) { return barrier_at(2 * Q_STAGES + 2 * WORKS + which * FA_STAGES + n % FA_STAGES); }
+FA_DEVICE unsigned v_barrier(int which, unsigned n) { return barrier_at(2 * Q_STAGES + 2 * WORKS + 2 * FA_STAGES + which * V_STAGES + n % V_STAGES); }
 FA_DEVICE unsigned k_full(unsigned n) { return k_barrier(0, n); }
 FA_DEVICE unsigned k_empty(unsigned n) { return k_barrier(1, n); }
 FA_DEVICE unsigned v_full(unsigned n) { return v_barrier(0, n); }
@@ -83,8 +84,10 @@ FA_DEVICE void start_barriers()
         barrier_init(q_full(n), 1);
         barrier_init(q_empty(n), 4 * CONSUMERS + INSPECTORS);
     }
-    for (int n = 0; n < WORKS; n++)
+    for (int n = 0; n < WORKS; n++) {
         barrier_init(found(n), 1);
+        barrier_init(asked(n), 1);
+    }
     for (int n = 0; n < FA_STAGES; n++) {
         barrier_init(k_full(n), 1);
         barrier_init(k_empty(n), 4 * CONSUMERS);
@@ -105,7 +108,8 @@ FA_DEVICE unsigned v_tile(unsigned n) { return shared_address(shared) + V_AT + n
 
 FA_DEVICE void find_item(const fa_args &args, unsigned item)
 {
-    find_work(args, item, work_at(item)); /* its last readers are done: nobody is so many items behind */
+    barrier_wait(asked(item), freed<WORKS>(item)); /* items without tiles may pass the producer by; all others free Q's stage, so are not so many behind */
+    find_work(args, item, work_at(item));
     barrier_arrive(found(item));
 }
 
@@ -167,6 +171,7 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
             tile  = next;
             row   = w.seq.kv_row;
         }
+        barrier_arrive(asked(item));
         if (v < k && (w.tiles == 0 || !more)) /* the planner may be waiting for Q's stage, which the inspectors free when they have seen all of V */
             fetch_values_of(args, maps, v++, entry, head, tile, row);
     }
