@@ -35,6 +35,8 @@ const fa_tune_row fa_tune_rows[] = {
      "FP8, short: 128 keys waste less at the ends (decision 0059)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 128, FA_ON_ANY, FA_FOR_SHORT_TMA, 1024, 128, 128, 12, 3, 1, 1, 120,
      "FP8, short and masked: likewise, with two stages of Q; O in float32 spills on its way out (decision 0059)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 128, FA_ON_NONE, FA_FOR_LONG_TMA, 1024, 192, 128, 16, 3, 1, 0, 44,
+     "FP8, long: three consumers hide each other's waits; producers spill a few bytes (decision 0059)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 128, FA_ON_ANY, FA_FOR_TMA, 0, 128, 192, 12, 2, 1, 1, 308,
      "FP8: 192 keys a step, for P takes half the registers; O in float32 spills on its way out (decision 0059)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 256, FA_ON_ANY, FA_FOR_LONG_TMA, 4096, 128, 64, 12, 3, 1, 2, 0,
