@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Compare texts of the GPU kernels on one GPU: folders whose files take the place of those in src/cuda/kernels (FLASH_ATTN_KERNEL_DIR).
 
-    make && python3 bench/variants.py --passes backward --cells 128c2048,64n512 before=FOLDER now=src/cuda/kernels [--cycles] [--fa3 LIBRARY]
+    make && python3 bench/variants.py --passes backward --cells 128c2048,64n512 before=FOLDER now=src/cuda/kernels [--cycles] [--fa3 LIBRARY] [--fp8]
 
-A cell is a head_dim, c (causal) or n (no mask) and a length; bfloat16, hidden dimension 2048, 16384 tokens, as in gpu.py. TFLOP/s by turns, each answer compared
+A cell is a head_dim, c (causal) or n (no mask) and a length; bfloat16, or with --fp8 the forward's FP8 inputs, hidden dimension 2048, 16384 tokens, as in gpu.py. TFLOP/s by turns, each answer compared
 with float64 on one head first; WRONG makes the exit status 1. They move by 3% from minute to minute on a card at its power limit: with --cycles Nsight Compute (ncu)
 counts the cycles of one call instead, which repeat within 0.5%: those of its longest kernel and, in brackets, of the small ones beside it, in millions. Clocks are
 left as they are. One folder alone has no peer: the texts of the library itself are NAME= without a folder.
@@ -73,10 +73,13 @@ def main():
     parser.add_argument("--groups", type=int, default=5, help="timed groups of launches")
     parser.add_argument("--cycles", action="store_true", help="count cycles by Nsight Compute")
     parser.add_argument("--fa3", metavar="LIBRARY", help="FlashAttention-3 too: see fa3.py")
+    parser.add_argument("--fp8", action="store_true", help="FP8 inputs; forward only, without FlashAttention-3")
     options = parser.parse_args()
     cells = options.cells.split(",")
     if any(not re.fullmatch(r"\d+[cn]\d+", cell) for cell in cells) or any("=" not in v for v in options.variants):
         parser.error("a cell is like 128c2048, a variant NAME=FOLDER")
+    if options.fp8 and (options.fa3 or options.passes == "backward"):
+        parser.error("--fp8 has neither a backward nor --fa3")
     folders = dict(v.split("=", 1) for v in options.variants)
     names = [*folders, *(["fa3"] if options.fa3 else [])]
     if options.cycles and COUNTED not in os.environ:
@@ -92,7 +95,8 @@ def main():
     if options.fa3:
         gpu.fa3.load(options.fa3)
     contexts = {name: context_of(gpu, folder) for name, folder in folders.items()}
-    plain = types.SimpleNamespace(varlen=False, fp8=False, deterministic=False, alibi=False, softcap=0.0, pages=0, dropout=0.0)
+    plain = types.SimpleNamespace(varlen=False, fp8=options.fp8, deterministic=False, alibi=False, softcap=0.0, pages=0, dropout=0.0)
+    made, bound = (gpu.fp8, 5e-2) if options.fp8 else (gpu.ours, 1e-2)
     backward, wrong = options.passes == "backward", 0
     gpu.torch.manual_seed(0)
     if not options.cycles:
@@ -100,7 +104,7 @@ def main():
     for text in cells:
         head_dim, mask, seqlen = re.fullmatch(r"(\d+)([cn])(\d+)", text).groups()
         cell = gpu.Cell(int(head_dim), int(seqlen), mask == "c", plain)
-        runs = {name: (gpu.fa3.peer(cell) if name == "fa3" else gpu.ours(cell, contexts[name]))[backward] for name in names}
+        runs = {name: (gpu.fa3.peer(cell) if name == "fa3" else made(cell, contexts[name]))[backward] for name in names}
         if options.cycles:
             for run in runs.values():
                 run()  # kernels are built
@@ -110,7 +114,7 @@ def main():
                 gpu.torch.cuda.synchronize()
                 gpu.torch.cuda.profiler.stop()
             continue
-        bad = [name for name, run in runs.items() if cell.wrong(run(), 1 if backward else 0) is not None]
+        bad = [name for name, run in runs.items() if cell.wrong(run(), 1 if backward else 0, bound) is not None]
         times = gpu.time_by_turns(runs, options.groups)
         wrong += len(bad)
         print(f"{text:10}" + "".join(f"{'WRONG' if name in bad else format(cell.flops(backward) / ms / 1e9, '.1f'):>10}" for name, ms in times.items()), flush=True)

@@ -27,6 +27,7 @@ static const test_case shapes[] = {
     {.name = "no key", .seqlen_q = 300, .seqlen_k = 0},
     {.name = "many tiles a block", .batch = 40, .seqlen_q = 140, .seqlen_k = 70, .heads_q = 8, .heads_k = 2},
     {.name = "many tiles a block, causal", .batch = 40, .seqlen_q = 260, .seqlen_k = 200, .heads_q = 4, .mask = C},
+    {.name = "most queries see nothing", .seqlen_q = 6000, .seqlen_k = 100, .heads_q = 2, .mask = C},
     {.name = "window", .batch = 2, .seqlen_q = 500, .seqlen_k = 600, .mask = W, .window_left = 130, .window_right = 20},
     {.name = "window of one", .seqlen_q = 400, .seqlen_k = 400, .mask = W},
     {.name = "wide window", .seqlen_q = 900, .seqlen_k = 900, .mask = W, .window_left = 500, .window_right = 300},

@@ -18,6 +18,7 @@ LATENT, LATENT_BLOCK = "forward_latent_sm90.cu", "latent_block_sm90.cuh"
 WHOLE = ("whole tiles", "every_shape*")
 TAILS = ("tails", "every_shape*")
 MANY = ("many tiles a block", "every_shape*")
+NOTHING = ("most queries see nothing", "every_shape*")
 WHOLE_BACK = ("whole tiles", "every_backward*")
 MANY_BACK = ("many tiles a block", "every_backward*")
 LONG_BACK = ("80 queries, whole tiles", "every_backward*")
@@ -45,6 +46,7 @@ MISTAKES = [
     ("softmax of S that is not there", FORWARD, WAIT_FOR_S + GIVE_K + AFTER_S, GIVE_K + AFTER_S, WHOLE),
     ("fewer bytes announced than come", FORWARD, "barrier_expect(k_full(k), K_BYTES);", "barrier_expect(k_full(k), K_BYTES / 2);", WHOLE),
     ("the planner overwrites Q", FORWARD, "    barrier_wait(q_empty(item), freed<Q_STAGES>(item));\n", "", MANY),
+    ("the planner overwrites works", FORWARD, "    barrier_wait(asked(item), freed<WORKS>(item));", "   ", NOTHING),
     ("no fence behind inspected V", FORWARD, "                fence_async();\n                __syncwarp();", "                __syncwarp();", TAILS),
     ("nobody waits for dS", PRODUCTS, "        named_sync(OWN + group, 128);\n    else\n        named_sync(DS_IS_THERE, 128 * CONSUMERS);\n",
      "        ;\n", WHOLE_BACK),

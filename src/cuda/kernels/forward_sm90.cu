@@ -16,10 +16,11 @@
  * stays on its multiprocessor and takes one tile of queries after the other.
  *
  * With FA_MIN_BLOCKS 2 two such blocks share a multiprocessor, which has no registers for S' beside P then: a step is S, softmax, P V, one after the
- * other and without turns, and what fills the waits is the other three consumers'. Starts and ends of tiles hide likewise.
+ * other and without turns, and what fills the waits is the other three consumers'. Starts and ends of tiles hide likewise. So do three consumers of 128
+ * columns in FP8, whose P takes few registers.
  *
- * FP8: the inspectors turn every tile of V round (values_sm90.cuh), or with FA_VARIANT bit 1 values_sm90.cu has done it. P is rounded to E4M3, 2^8
- * times as large, so that it stays above FP8's smallest numbers down to 2^-14.
+ * FP8: the inspectors turn every tile of V round (values_sm90.cuh), or with FA_VARIANT bit 1 values_sm90.cu has done it. P is rounded to E4M3, 2^6
+ * times as large, so that it stays above FP8's smallest numbers down to 2^-12.
  * Hopper's sums of FP8 products keep few bits, so every KEPT_STEPS steps O is taken out of the accumulators and added up in float, in shared memory.
  *
  * Shared memory: FA_Q stages of Q, FA_STAGES tiles of K, V_STAGES of V (panels as in panels_sm90.cuh), barriers, works, in FP8 what is kept of O.
@@ -36,9 +37,10 @@ constexpr int CONSUMERS = FA_WARPS / 4 - 1; /* warpgroups */
 constexpr int Q_STAGES = FA_VARIANT & 1 ? 2 : 1, WORKS = 8, INSPECTORS = 2; /* warps */
 constexpr bool TURNS_V = FP8 && !(FA_VARIANT & 2);
 constexpr bool BESIDE_ANOTHER = FA_MIN_BLOCKS > 1; /* two blocks a multiprocessor */
+constexpr bool ONE_BY_ONE = BESIDE_ANOTHER || (CONSUMERS == 3 && FA_HEAD_DIM_V > 64); /* no registers for S' beside P */
 /* Of the registers that a lane of each of a block's warpgroups has in all: 512 with 3 consumers, 504 with 2, 240 if there are two blocks. */
-constexpr int PRODUCER_REGISTERS = BESIDE_ANOTHER ? (FP8 ? 48 : 32) : CONSUMERS == 3 ? (FP8 ? 56 : 32) : FP8 ? 56 : 40;
-constexpr int CONSUMER_REGISTERS = BESIDE_ANOTHER ? (FP8 ? 96 : 104) : CONSUMERS == 3 ? (FP8 ? 152 : 160) : FP8 ? 224 : 232;
+constexpr int PRODUCER_REGISTERS = BESIDE_ANOTHER ? (FP8 ? 48 : 32) : CONSUMERS == 3 ? (FP8 && !ONE_BY_ONE ? 56 : 32) : FP8 ? 56 : 40;
+constexpr int CONSUMER_REGISTERS = BESIDE_ANOTHER ? (FP8 ? 96 : 104) : CONSUMERS == 3 ? (FP8 && !ONE_BY_ONE ? 152 : 160) : FP8 ? 224 : 232;
 static_assert(FA_TILE_Q == 64 * CONSUMERS && CONSUMERS > 1, "a consumer owns 64 rows, and takes turns with another");
 static_assert(FA_DTYPE != FA_F32 && FA_HEAD_DIM % 64 == 0 && FA_HEAD_DIM_V % 64 == 0, "tiles are made of panels");
 
@@ -50,7 +52,7 @@ constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + FA_STAGES * K_BYTES;
 /* Turning V round takes time: one stage more where there is memory. */
 constexpr int V_STAGES = FA_STAGES + (FP8 && !BESIDE_ANOTHER && V_AT + (FA_STAGES + 1) * V_BYTES + KEPT_BYTES + 2048 <= 227 * 1024 ? 1 : 0);
 constexpr int BARRIERS_AT = V_AT + V_STAGES * V_BYTES;
-constexpr int BARRIERS = 2 * Q_STAGES + WORKS + 2 * FA_STAGES + 3 * V_STAGES, WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
+constexpr int BARRIERS = 2 * Q_STAGES + 2 * WORKS + 2 * FA_STAGES + 3 * V_STAGES, WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
 
 constexpr int KEPT_AT = WORKS_AT + (WORKS * (int)sizeof(work) + 15) / 16 * 16;
 
@@ -65,8 +67,9 @@ FA_DEVICE unsigned barrier_at(int number) { return shared_address(shared) + BARR
 FA_DEVICE unsigned q_full(unsigned n) { return barrier_at(n % Q_STAGES); }
 FA_DEVICE unsigned q_empty(unsigned n) { return barrier_at(Q_STAGES + n % Q_STAGES); }
 FA_DEVICE unsigned found(unsigned n) { return barrier_at(2 * Q_STAGES + n % WORKS); } /* the work is known */
-FA_DEVICE unsigned k_barrier(int which, unsigned n) { return barrier_at(2 * Q_STAGES + WORKS + which * FA_STAGES + n % FA_STAGES); }
-FA_DEVICE unsigned v_barrier(int which, unsigned n) { return barrier_at(2 * Q_STAGES + WORKS + 2 * FA_STAGES + which * V_STAGES + n % V_STAGES); }
+FA_DEVICE unsigned asked(unsigned n) { return barrier_at(2 * Q_STAGES + WORKS + n % WORKS); } /* the producer has asked for all of its keys */
+FA_DEVICE unsigned k_barrier(int which, unsigned n) { return barrier_at(2 * Q_STAGES + 2 * WORKS + which * FA_STAGES + n % FA_STAGES); }
+FA_DEVICE unsigned v_barrier(int which, unsigned n) { return barrier_at(2 * Q_STAGES + 2 * WORKS + 2 * FA_STAGES + which * V_STAGES + n % V_STAGES); }
 FA_DEVICE unsigned k_full(unsigned n) { return k_barrier(0, n); }
 FA_DEVICE unsigned k_empty(unsigned n) { return k_barrier(1, n); }
 FA_DEVICE unsigned v_full(unsigned n) { return v_barrier(0, n); }
@@ -83,8 +86,10 @@ FA_DEVICE void start_barriers()
         barrier_init(q_full(n), 1);
         barrier_init(q_empty(n), 4 * CONSUMERS + INSPECTORS);
     }
-    for (int n = 0; n < WORKS; n++)
+    for (int n = 0; n < WORKS; n++) {
         barrier_init(found(n), 1);
+        barrier_init(asked(n), 1);
+    }
     for (int n = 0; n < FA_STAGES; n++) {
         barrier_init(k_full(n), 1);
         barrier_init(k_empty(n), 4 * CONSUMERS);
@@ -105,7 +110,8 @@ FA_DEVICE unsigned v_tile(unsigned n) { return shared_address(shared) + V_AT + n
 
 FA_DEVICE void find_item(const fa_args &args, unsigned item)
 {
-    find_work(args, item, work_at(item)); /* its last readers are done: nobody is so many items behind */
+    barrier_wait(asked(item), freed<WORKS>(item)); /* items without tiles may pass the producer by; all others free Q's stage, so are not so many behind */
+    find_work(args, item, work_at(item));
     barrier_arrive(found(item));
 }
 
@@ -167,6 +173,7 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
             tile  = next;
             row   = w.seq.kv_row;
         }
+        barrier_arrive(asked(item));
         if (v < k && (w.tiles == 0 || !more)) /* the planner may be waiting for Q's stage, which the inspectors free when they have seen all of V */
             fetch_values_of(args, maps, v++, entry, head, tile, row);
     }
@@ -247,12 +254,12 @@ struct consumer {
 /* Named barrier 1 + c: consumer c waits there, and the one before it arrives. The last one's first arrival starts the round. */
 FA_DEVICE void await_turn(int group)
 {
-    if (!BESIDE_ANOTHER)
+    if (!ONE_BY_ONE)
         named_sync(1 + group, 256);
 }
 FA_DEVICE void pass_turn(int group)
 {
-    if (!BESIDE_ANOTHER)
+    if (!ONE_BY_ONE)
         named_arrive(1 + (group + 1) % CONSUMERS, 256);
 }
 
@@ -526,8 +533,8 @@ FA_DEVICE void consume(const fa_args &args, int group)
     }
 }
 
-/* As consume, for a block that has another one on its multiprocessor: four consumers hide each other's waits, and a step needs few registers. */
-FA_DEVICE void consume_beside(const fa_args &args, int group)
+/* As consume, where three or, with another block on the multiprocessor, four consumers hide each other's waits: a step needs few registers. */
+FA_DEVICE void consume_one_by_one(const fa_args &args, int group)
 {
     consumer c;
     c.group = group;
@@ -578,8 +585,8 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, FA_MIN_BLOCKS)
     } else {
         registers_up<CONSUMER_REGISTERS>();
         int group = same_for_all(threadIdx.x / 128 - 1);
-        if constexpr (BESIDE_ANOTHER)
-            consume_beside(args, group);
+        if constexpr (ONE_BY_ONE)
+            consume_one_by_one(args, group);
         else
             consume(args, group);
     }

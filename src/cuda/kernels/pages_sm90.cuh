@@ -89,6 +89,7 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
         const work &w = work_at(item);
         for (int n = 0, tiles = w.tiles; n < tiles; n++, tile++)
             fetch_paged_tile<false>(args, maps.k, w, n, tile);
+        release(asked(item));
     }
 }
 
