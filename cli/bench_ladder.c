@@ -5,6 +5,7 @@
 #include "gpu.h"
 #include "json.h"
 #include "peak.h"
+#include "shape.h"
 
 #include <stdlib.h>
 
@@ -197,15 +198,6 @@ static int64_t compare(ladder_run *run, const char *what, const flash_attn_tenso
     return wrong;
 }
 
-/* A contiguous tensor with its strides written out, as `get` wants it. */
-static flash_attn_tensor with_strides(flash_attn_tensor t)
-{
-    t.stride[3] = 1;
-    for (int i = 2; i >= 0; i--)
-        t.stride[i] = t.stride[i + 1] * t.shape[i + 1];
-    return t;
-}
-
 /* The arrays' O and LSE, which the GPU made, against the reference's, in double on the CPU. */
 static int judge_small(ladder_run *run, const ladder_row *row, bench_arrays *arrays, bool *right)
 {
@@ -222,8 +214,8 @@ static int judge_small(ladder_run *run, const ladder_row *row, bench_arrays *arr
     else if (flash_attn_forward(NULL, &reference, NULL) != FLASH_ATTN_OK)
         status = cli_fail_library("bench: the reference", FLASH_ATTN_INVALID);
     else {
-        flash_attn_tensor got = with_strides(arrays->problem.o), got_lse = with_strides(arrays->problem.lse);
-        flash_attn_tensor expected = with_strides(reference.o), expected_lse = with_strides(reference.lse);
+        flash_attn_tensor got = cli_with_strides(arrays->problem.o), got_lse = cli_with_strides(arrays->problem.lse);
+        flash_attn_tensor expected = cli_with_strides(reference.o), expected_lse = cli_with_strides(reference.lse);
         double            error2 = 0, norm2 = 0, ignored = 0, epsilon = dtype_epsilon(row->shape.dtype);
         /* Four roundings of the largest value near: P's, O's, and the sums between; the norm is the sharper test. With FP8 a score is
          * off by 4% of what one varies by, and with few keys so are LSE and P. */

@@ -17,15 +17,20 @@ const cli_option cli_shape_options[] = {
 };
 #undef FIELD
 
-/* V in K's memory, which nobody reads: the same strides. */
+flash_attn_tensor cli_with_strides(flash_attn_tensor t)
+{
+    t.stride[3] = 1;
+    for (int i = 2; i >= 0; i--)
+        t.stride[i] = t.stride[i + 1] * t.shape[i + 1];
+    return t;
+}
+
+/* V in K's memory, which nobody reads. */
 static void view_of_k(flash_attn_tensor *k, flash_attn_tensor *v)
 {
     static _Alignas(256) char memory[1];
-    int64_t columns = v->shape[3], stride = 1;
-    for (int i = 3; i >= 0; i--) {
-        k->stride[i] = stride;
-        stride *= k->shape[i] > 0 ? k->shape[i] : 1;
-    }
+    int64_t columns = v->shape[3];
+    *k          = cli_with_strides(*k);
     k->data     = memory;
     *v          = *k;
     v->shape[3] = columns;

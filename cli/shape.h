@@ -1,4 +1,4 @@
-/* The shape of a problem by numbers alone: what `explain` and `compile` share. */
+/* The shape of a problem by numbers alone, as `explain` and `compile` share it. */
 #ifndef CLI_SHAPE_H
 #define CLI_SHAPE_H
 
@@ -15,6 +15,9 @@ typedef struct cli_shape_flags {
     {.batch = 1, .seqlen = 1024, .seqlen_q = -1, .seqlen_k = -1, .heads = 8, .heads_k = -1, .head_dim = 64, .head_dim_v = -1}
 
 extern const cli_option cli_shape_options[]; /* a table for cli_shape_flags */
+
+/* A contiguous tensor with its strides written out. */
+flash_attn_tensor cli_with_strides(flash_attn_tensor t);
 
 /* Shapes of q, k, v, o and lse without data. */
 void cli_shape_apply(const cli_shape_flags *flags, flash_attn_problem *problem);

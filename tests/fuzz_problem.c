@@ -107,6 +107,17 @@ static void take_lengths(bytes *b, test_case *c)
     c->forward_only = one_in(b, 4);
 }
 
+/* What Hopper's own kernels have no options for goes, and rows and pages are whole 16 bytes and eight keys. */
+static void leave_own_kernels_options(bytes *b, test_case *c)
+{
+    c->bias      = 0;
+    c->slices    = (slice_pattern)0;
+    c->page_size = c->page_size ? 8 * (1 + below(b, 16)) : 0;
+    c->scale     = c->scale > 0 ? c->scale : 0;
+    if (c->layout != LAYOUT_HEADS_FIRST)
+        c->layout = LAYOUT_CONTIGUOUS;
+}
+
 /* What has more than 128 queries, whole 16 bytes a row, 16 bits or FP8, and neither bias nor block mask; many sequences in one of four. */
 static void take_hoppers_shape(bytes *b, test_case *c)
 {
@@ -116,11 +127,8 @@ static void take_hoppers_shape(bytes *b, test_case *c)
     c->seqlen_k   = one_in(b, 4) ? length(b, 200) : 1 + below(b, many ? 150 : 700);
     c->head_dim   = 8 * (5 + below(b, 28));
     c->head_dim_v = one_in(b, 4) ? 8 * (5 + below(b, 28)) : c->head_dim;
-    c->bias       = 0;
-    c->slices     = (slice_pattern)0;
-    c->page_size  = c->page_size ? 8 * (1 + below(b, 16)) : 0;
-    c->scale      = c->scale > 0 ? c->scale : 0;
-    c->o_f32      = c->o_f32 && one_in(b, 2);
+    leave_own_kernels_options(b, c);
+    c->o_f32 = c->o_f32 && one_in(b, 2);
     if (!one_in(b, 3)) { /* else most backwards would be the portable kernel's */
         c->heads_k         = c->heads_q;
         c->leftpad         = false;
@@ -136,8 +144,6 @@ static void take_hoppers_shape(bytes *b, test_case *c)
         c->batch   = (7 * c->batch + 7) / 8;
         c->seqlen_k = c->seqlen_k * 7 / 8;
     }
-    if (c->layout != LAYOUT_HEADS_FIRST)
-        c->layout = LAYOUT_CONTIGUOUS;
 }
 
 /* What latent attention's kernel takes: up to 576 columns, many heads on one key head or two, mostly few queries. */
@@ -151,15 +157,10 @@ static void take_latent_shape(bytes *b, test_case *c)
     c->heads_q    = c->heads_k * heads[below(b, 8)];
     c->seqlen_q   = one_in(b, 4) ? 1 + below(b, 150) : 1 + below(b, 5);
     c->seqlen_k   = one_in(b, 4) ? length(b, 200) : 1 + below(b, 900);
-    c->bias       = 0;
-    c->slices     = (slice_pattern)0;
     c->alibi      = false;
     c->softcap = c->dropout = 0;
-    c->page_size    = c->page_size ? 8 * (1 + below(b, 16)) : 0;
-    c->scale        = c->scale > 0 ? c->scale : 0;
     c->forward_only = true;
-    if (c->layout != LAYOUT_HEADS_FIRST)
-        c->layout = LAYOUT_CONTIGUOUS;
+    leave_own_kernels_options(b, c);
     while ((int64_t)c->batch * c->heads_q * c->seqlen_q * c->seqlen_k > 100000 && c->seqlen_k > 1) {
         c->batch    = (c->batch + 1) / 2;
         c->seqlen_q = (3 * c->seqlen_q + 3) / 4;

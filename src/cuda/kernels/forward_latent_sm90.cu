@@ -26,6 +26,13 @@
 #include "latent_block_sm90.cuh"
 #include "store_sm90.cuh"
 
+/* What all lanes of this warp have written is there, and what they were to read has been. */
+FA_DEVICE void tell(unsigned barrier)
+{
+    __syncwarp();
+    release(barrier);
+}
+
 /* ---- planner: one thread ---- */
 
 /* Where all sequences are alike blocks stay, and go on with the item that is as far on as there are blocks; else each has one. */
@@ -160,10 +167,10 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
                 go_on(at);
             }
         }
-        if (!FA_HAS_PAGED)
-            barrier_arrive(done(k));
+        if (FA_HAS_PAGED)
+            tell(done(k));
         else
-            release(done(k));
+            barrier_arrive(done(k));
     }
 }
 
@@ -180,13 +187,6 @@ FA_DEVICE void give_back(unsigned empty)
     release(empty);
     if (PAIRS && threadIdx.x % 32 == 1)
         barrier_arrive_at(empty, blockIdx.x % 2 ^ 1);
-}
-
-/* What all lanes of this warp have written is there. */
-FA_DEVICE void tell(unsigned barrier)
-{
-    __syncwarp();
-    release(barrier);
 }
 
 /* The tile's rows of Q, by this warpgroup's threads. */
@@ -305,7 +305,7 @@ FA_DEVICE void store_p(const float (&s)[S_COUNT], int slot)
     }
 }
 
-FA_DEVICE bool is_masked(const work &w, int tile) { return tile < w.clean.begin || tile >= w.clean.end; }
+FA_DEVICE bool is_masked(fa_range clean, int tile) { return tile < clean.begin || tile >= clean.end; }
 
 /* All tiles of an item; `at`: Q's slot, and then the one behind the last tile's. The tensor cores have a queue of some seven products a warp: while these are made,
  * nobody waits for the fence (200 cycles), and the values' first products are in time behind S if their turn is told of as many ahead. */
@@ -336,7 +336,7 @@ FA_DEVICE void walk(const fa_args &args, const work &w, row_sums &r, place &at, 
         go_on(at);
         wgmma_wait<0>();
         hold(s);
-        if (tile < clean.begin || tile >= clean.end)
+        if (is_masked(clean, tile))
             mask_scores(args, w, s, tile);
         follow_maxima(s, r, args.scale_log2, before);
         exponentials(s, r, args.scale_log2, 0);
@@ -527,7 +527,7 @@ FA_DEVICE void value_all(const fa_args &args, int group)
             if (n > 0)
                 follow(o, at.slot);
             int tile = right_tile(own.w) - n;
-            if (is_masked(own.w, tile))
+            if (is_masked(own.w.clean, tile))
                 clear_values(own, group, at.slot, tile);
             barrier_wait(turn(at.slot), at.phase);
             multiply_values(o, group, at.slot);

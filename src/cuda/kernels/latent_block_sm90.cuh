@@ -78,7 +78,7 @@ FA_DEVICE unsigned found(int k) { return barrier_at(7 * SLOTS + 1 + k % WORKS); 
 FA_DEVICE unsigned summed(int k) { return barrier_at(7 * SLOTS + 1 + WORKS + k % WORKS); }
 FA_DEVICE unsigned done(int k) { return barrier_at(7 * SLOTS + 1 + 2 * WORKS + k % WORKS); }
 
-/* Waiting for an item's n-th time and, with the other parity, for it to be free, which it is at first. */
+/* Waiting for item k and, with the other parity, for its place to be free, which it is at first. */
 FA_DEVICE unsigned filled(int k) { return k / WORKS & 1; }
 FA_DEVICE unsigned freed(int k) { return filled(k) ^ 1; }
 
