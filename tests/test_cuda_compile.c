@@ -211,13 +211,24 @@ static void set_latent(flash_attn_problem *p)
     p->v.shape[3] = d - 64;
 }
 
+/* So many queries that none of the rows before this one, for long calls alone, takes them. */
+static int64_t many_queries(const fa_tune_row *row, flash_attn_dtype dtype)
+{
+    int64_t many = 4096;
+    for (const fa_tune_row *before = fa_tune_rows; before < row && before < fa_tune_rows + fa_num_tune_rows; before++) /* a rung's row is elsewhere */
+        if (before->only == FA_FOR_LONG_TMA && before->kernel == row->kernel && before->head_dim == row->head_dim && before->masks & row->masks & FA_ON_CAUSAL &&
+            before->dtypes >> dtype & 1 && before->max_queries < many)
+            many = before->max_queries;
+    return many;
+}
+
 /* A call that takes this row, causal unless the row or the option says otherwise. */
 static flash_attn_status call_for(const fa_tune_row *row, flash_attn_dtype dtype, const option *with, fa_call *call)
 {
     flash_attn_dtype   wide   = dtype == FLASH_ATTN_F8E4M3 ? FLASH_ATTN_BF16 : dtype;
     bool               few = row->only == FA_FOR_FEW || row->only == FA_FOR_LATENT; /* then a tile has the queries of four heads */
     int64_t            most   = row->max_queries + (row->only == FA_FOR_LONG_TMA); /* of FA_FOR_LONG_TMA the fewest */
-    int64_t            seqlen = few ? row->tile_q / 4 : row->max_queries ? most : 4096, d = row->head_dim, heads_q = few ? 16 : 4;
+    int64_t            seqlen = few ? row->tile_q / 4 : row->max_queries ? most : many_queries(row, dtype), d = row->head_dim, heads_q = few ? 16 : 4;
     flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA},
                             .q      = {.dtype = dtype, .shape = {2, seqlen, heads_q, d}},
                             .k      = {.dtype = dtype, .shape = {2, 256, 4, d}},

@@ -214,7 +214,8 @@ static void hoppers_kernel_keeps_its_bounds(void **state)
                   {150, 9000, 128, FLASH_ATTN_NONE, 1, 1, 0.006f, 0},    {150, 9000, 256, FLASH_ATTN_CAUSAL, 1, 1, 0.006f, 0},
                   {300, 900, 128, FLASH_ATTN_NONE, 300, 0, 0.035f, 10},  {700, 900, 64, FLASH_ATTN_CAUSAL, 20, 0, 0.035f, 10},
                   {4100, 100, 256, FLASH_ATTN_CAUSAL, 1, 0, 0.035f, 0},  {4097, 70, 256, FLASH_ATTN_NONE, 1, 0, 0.035f, 0},
-                  {1030, 1300, 128, FLASH_ATTN_NONE, 1, 1, 0.006f, 0},   {1025, 127, 128, FLASH_ATTN_NONE, 20, 0, 0.035f, 10}};
+                  {1030, 1300, 128, FLASH_ATTN_NONE, 1, 1, 0.006f, 0},   {1025, 127, 128, FLASH_ATTN_NONE, 20, 0, 0.035f, 10},
+                  {2060, 2100, 128, FLASH_ATTN_CAUSAL, 1, 1, 0.006f, 0}, {2300, 200, 128, FLASH_ATTN_CAUSAL, 20, 0, 0.035f, 10}};
     for (size_t n = 0; n < sizeof shapes / sizeof shapes[0]; n++) {
         fp8_problem p = make_problem(1, shapes[n].queries, shapes[n].keys, 1, shapes[n].d, 0);
         p.host.mask = p.device.mask = shapes[n].mask;

@@ -48,6 +48,7 @@ static const test_case shapes[] = {
     {.name = "heads first", .batch = 2, .seqlen_q = 5, .seqlen_k = 130, .heads_q = 8, .heads_k = 2, .layout = LAYOUT_HEADS_FIRST},
     {.name = "o in float32", .batch = 2, .seqlen_q = 2, .seqlen_k = 130, .heads_q = 16, .o_f32 = true, .mask = C},
     {.name = "many tiles in one part", .batch = 6, .seqlen_q = 1, .seqlen_k = 4096, .heads_q = 16, .num_splits = 1},
+    {.name = "pairs that stay, parts of as many tiles as slots", .batch = 20, .seqlen_q = 1, .seqlen_k = 570, .heads_q = 128, .num_splits = 4},
     {.name = "so many parts", .seqlen_q = 1, .seqlen_k = 500, .heads_q = 16, .num_splits = 5},
     {.name = "parts by the batch", .batch = 3, .seqlen_q = 2, .seqlen_k = 1200, .heads_q = 16, .num_splits = -1, .mask = C, .seqused_k = LENGTHS_MIXED},
     {.name = "large logits", .seqlen_q = 2, .seqlen_k = 400, .heads_q = 16, .logit_size = 30.0f},

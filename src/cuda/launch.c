@@ -401,7 +401,7 @@ flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, con
         int heads = call->group < row->tile_q ? (int)call->group : row->tile_q;
         if (fa_latent_q_boxes(call, row->tile_q))
             FA_TRY(make_map_of(driver, &call->q, (const int[]){3, 2, 1, 0}, (const int[]){heads, row->tile_q / heads}, columns, &maps->q));
-        return make(driver, &call->k, fa_page_piece(call, fa_latent_in_pairs(call, row) ? row->tile_k / 2 : row->tile_k), columns, &maps->k);
+        return make(driver, &call->k, rows_k, columns, &maps->k);
     }
     FA_TRY(make(driver, &call->q, row->tile_q, columns, &maps->q));
     FA_TRY(make(driver, &call->k, rows_k, columns, &maps->k));

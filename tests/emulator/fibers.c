@@ -46,7 +46,7 @@ static struct {
     warp                   warp[EMULATOR_MAX_FIBERS / 32];
     block                  block[EMULATOR_MAX_BLOCKS];
     int                    current, running; /* fiber; block */
-    unsigned               first_block, blocks, slow; /* slow: a warp's number, modulo how many there are */
+    unsigned               first_block, blocks, slow, held; /* slow: a warp's number, modulo how many there are; held: so many late things happen before it goes on */
     void                  *scheduler;        /* its stack pointer, while a fiber runs */
     emulator_state        *state;
     const emulator_kernel *kernel;
@@ -241,7 +241,7 @@ static bool run_warp(int first)
     return ran;
 }
 
-/* Each warp of a block in turn, but one, which lot makes slow for a time: it goes on where the others cannot. True if one ran. */
+/* Each warp of a block in turn, but one, which lot makes slow for a time: it goes on where the others cannot, or, while it is held, not even there. True if one ran. */
 static bool run_block(int index)
 {
     int  first = index * now.kernel->threads, slow = (int)now.slow % (now.kernel->threads / 32) * 32;
@@ -249,7 +249,7 @@ static bool run_block(int index)
     for (int w = 0; w < now.kernel->threads; w += 32)
         if (w != slow)
             ran |= run_warp(first + w);
-    return ran || run_warp(first + slow);
+    return ran || (now.held == 0 && run_warp(first + slow));
 }
 
 static unsigned drawn(unsigned below)
@@ -285,6 +285,7 @@ static bool let_one_happen(void)
         favoured = drawn(EMULATOR_MAX_BLOCKS);
         left     = drawn(256);
         now.slow = drawn(EMULATOR_MAX_THREADS / 32);
+        now.held = drawn(2) * drawn(64);
     }
     for (unsigned b = 0; b < now.blocks; b++) {
         unsigned index = (favoured + b) % now.blocks, block = now.first_block + index;
@@ -386,7 +387,12 @@ void emulator_run_blocks(const emulator_kernel *kernel, unsigned first_block, un
             while (run_block(b))
                 ran = true;
         }
-        ran = ran || let_one_happen();
+        bool held = !ran && now.held > 0;
+        ran       = ran || let_one_happen();
+        if (held) { /* what is late goes on meanwhile; without it the slow one has to */
+            now.held = ran ? now.held - 1 : 0;
+            ran      = true;
+        }
     }
     bool all = true;
     for (int t = 0; t < fibers; t++)

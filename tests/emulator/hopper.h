@@ -52,6 +52,7 @@ FA_DEVICE void tma_load_ragged(unsigned to, const fa_map &map, unsigned barrier,
     emulator.hopper->load_box(to, &map, barrier, at);
 }
 
+FA_DEVICE void tma_prefetch_map(const fa_map &) {}
 FA_DEVICE void tma_prefetch_ragged(const fa_map &, int, int, int, int) {}
 
 FA_DEVICE void bulk_load(unsigned to, const void *from, unsigned bytes, unsigned barrier)
@@ -146,6 +147,7 @@ FA_DEVICE unsigned pack_e4m3(float a, float b, float c, float d)
 }
 FA_DEVICE float at_most_30(float x) { return x > 30 ? 30 : x; }
 FA_DEVICE void  keep_order(float &) {}
+FA_DEVICE void  keep_behind(bool) {}
 
 FA_DEVICE float from_quad(float x, int quad) { return __shfl_sync(~0u, x, 4 * quad + (int)threadIdx.x % 4); }
 

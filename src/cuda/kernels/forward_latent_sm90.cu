@@ -3,7 +3,7 @@
  * bfloat16, any number of queries. Rows of a tile are queries of all heads that share a key head, so K, which is V too, is read once for 64 of them.
  *
  *     warpgroup 0, warp 0   producer: fills three slots by turns by TMA, with a tile of Q and then with its tiles of 48 keys
- *                  warp 1   planner: one thread finds this block's items, tiles of rows and parts of their keys, ahead
+ *                  warp 1   planner: one thread finds this block's items, tiles of rows and parts of their keys, ahead, the first while barriers are set up
  *     warpgroup 1           scores: S and P of all 64 rows; has two thirds of Q in registers, so that memory has room for three slots
  *     warpgroups 2, 3       values: all 64 rows of O, columns 0-255 and 256-511
  *
@@ -20,37 +20,44 @@
  * are told just before S is there. What has grown by a new maximum goes over with P, 64 factors; maxima may lag (softmax.cuh), so that O is hardly ever
  * scaled. The scores' warpgroup goes on with the next item while the values' store O.
  *
- * With FA_VARIANT bit 0 blocks are in pairs (clusters), which have neighbouring tiles of rows and walk the same keys: each asks TMA for half of every panel's rows,
+ * With FA_VARIANT bit 0 blocks are in pairs (clusters), which have neighbouring tiles of rows and walk the same keys: each asks TMA for every other panel,
  * for both, so that L2 is read half as much (decision 0070).
  */
 #include "latent_block_sm90.cuh"
 #include "store_sm90.cuh"
 
 /* What all lanes of this warp have written is there, and what they were to read has been. */
-FA_DEVICE void tell(unsigned barrier)
+FA_DEVICE void tell(unsigned barrier, bool told = true)
 {
     __syncwarp();
-    release(barrier);
+    if (told && threadIdx.x % 32 == 0)
+        barrier_arrive(barrier);
 }
 
 /* ---- planner: one thread ---- */
 
-/* Where all sequences are alike blocks stay, and go on with the item that is as far on as there are blocks; else each has one. */
+/* Item k of this block is piece of work n; true if there is one. */
+FA_DEVICE bool find_item(const fa_args &args, int k, unsigned n)
+{
+    bool  more   = n < (unsigned)args.tiles_q * args.heads_k * args.num_splits * args.batch;
+    item &next   = item_at(k);
+    next.none    = !more;
+    next.cleared = next.far = 0;
+    if (more)
+        next.w = work_of<PAIRS ? 2 * FA_TILE_Q : FA_TILE_Q>(args, n);
+    return more;
+}
+
+/* Where all sequences are alike blocks stay, and go on with the item that is as far on as there are blocks; else each has one. The first has been found. */
 FA_DEVICE void plan(const fa_args &args)
 {
-    unsigned items = (unsigned)args.tiles_q * args.heads_k * args.num_splits * args.batch, n = blockIdx.x;
-    for (int k = 0;; k++) {
+    unsigned n = blockIdx.x;
+    int      k = 0;
+    for (bool more = !item_at(0).none; more; more = find_item(args, k, n += gridDim.x)) {
+        barrier_arrive(found(k++));
         barrier_wait(done(k), freed(k));
-        item &next   = item_at(k);
-        next.none    = n >= items;
-        next.cleared = next.far = 0;
-        if (n < items)
-            next.w = work_of<PAIRS ? 2 * FA_TILE_Q : FA_TILE_Q>(args, n);
-        barrier_arrive(found(k));
-        if (n >= items)
-            return;
-        n += gridDim.x;
     }
+    barrier_arrive(found(k));
 }
 
 /* ---- producer: one thread, or of keys in pages one warp ---- */
@@ -64,16 +71,13 @@ struct key_piece {
     int entry, row;
 };
 
-/* The first row of a panel that this block asks for. */
-FA_DEVICE int first_load() { return PAIRS ? (int)(blockIdx.x % 2) * LOAD_ROWS : 0; }
-
 FA_DEVICE key_piece piece_of_lane(const fa_args &args, const work &w, int tile)
 {
-    int first = tile * FA_TILE_K + first_load();
+    int first = tile * FA_TILE_K;
     if (!FA_HAS_PAGED)
         return {w.seq.kv_entry, w.seq.kv_row + first};
     first += (int)threadIdx.x * args.page_piece;
-    if ((int)threadIdx.x * args.page_piece >= LOAD_ROWS || first >= w.keys.end || first + args.page_piece <= w.keys.begin)
+    if ((int)threadIdx.x * args.page_piece >= FA_TILE_K || first >= w.keys.end || first + args.page_piece <= w.keys.begin)
         return {-1, 0};
     int page = first / args.kv_rows;
     return {args.page_table[w.b * args.page_row_stride + page], first - page * args.kv_rows};
@@ -90,7 +94,7 @@ FA_DEVICE void expect(place at, int part, int bytes)
 /* The item's Q, `items` having been before it, by one thread. */
 FA_DEVICE void fetch_queries(const fa_args &args, const fa_map &map, const work &w, place at, int items)
 {
-    int query = w.seq.q_row + w.first_row / args.group, head = w.head + w.first_row % args.group;
+    int query = w.seq.q_row + w.first_q, head = w.head + w.first_row - w.first_q * args.group;
 #pragma unroll
     for (int part = 0; part < 3; part++) {
         if (part == 2)
@@ -105,12 +109,18 @@ FA_DEVICE void fetch_queries(const fa_args &args, const fa_map &map, const work 
     }
 }
 
-/* A part of a tile's panels, from row `row` on what is in one place. Written out: a loop's addresses took longer than the products. */
+/* A part of a tile's panels, from row `row` on what is in one place; of a pair's blocks one asks for those with even numbers, the other for the odd ones. Written
+ * out: a loop's addresses took longer than the products. */
 FA_DEVICE void fetch_panels(const fa_map &map, int kv_head, place at, key_piece piece, int part, int row)
 {
+    constexpr int EACH = PAIRS ? 2 : 1;
+    int           rank = PAIRS ? (int)(blockIdx.x % 2) : 0;
+    if (PAIRS && part == 2 && rank == 1)
+        return;
 #pragma unroll
-    for (int panel = HALF * part; panel < (part == 2 ? PANELS : HALF * (part + 1)); panel++) {
-        unsigned to = panel_at(at.slot, panel) + row * 128;
+    for (int n = HALF * part; n < (part == 2 ? PANELS : HALF * (part + 1)); n += EACH) {
+        int      panel = n + rank;
+        unsigned to    = panel_at(at.slot, panel) + row * 128;
         if constexpr (PAIRS)
             tma_load_both(to, map, full(at.slot, part), 64 * panel, piece.row, kv_head, piece.entry);
         else
@@ -125,17 +135,17 @@ FA_DEVICE void fetch_keys(const fa_args &args, const fa_map &map, int kv_head, p
     for (int part = 0; part < 3; part++) {
         if (!FA_HAS_PAGED) {
             expect(at, part, part < 2 ? HALF_BYTES : PANEL_BYTES);
-            fetch_panels(map, kv_head, at, piece, part, first_load());
+            fetch_panels(map, kv_head, at, piece, part, 0);
             continue;
         }
         if (threadIdx.x == 0)
             expect(at, part, part < 2 ? HALF_BYTES : PANEL_BYTES);
         __syncwarp();
 #pragma unroll 1
-        for (int row = 0, lane = 0; row < LOAD_ROWS; row += args.page_piece, lane++) {
+        for (int row = 0, lane = 0; row < FA_TILE_K; row += args.page_piece, lane++) {
             key_piece of = {__shfl_sync(~0u, piece.entry, lane), __shfl_sync(~0u, piece.row, lane)};
             if (elected())
-                fetch_panels(map, kv_head, at, of, part, first_load() + row);
+                fetch_panels(map, kv_head, at, of, part, row);
         }
     }
 }
@@ -321,16 +331,16 @@ FA_DEVICE void walk(const fa_args &args, const work &w, row_sums &r, place &at, 
     take_queries(q, at.slot);
     give_back(empty(at.slot, 0));
     give_back(empty(at.slot, 1));
-    int      before = at.slot;
+    int      before = -1; /* the slot of the tile before */
     fa_range clean  = {same_for_all(w.clean.begin), same_for_all(w.clean.end)}; /* of which no mask hides a key */
     go_on(at);
 #pragma unroll 1
     for (int tile = right_tile(w); tiles > 0; tiles--, tile--) {
         start_scores<0, FENCE>(s, q, at);
         fence_async(); /* of P of the tile before */
-        tell(told(before));
+        tell(told(before), before >= 0);
         start_scores<FENCE, TURN>(s, q, at);
-        tell(turn(before));
+        tell(turn(before), before >= 0);
         start_scores<TURN, STEPS>(s, q, at);
         before = at.slot;
         go_on(at);
@@ -458,24 +468,23 @@ struct both_values {
     static __device__ __forceinline__ void sync() { named_sync(VALUES, 32 * WARPS); }
 };
 
-/* A part's O: four neighbouring lanes' columns 8 j ... 8 j + 31 of row h, of which each stores eight. */
+/* A part's O of row h, 16 columns of four neighbouring lanes after the other: of two lanes one stores four of the first eight, the other four of the rest. A store
+ * writes whole sectors, for halves of sectors take as long. */
 FA_DEVICE void store_part(float *to, const float (&o)[O_COUNT], int h, float scale)
 {
+    bool odd = threadIdx.x % 2;
+    to += odd * 8 + threadIdx.x % 4 / 2 * 4;
 #pragma unroll
-    for (int j = 0; j < O_COUNT / 4; j += 4) {
-        unsigned even[4], odd[4];
+    for (int j = 0; j < O_COUNT / 4; j += 2) {
+        float mine[2], got[2];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            even[i] = (unsigned)__float_as_int(o[4 * (j + i) + 2 * h] * scale);
-            odd[i]  = (unsigned)__float_as_int(o[4 * (j + i) + 2 * h + 1] * scale);
+        for (int e = 0; e < 2; e++) {
+            float first = o[4 * j + 2 * h + e] * scale, second = o[4 * (j + 1) + 2 * h + e] * scale;
+            mine[e] = odd ? second : first;
+            got[e]  = __shfl_xor_sync(~0u, odd ? first : second, 1);
         }
-        transpose_quad(even);
-        transpose_quad(odd);
-        if (to) {
-            uint4 *at = (uint4 *)(to + 8 * (j + threadIdx.x % 4));
-            at[0]     = make_uint4(even[0], odd[0], even[1], odd[1]);
-            at[1]     = make_uint4(even[2], odd[2], even[3], odd[3]);
-        }
+        if (!(scale < 0.0f))
+            *(float4 *)(to + 8 * j) = odd ? make_float4(got[0], got[1], mine[0], mine[1]) : make_float4(mine[0], mine[1], got[0], got[1]);
     }
 }
 
@@ -491,7 +500,7 @@ FA_DEVICE void store_result(const fa_args &args, item &own, const float (&o)[2][
 #pragma unroll
         for (int half = 0; half < 2; half++)
             if constexpr (FA_HAS_SPLIT)
-                store_part(scale < 0.0f ? nullptr : args.o_partial + at + half * 128, o[half], h, scale);
+                store_part(args.o_partial + at + half * 128, o[half], h, scale);
             else
                 store_row<FA_DTYPE_O, 128>(scale < 0.0f ? nullptr : (char *)args.o.data + (at + half * 128) * (FA_DTYPE_O == FA_F32 ? 4 : 2), o[half], h, scale,
                                            args.head_dim_v - group * 256 - half * 128);
@@ -505,8 +514,9 @@ FA_DEVICE void store_result(const fa_args &args, item &own, const float (&o)[2][
 
 FA_DEVICE void value_all(const fa_args &args, int group)
 {
-    float o[2][O_COUNT];
-    place at = {0, 0};
+    float    o[2][O_COUNT];
+    place    at = {0, 0};
+    unsigned tellings = 0; /* bit n: the parity of those of slot n. They are of tiles alone: of Q in a slot nobody waits to hear */
     for (int k = 0;; k++) {
         barrier_wait(found(k), filled(k));
         item &own = item_at(k);
@@ -516,22 +526,21 @@ FA_DEVICE void value_all(const fa_args &args, int group)
         for (int n = 0; n < 2 * O_COUNT; n++) /* not by the first product: then O would live on beside its way out */
             o[n / O_COUNT][n % O_COUNT] = 0.0f;
         int tiles = same_for_all(tiles_of(own.w));
-        if (tiles > 0) { /* Q's slot: not theirs, but a barrier that nobody waits for might be two phases on */
-            barrier_wait(told(at.slot), at.phase);
-            barrier_wait(turn(at.slot), at.phase);
+        if (tiles > 0) /* Q's slot */
             go_on(at);
-        }
 #pragma unroll 1
         for (int n = 0; n < tiles; n++) {
-            barrier_wait(told(at.slot), at.phase);
+            unsigned parity = tellings >> at.slot & 1;
+            barrier_wait(told(at.slot), parity);
             if (n > 0)
                 follow(o, at.slot);
             int tile = right_tile(own.w) - n;
             if (is_masked(own.w.clean, tile))
                 clear_values(own, group, at.slot, tile);
-            barrier_wait(turn(at.slot), at.phase);
+            barrier_wait(turn(at.slot), parity);
             multiply_values(o, group, at.slot);
             give_back(empty(at.slot, group));
+            tellings ^= 1u << at.slot;
             go_on(at);
         }
         barrier_wait(summed(k), filled(k));
@@ -545,6 +554,13 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, FA_MIN_BLOCKS)
 {
     if (threadIdx.x == 0)
         start_barriers();
+    else if (threadIdx.x == 32)
+        find_item(args, 0, blockIdx.x);
+    else if (threadIdx.x == 64) {
+        if (has_boxes(args))
+            tma_prefetch_map(maps.q);
+        tma_prefetch_map(maps.k);
+    }
     if constexpr (PAIRS)
         cluster_barrier(); /* the barriers are set up, the other block's too */
     else

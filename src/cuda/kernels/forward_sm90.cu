@@ -37,10 +37,10 @@ constexpr int CONSUMERS = FA_WARPS / 4 - 1; /* warpgroups */
 constexpr int Q_STAGES = FA_VARIANT & 1 ? 2 : 1, WORKS = 8, INSPECTORS = 2; /* warps */
 constexpr bool TURNS_V = FP8 && !(FA_VARIANT & 2);
 constexpr bool BESIDE_ANOTHER = FA_MIN_BLOCKS > 1; /* two blocks a multiprocessor */
-constexpr bool ONE_BY_ONE = BESIDE_ANOTHER || (CONSUMERS == 3 && FA_HEAD_DIM_V > 64); /* no registers for S' beside P */
+constexpr bool ONE_BY_ONE = BESIDE_ANOTHER || (CONSUMERS == 3 && (FP8 || FA_HEAD_DIM_V > 64)); /* S' beside P wants registers; FP8's three are faster without */
 /* Of the registers that a lane of each of a block's warpgroups has in all: 512 with 3 consumers, 504 with 2, 240 if there are two blocks. */
-constexpr int PRODUCER_REGISTERS = BESIDE_ANOTHER ? (FP8 ? 48 : 32) : CONSUMERS == 3 ? (FP8 && !ONE_BY_ONE ? 56 : 32) : FP8 ? 56 : 40;
-constexpr int CONSUMER_REGISTERS = BESIDE_ANOTHER ? (FP8 ? 96 : 104) : CONSUMERS == 3 ? (FP8 && !ONE_BY_ONE ? 152 : 160) : FP8 ? 224 : 232;
+constexpr int PRODUCER_REGISTERS = BESIDE_ANOTHER ? (FP8 ? 48 : 32) : CONSUMERS == 3 ? (FP8 && FA_HEAD_DIM_V <= 64 ? 56 : 32) : FP8 ? 56 : 40;
+constexpr int CONSUMER_REGISTERS = BESIDE_ANOTHER ? (FP8 ? 96 : 104) : CONSUMERS == 3 ? (FP8 && FA_HEAD_DIM_V <= 64 ? 152 : 160) : FP8 ? 224 : 232;
 static_assert(FA_TILE_Q == 64 * CONSUMERS && CONSUMERS > 1, "a consumer owns 64 rows, and takes turns with another");
 static_assert(FA_DTYPE != FA_F32 && FA_HEAD_DIM % 64 == 0 && FA_HEAD_DIM_V % 64 == 0, "tiles are made of panels");
 
@@ -251,15 +251,16 @@ struct consumer {
     unsigned  tile;
 };
 
-/* Named barrier 1 + c: consumer c waits there, and the one before it arrives. The last one's first arrival starts the round. */
+/* Named barrier 1 + c: consumer c waits there, and the one before it arrives. The last one's first arrival starts the round. Turns are for products, or,
+ * of consumers that go one step after the other, for exponentials: else all of them would be at the same. */
 FA_DEVICE void await_turn(int group)
 {
-    if (!ONE_BY_ONE)
+    if (!BESIDE_ANOTHER)
         named_sync(1 + group, 256);
 }
 FA_DEVICE void pass_turn(int group)
 {
-    if (!ONE_BY_ONE)
+    if (!BESIDE_ANOTHER)
         named_arrive(1 + (group + 1) % CONSUMERS, 256);
 }
 
@@ -394,10 +395,18 @@ template <bool MASKED> FA_DEVICE void whole_step(const fa_args &args, const work
     float s[S_COUNT], alpha[2];
     scores_alone(w, s, c, item, n);
     finish_scores(args, w, s, c.group, n, MASKED);
-    if (softmax_step<MASKED>(s, c.rows, alpha, unit_of(args, w)))
+    if (move_rows(s, c.rows, alpha, unit_of(args, w))) /* O is scaled here, for without a branch behind the exponentials sums and packing stand between them */
         scale_output(c.o, alpha);
+    shift_scores<MASKED>(s, c.rows, unit_of(args, w));
+    hold(s);
+    await_turn(c.group);
+    keep_behind(c.tile == ~0u);
+    hold(s);
+    exponentials(s, c.rows);
     drop(args, w, s, c.group, n);
     pack_p(c.p, s);
+    hold(c.p);
+    pass_turn(c.group);
     wait_for_v(c.tile);
     if (FP8 && !c.fresh && n % KEPT_STEPS == 0)
         keep_output(c, unit_of(args, w));
@@ -539,6 +548,8 @@ FA_DEVICE void consume_one_by_one(const fa_args &args, int group)
     consumer c;
     c.group = group;
     c.tile  = 0;
+    if (group == CONSUMERS - 1)
+        pass_turn(group);
     bool more = has_item(args, 0);
     for (unsigned item = 0; more; more = same_for_all(work_at(item).more), item++) {
         const work &w = work_at(item);

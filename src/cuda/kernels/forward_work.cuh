@@ -50,7 +50,7 @@ template <int WALK_ROWS = FA_TILE_Q> FA_DEVICE work work_of(const fa_args &args,
 {
     work     w;
     int      tile;
-    int      runs = (args.num_splits + args.run_parts - 1) / args.run_parts;
+    int      runs = args.run_parts == 1 ? args.num_splits : (args.num_splits + args.run_parts - 1) / args.run_parts;
     auto     take = [&](unsigned count) { /* the next digit of the block's number */
         if (count == 1) /* a division is a hundred cycles */
             return 0;
@@ -85,8 +85,8 @@ template <int WALK_ROWS = FA_TILE_Q> FA_DEVICE work work_of(const fa_args &args,
         w.head *= args.group;
         w.first_row = tile * FA_TILE_Q;
         w.rows      = fa_min_int(FA_TILE_Q, w.seq.rows_q * args.group - w.first_row);
-        w.first_q   = tile == 0 ? 0 : w.first_row / args.group;
-        w.queries   = {w.first_q, args.tiles_q == 1 ? w.seq.seqlen_q : fa_min_int((w.first_row + w.rows - 1) / args.group + 1, w.seq.seqlen_q)};
+        w.first_q   = quotient(w.first_row, args.group);
+        w.queries   = {w.first_q, args.tiles_q == 1 ? w.seq.seqlen_q : fa_min_int(quotient(w.first_row + w.rows - 1, args.group) + 1, w.seq.seqlen_q)};
     } else {
         w.first_q = tile * FA_TILE_Q;
         w.queries = {w.first_q, fa_min_int(w.first_q + FA_TILE_Q, w.seq.seqlen_q)};
@@ -105,7 +105,7 @@ template <int WALK_ROWS = FA_TILE_Q> FA_DEVICE work work_of(const fa_args &args,
     fa_range walked = w.queries;
     if constexpr (WALK_ROWS > FA_TILE_Q) {
         int first = w.first_row / WALK_ROWS * WALK_ROWS;
-        walked    = {first / args.group, fa_min_int((first + WALK_ROWS - 1) / args.group + 1, w.seq.seqlen_q)};
+        walked    = {quotient(first, args.group), fa_min_int(quotient(first + WALK_ROWS - 1, args.group) + 1, w.seq.seqlen_q)};
     }
     w.keys = fa_keys_seen(window_of(args), w.seq.diagonal, walked, all);
     if (walked.begin >= walked.end)

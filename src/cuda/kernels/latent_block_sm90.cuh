@@ -10,7 +10,6 @@ static_assert(FA_HEAD_DIM == 576 && FA_HEAD_DIM_V == 512, "nine panels, the firs
 static_assert(FA_DTYPE == FA_F16 || FA_DTYPE == FA_BF16, "two bytes an element");
 
 constexpr bool PAIRS = FA_VARIANT & 1;
-constexpr int  LOAD_ROWS = PAIRS ? FA_TILE_K / 2 : FA_TILE_K; /* of a panel of keys, that a block asks for */
 constexpr int  PANELS = 9, ROTARY = PANELS - 1, HALF = ROTARY / 2; /* of 64 columns; ROTARY: the panel that is not V's */
 constexpr int  PANEL_BYTES = FA_TILE_K * 128, HALF_BYTES = HALF * PANEL_BYTES, ROWS_BYTES = FA_TILE_Q * 128; /* of keys; ROWS_BYTES: a panel of Q or P */
 constexpr int  KEPT = 6;                                                                                    /* panels of Q in registers */
@@ -69,7 +68,7 @@ FA_DEVICE unsigned barrier_at(int number) { return shared_address(shared) + BARR
 FA_DEVICE unsigned full(int slot, int part) { return barrier_at(7 * slot + part); }
 /* They have been read; the third panel when both have. */
 FA_DEVICE unsigned empty(int slot, int part) { return barrier_at(7 * slot + 3 + part); }
-/* P of the slot's tile is there, or Q has been taken out ... */
+/* P of the slot's tile is there ... */
 FA_DEVICE unsigned told(int slot) { return barrier_at(7 * slot + 5); }
 /* ... and the tensor cores have soon made S of the next tile. */
 FA_DEVICE unsigned turn(int slot) { return barrier_at(7 * slot + 6); }

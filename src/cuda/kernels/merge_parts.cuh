@@ -66,9 +66,16 @@ FA_DEVICE void store_columns(const fa_args &args, fa_i64 at, int col, float4 v)
 /* LSE of row n, whose parts are dealt to eight neighbouring lanes. own: of the lane's first; FEW: it has no other. */
 template <bool FEW> FA_DEVICE float merged_lse(const fa_args &args, fa_i64 part_rows, fa_i64 n, int parts, float own, float sink)
 {
-    int   next = threadIdx.x % 8 + 8;
-    float maximum = own; /* fmaxf passes NaN over; the sum does not */
-    for (int p = next; !FEW && p < parts; p += 8)
+    constexpr int AHEAD = FEW ? 0 : 3; /* that are asked for at once */
+    int   next = threadIdx.x % 8 + 8, rest = next + 8 * AHEAD;
+    float maximum = own, more[AHEAD + 1]; /* fmaxf passes NaN over; the sum does not */
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++)
+        more[i] = lse_of_part(args, part_rows, n, next + 8 * i, parts);
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++)
+        maximum = fmaxf(maximum, more[i]);
+    for (int p = rest; !FEW && p < parts; p += 8)
         maximum = fmaxf(maximum, lse_of_part(args, part_rows, n, p, parts));
 #pragma unroll
     for (int step = 4; step > 0; step /= 2)
@@ -76,7 +83,10 @@ template <bool FEW> FA_DEVICE float merged_lse(const fa_args &args, fa_i64 part_
     maximum = fmaxf(maximum, sink);
     /* A row that saw nothing has maximum -inf; subtract 0 instead, or exp(-inf + inf) is NaN. */
     float shift = maximum == -infinity() ? 0.0f : maximum, sum = expf(own - shift);
-    for (int p = next; !FEW && p < parts; p += 8)
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++)
+        sum += expf(more[i] - shift);
+    for (int p = rest; !FEW && p < parts; p += 8)
         sum += expf(lse_of_part(args, part_rows, n, p, parts) - shift);
 #pragma unroll
     for (int step = 4; step > 0; step /= 2)
@@ -125,8 +135,8 @@ FA_DEVICE void merge_few_parts(const fa_args &args, bool is_one, float of_lane, 
 }
 
 /* At most four rows by a warp. Eight neighbouring lanes know each and have its parts p, p + 8, ...; `mine`: theirs is one. counts: of the queries that
- * count, others have no sink. FEW: at most eight parts. */
-template <bool FEW> FA_DEVICE void merge_rows(const fa_args &args, bool mine, int head, int entry, int row, bool counts)
+ * count, others have no sink. FEW: at most eight parts. Of `chunks` warps that share a row each has every so many'th 128 of its columns, from `chunk` on. */
+template <bool FEW> FA_DEVICE void merge_rows(const fa_args &args, bool mine, int head, int entry, int row, bool counts, int chunk = 0, int chunks = 1)
 {
     constexpr int LANES = FA_HEAD_DIM_V <= 32 ? 8 : FA_HEAD_DIM_V <= 64 ? 16 : 32; /* of a row's columns */
     int           lane = threadIdx.x % 32, parts = mine ? args.num_splits : 0;
@@ -134,7 +144,7 @@ template <bool FEW> FA_DEVICE void merge_rows(const fa_args &args, bool mine, in
     fa_i64        n         = mine ? ((fa_i64)head * args.q_entries + entry) * args.q_rows + row : 0;
     float         own       = lse_of_part(args, part_rows, n, lane % 8, parts);
     float         lse       = merged_lse<FEW>(args, part_rows, n, parts, own, mine && counts ? sink_of(args, head) : -infinity());
-    if (lane % 8 == 0 && mine)
+    if (lane % 8 == 0 && mine && chunk == 0)
         store_merged_lse(args, entry, row, head, lse);
     fa_i64 o_at = row_of_o(args, entry, row, head);
 #pragma unroll
@@ -152,7 +162,7 @@ template <bool FEW> FA_DEVICE void merge_rows(const fa_args &args, bool mine, in
                 merge_few_parts<4, 2>(args, is_one, of_lane, from, part_rows, its_n, its_o);
             continue;
         }
-        for (int first = 0; first < FA_HEAD_DIM_V; first += 128) {
+        for (int first = 128 * chunk; first < FA_HEAD_DIM_V; first += 128 * chunks) {
             int    col       = first + lane % LANES * 4;
             float4 sum[1][8] = {};
             for (int p = 0; FEW ? p == 0 : p < args.num_splits; p += 8) {

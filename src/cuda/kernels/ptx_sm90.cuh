@@ -118,6 +118,9 @@ FA_DEVICE void tma_load_ragged(unsigned to, const fa_map &map, unsigned barrier,
                  : "memory");
 }
 
+/* The map itself, which TMA would have to wait for. */
+FA_DEVICE void tma_prefetch_map(const fa_map &map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+
 /* The same box into L2 alone. */
 FA_DEVICE void tma_prefetch_ragged(const fa_map &map, int column, int left, int head, int end)
 {
@@ -210,6 +213,13 @@ FA_DEVICE float from_quad(float x, int quad)
 
 /* Nothing, but the compiler leaves what makes x before it and what x makes behind. */
 FA_DEVICE void keep_order(float &x) { asm volatile("" : "+f"(x)); }
+
+/* Nothing, but ptxas, which moves arithmetic over barriers, leaves what comes behind this there. `never` is not true, which it must not know. */
+FA_DEVICE void keep_behind(bool never)
+{
+    if (never)
+        asm volatile("st.global.u32 [%0], %1;" ::"l"(0ull), "r"(0) : "memory");
+}
 
 /* Two elements become 0 where their number, the low or the high half of a word, is below the threshold, given in the high half. A product with 0 is not
  * the unit's that compares. */

@@ -13,11 +13,9 @@ struct row_state {
     unsigned lost;           /* bit h: softmax_ahead could not follow the maximum */
 };
 
-/* Line 9: S becomes P = exp2(unit * (S - max)), and the row's maximum and sum take it in. The maximum may lag behind (softmax.cuh), so lanes
- * tell each other theirs only where one has moved too far: true then, and alpha is what O has to be multiplied with. A row that has not moved
- * keeps its bits, whatever the warp's others do. GUARD: a row may have seen nothing. */
-template <bool GUARD>
-FA_DEVICE bool softmax_step(float (&s)[S_COUNT], row_state &rows, float (&alpha)[2], float unit)
+/* The first half of line 9: the row's maximum. It may lag behind (softmax.cuh), so lanes tell each other theirs only where one has moved too far: true then,
+ * and alpha is what O has to be multiplied with. A row that has not moved keeps its bits, whatever the warp's others do. */
+FA_DEVICE bool move_rows(const float (&s)[S_COUNT], row_state &rows, float (&alpha)[2], float unit)
 {
     float highest[2]; /* of this lane */
     bool  far = false;
@@ -42,20 +40,47 @@ FA_DEVICE bool softmax_step(float (&s)[S_COUNT], row_state &rows, float (&alpha)
             rows.sum[h] *= alpha[h];
         }
     }
+    return moved;
+}
+
+/* The second: S becomes P = exp2(unit * (S - max)), and the row's sum takes it in. GUARD: a row may have seen nothing. */
+template <bool GUARD> FA_DEVICE void shift_scores(float (&s)[S_COUNT], const row_state &rows, float unit)
+{
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        float shift = rows.max[h] * unit - P_LOG2, sum = 0.0f;
+        float shift = rows.max[h] * unit - P_LOG2;
         if (GUARD && rows.max[h] == -infinity())
             shift = 0.0f;
 #pragma unroll
         for (int j = 0; j < FA_TILE_K / 8; j++)
 #pragma unroll
+            for (int e = 2 * h; e < 2 * h + 2; e++)
+                s[4 * j + e] = s[4 * j + e] * unit - shift;
+    }
+}
+
+FA_DEVICE void exponentials(float (&s)[S_COUNT], row_state &rows)
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < FA_TILE_K / 8; j++)
+#pragma unroll
             for (int e = 2 * h; e < 2 * h + 2; e++) {
-                s[4 * j + e] = exp2_fast(s[4 * j + e] * unit - shift);
+                s[4 * j + e] = exp2_fast(s[4 * j + e]);
                 sum += s[4 * j + e];
             }
         rows.sum[h] += sum;
     }
+}
+
+template <bool GUARD>
+FA_DEVICE bool softmax_step(float (&s)[S_COUNT], row_state &rows, float (&alpha)[2], float unit)
+{
+    bool moved = move_rows(s, rows, alpha, unit);
+    shift_scores<GUARD>(s, rows, unit);
+    exponentials(s, rows);
     return moved;
 }
 
