@@ -278,7 +278,7 @@ static void add_combine(key_list *list, const fa_tune_row *row, flash_attn_dtype
     fa_call             call;
     fa_plan             plan;
     if (is_backward(row) || call_for(row, dtype, &split, &call) != FLASH_ATTN_OK ||
-        fa_plan_make(&call, arch, 0, kernel_of(row), &plan) != FLASH_ATTN_OK)
+        fa_plan_make(&call, arch, NULL, kernel_of(row), &plan) != FLASH_ATTN_OK)
         return;
     for (int i = 0; i < plan.num_launches; i++)
         if (plan.launch[i].key.kernel == FA_KERNEL_COMBINE)
@@ -304,7 +304,7 @@ static void every_row_is_taken_on_every_architecture_that_it_names(void **state)
                 bool   softcap = row->only == FA_FOR_ALIGNED || row->only == FA_FOR_SOFTCAP_TMA;
                 option only    = {"", true, true, row->only == FA_FOR_ANY ? set_odd : softcap ? set_softcap : set_nothing, EVERY_ROW};
                 if (call_for(row, (flash_attn_dtype)dtype, &only, &call) != FLASH_ATTN_OK ||
-                    fa_plan_make(&call, archs[a], 0, kernel_of(row), &plan) != FLASH_ATTN_OK)
+                    fa_plan_make(&call, archs[a], NULL, kernel_of(row), &plan) != FLASH_ATTN_OK)
                     fail_msg("row %d, sm_%d: %s", r, archs[a], flash_attn_last_error());
                 if (plan.row != row)
                     fail_msg("row %d (%s) is hidden on sm_%d by row %d", r, row->why, archs[a],
@@ -357,7 +357,7 @@ static void every_row_builds_cleanly_for_every_architecture(void **state)
                 if (stands_with_a_lower(archs[a], row, dtype) || stands_with_bf16(archs[a], row, dtype))
                     continue;
                 assert_int_equal(call_for(row, (flash_attn_dtype)dtype, &options[0], &call), FLASH_ATTN_OK);
-                assert_int_equal(fa_plan_make(&call, archs[a], 0, kernel_of(row), &plan), FLASH_ATTN_OK);
+                assert_int_equal(fa_plan_make(&call, archs[a], NULL, kernel_of(row), &plan), FLASH_ATTN_OK);
                 add_plan(&list, &plan);
                 add_combine(&list, row, (flash_attn_dtype)dtype, archs[a]);
             }
@@ -459,7 +459,7 @@ static void every_option_builds_cleanly(void **state)
                     continue;
                 if (call_for(row, (flash_attn_dtype)dtype, with, &call) != FLASH_ATTN_OK)
                     fail_msg("%s: %s", with->name, flash_attn_last_error());
-                if (fa_plan_make(&call, arch, 0, kernel_of(row), &plan) != FLASH_ATTN_OK)
+                if (fa_plan_make(&call, arch, NULL, kernel_of(row), &plan) != FLASH_ATTN_OK)
                     print_message("  %s %s: %s\n", fa_kernels[row->kernel].name, with->name, flash_attn_last_error());
                 else if (plan.row == row || only_option) /* another row that takes the option has a turn of its own */
                     add_plan(&list, &plan);
@@ -493,7 +493,7 @@ static void every_rung_of_the_ladder_builds_cleanly(void **state)
                             continue;
                         like.kernel = FA_KERNEL_FORWARD_SM80;
                         assert_int_equal(call_for(&like, f16 ? FLASH_ATTN_F16 : FLASH_ATTN_BF16, &mask, &call), FLASH_ATTN_OK);
-                        if (fa_plan_make(&call, archs[a], 0, fa_rungs[g].name, &plan) != FLASH_ATTN_OK)
+                        if (fa_plan_make(&call, archs[a], NULL, fa_rungs[g].name, &plan) != FLASH_ATTN_OK)
                             fail_msg("%s on sm_%d: %s", fa_rungs[g].name, archs[a], flash_attn_last_error());
                         assert_ptr_equal(plan.row, row);
                         add_plan(&list, &plan);
@@ -525,7 +525,7 @@ static void a_rung_says_what_it_lacks(void **state)
         fa_plan     plan;
         like.kernel = FA_KERNEL_FORWARD_SM80;
         assert_int_equal(call_for(&like, FLASH_ATTN_BF16, &refused[i].with, &call), FLASH_ATTN_OK);
-        assert_int_equal(fa_plan_make(&call, refused[i].arch, 0, refused[i].name, &plan), FLASH_ATTN_UNSUPPORTED);
+        assert_int_equal(fa_plan_make(&call, refused[i].arch, NULL, refused[i].name, &plan), FLASH_ATTN_UNSUPPORTED);
         if (!strstr(flash_attn_last_error(), refused[i].says))
             fail_msg("%s: %s", refused[i].name, flash_attn_last_error());
     }

@@ -38,7 +38,7 @@ static void plan_it(const flash_attn_problem *p, flash_attn_pass pass, int arch,
     flash_attn_dtype  dtype = p->q.dtype;
     flash_attn_grads  g     = {{.dtype = dtype}, {.dtype = dtype}, {.dtype = dtype}, {.dtype = dtype}, {.dtype = p->bias.dtype}, {0}, {0}};
     if (fa_normalise(p, pass == FLASH_ATTN_BACKWARD ? &g : NULL, pass, FA_PLAN, call) != FLASH_ATTN_OK ||
-        fa_plan_make(call, arch, 0, NULL, plan) != FLASH_ATTN_OK)
+        fa_plan_make(call, arch, NULL, NULL, plan) != FLASH_ATTN_OK)
         fail_msg("sm_%d: %s", arch, flash_attn_last_error());
 }
 
@@ -333,7 +333,7 @@ static void more_blocks_than_cuda_has_are_refused(void **state)
     fa_plan            plan;
     flash_attn_problem p = problem_of((shape){1 << 20, 1 << 20, 64, 64, 64, 64}, FLASH_ATTN_BF16, FLASH_ATTN_NONE);
     assert_int_equal(fa_normalise(&p, NULL, FLASH_ATTN_FORWARD, FA_PLAN, &call), FLASH_ATTN_OK);
-    assert_int_equal(fa_plan_make(&call, 80, 0, NULL, &plan), FLASH_ATTN_UNSUPPORTED);
+    assert_int_equal(fa_plan_make(&call, 80, NULL, NULL, &plan), FLASH_ATTN_UNSUPPORTED);
     assert_non_null(strstr(flash_attn_last_error(), "blocks; CUDA allows 2147483647"));
 }
 

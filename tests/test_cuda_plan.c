@@ -123,14 +123,14 @@ static void hoppers_own_kernels_take_the_calls_that_they_have_options_for(void *
             const char  *pass = x->pass == BACKWARD ? "backward" : "forward";
             fa_call      call;
             fa_plan      plan;
-            if (normalise(x, head_dim, &call) != FLASH_ATTN_OK || fa_plan_make(&call, 90, 0, NULL, &plan) != FLASH_ATTN_OK)
+            if (normalise(x, head_dim, &call) != FLASH_ATTN_OK || fa_plan_make(&call, 90, NULL, NULL, &plan) != FLASH_ATTN_OK)
                 fail_msg("%s, %s, head_dim %d: %s", x->name, pass, head_dim, flash_attn_last_error());
             const fa_key *key = &plan.launch[plan.main].key;
             if ((enum fa_kernel_id)key->kernel != x->kernel)
                 fail_msg("%s, %s, head_dim %d runs %s, not %s", x->name, pass, head_dim, fa_kernels[key->kernel].name, fa_kernels[x->kernel].name);
             if (key->has_softcap != (x->softcap > 0) || key->has_alibi != x->alibi || key->has_dropout != x->dropout)
                 fail_msg("%s, %s, head_dim %d: the kernel is built without the option", x->name, pass, head_dim);
-            assert_int_equal(fa_plan_make(&call, 80, 0, NULL, &plan), FLASH_ATTN_OK); /* nobody else has these kernels */
+            assert_int_equal(fa_plan_make(&call, 80, NULL, NULL, &plan), FLASH_ATTN_OK); /* nobody else has these kernels */
             assert_true(plan.launch[plan.main].key.kernel == ANY_F || plan.launch[plan.main].key.kernel == ANY_B);
         }
 }
@@ -156,7 +156,7 @@ static void few_queries_of_many_wide_heads_take_few_blocks(void **state)
         fa_call call;
         fa_plan plan;
         assert_int_equal(normalise_wide(FLASH_ATTN_BF16, FORWARD, 1, 128, 576, 512, &call), FLASH_ATTN_OK);
-        if (fa_plan_make(&call, archs[a], 0, "forward_sm80", &plan) != FLASH_ATTN_OK)
+        if (fa_plan_make(&call, archs[a], NULL, "forward_sm80", &plan) != FLASH_ATTN_OK)
             fail_msg("sm_%d: %s", archs[a], flash_attn_last_error());
         int tile = plan.launch[plan.main].key.tile_q, tiles = (128 + tile - 1) / tile;
         assert_true(tile >= 48);
@@ -184,7 +184,7 @@ static void heads_too_wide_are_refused_with_the_width_that_is_not(void **state)
         fa_call call;
         fa_plan plan;
         assert_int_equal(normalise_wide(wide[n].dtype, wide[n].pass, 100, 2, wide[n].head_dim, wide[n].head_dim_v, &call), FLASH_ATTN_OK);
-        flash_attn_status status = fa_plan_make(&call, wide[n].arch, 0, NULL, &plan);
+        flash_attn_status status = fa_plan_make(&call, wide[n].arch, NULL, NULL, &plan);
         assert_int_equal(status, wide[n].says ? FLASH_ATTN_UNSUPPORTED : FLASH_ATTN_OK);
         if (wide[n].says && !strstr(flash_attn_last_error(), wide[n].says))
             fail_msg("%s", flash_attn_last_error());
@@ -200,10 +200,10 @@ static void latent_calls_take_their_own_kernel_on_hopper(void **state)
         int              arch, queries, heads, head_dim_v, stride_of_v;
         flash_attn_dtype dtype;
         float            softcap, scale;
-        int              kernel, cluster;
+        int              kernel, cluster; /* of a tile's parts, or of two tiles */
     } calls[] = {
-        {"16 heads", 90, 1, 16, 512, 576, FLASH_ATTN_BF16, 0, 0, FA_KERNEL_FORWARD_LATENT_SM90, 1},
-        {"128 heads", 90, 1, 128, 512, 576, FLASH_ATTN_F16, 0, 0, FA_KERNEL_FORWARD_LATENT_SM90, 2},
+        {"16 heads", 90, 1, 16, 512, 576, FLASH_ATTN_BF16, 0, 0, FA_KERNEL_FORWARD_LATENT_SM90, 2},
+        {"128 heads, all queries", 90, 300, 128, 512, 576, FLASH_ATTN_F16, 0, 0, FA_KERNEL_FORWARD_LATENT_SM90, 2},
         {"prefill", 90, 300, 4, 512, 576, FLASH_ATTN_BF16, 0, 0, FA_KERNEL_FORWARD_LATENT_SM90, 1},
         {"V elsewhere", 90, 1, 16, 512, 512, FLASH_ATTN_BF16, 0, 0, FA_KERNEL_FORWARD_SM80, 1},
         {"V too wide", 90, 1, 16, 520, 576, FLASH_ATTN_BF16, 0, 0, FA_KERNEL_FORWARD_SM80, 1},
@@ -222,7 +222,7 @@ static void latent_calls_take_their_own_kernel_on_hopper(void **state)
         p.v = of(calls[n].dtype, 1, KEYS, 1, calls[n].head_dim_v);
         memcpy(p.v.stride, strides, sizeof strides);
         assert_int_equal(fa_normalise(&p, NULL, FORWARD, FA_PLAN, &call), FLASH_ATTN_OK);
-        assert_int_equal(fa_plan_make(&call, calls[n].arch, 0, NULL, &plan), FLASH_ATTN_OK);
+        assert_int_equal(fa_plan_make(&call, calls[n].arch, NULL, NULL, &plan), FLASH_ATTN_OK);
         if ((int)plan.launch[plan.main].key.kernel != calls[n].kernel || plan.launch[plan.main].cluster != calls[n].cluster)
             fail_msg("%s: %s in clusters of %d", calls[n].what, fa_kernels[plan.launch[plan.main].key.kernel].name, plan.launch[plan.main].cluster);
     }
@@ -254,7 +254,7 @@ static void a_plan_without_data_knows_a_latent_cache(void **state)
             p.k.data = calls[n].k;
             p.v.data = calls[n].v;
             assert_int_equal(fa_normalise(&p, NULL, FORWARD, FA_PLAN, &call), FLASH_ATTN_OK);
-            assert_int_equal(fa_plan_make(&call, 90, 0, NULL, &plan), FLASH_ATTN_OK);
+            assert_int_equal(fa_plan_make(&call, 90, NULL, NULL, &plan), FLASH_ATTN_OK);
             bool latent = plan.launch[plan.main].key.kernel == FA_KERNEL_FORWARD_LATENT_SM90;
             bool expected = equal ? calls[n].k && calls[n].k == calls[n].v : calls[n].latent;
             if (latent != expected)
@@ -285,7 +285,7 @@ static void latent_parts_follow_the_batch_if_asked(void **state)
                 p.v = of(FLASH_ATTN_BF16, batch, calls[n].keys, 1, 512);
                 memcpy(p.v.stride, (int64_t[]){calls[n].keys * 576, 576, 576, 1}, sizeof p.v.stride);
                 assert_int_equal(fa_normalise(&p, NULL, FORWARD, FA_PLAN, &call), FLASH_ATTN_OK);
-                assert_int_equal(fa_plan_make(&call, 90, calls[n].multiprocessors, NULL, &plan), FLASH_ATTN_OK);
+                assert_int_equal(fa_plan_make(&call, 90, &(fa_chip){calls[n].multiprocessors, 3300}, NULL, &plan), FLASH_ATTN_OK);
                 assert_int_equal(plan.launch[plan.main].key.kernel, FA_KERNEL_FORWARD_LATENT_SM90);
                 int parts = plan.args.num_splits;
                 if (splits < 0 && batch == calls[n].batch && !(parts >= calls[n].least && parts <= calls[n].most))

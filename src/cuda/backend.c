@@ -16,7 +16,7 @@ static flash_attn_status upload_lists(const fa_place *place, const fa_call *call
 
 static int64_t blocks_of(const fa_place *place, const fa_launch *launch)
 {
-    int64_t at_once = (int64_t)place->device->num_multiprocessors * launch->key.min_blocks / launch->cluster * launch->cluster;
+    int64_t at_once = (int64_t)place->device->chip.multiprocessors * launch->key.min_blocks / launch->cluster * launch->cluster;
     return launch->stays && launch->blocks > at_once ? at_once : launch->blocks;
 }
 
@@ -70,7 +70,7 @@ static flash_attn_status make_plan(const fa_cuda *cuda, const fa_device *device,
         name = NULL; /* a backward's name leaves the forward as it is */
     if (!name && !device->has_tensor_maps)
         name = fa_kernels[call->pass == FLASH_ATTN_FORWARD ? FA_KERNEL_FORWARD_SM80 : FA_KERNEL_BACKWARD_SM80].name;
-    return fa_plan_make(call, device->built_for, device->num_multiprocessors, name, plan);
+    return fa_plan_make(call, device->built_for, &device->chip, name, plan);
 }
 
 static size_t workspace_for(const fa_plan *plan)
@@ -192,7 +192,7 @@ flash_attn_status fa_cuda_info(flash_attn_context *context, int32_t index, flash
     snprintf(info->features, sizeof info->features, "driver=%d.%d kernels=sm_%d shared_bytes=%d disk_cache=%s",
              cuda->driver->version / 1000, cuda->driver->version % 1000 / 10, device->built_for, device->max_shared_bytes,
              cuda->jit.cache >= 0 ? "on" : "off");
-    info->num_cores    = device->num_multiprocessors;
+    info->num_cores    = device->chip.multiprocessors;
     info->l2_bytes     = l2;
     info->memory_bytes = (int64_t)bytes;
     return FLASH_ATTN_OK;
@@ -217,7 +217,7 @@ static flash_attn_status compile_plans(fa_cuda *cuda, const fa_call *call, int a
     fa_call variants[2];
     int     count = variants_of(call, variants);
     for (int v = 0; v < count; v++) {
-        FA_TRY(fa_plan_make(&variants[v], arch, 0, cuda->forced_kernel, &plan));
+        FA_TRY(fa_plan_make(&variants[v], arch, NULL, cuda->forced_kernel, &plan));
         for (int i = 0; i < plan.num_launches; i++)
             FA_TRY(export_kernel(cuda, &plan.launch[i].key, folder));
     }

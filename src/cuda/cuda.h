@@ -22,12 +22,18 @@ typedef struct fa_launch {
 
 struct fa_rung; /* ladder.h */
 
+/* What plans want to know of a GPU beside its compute capability. */
+typedef struct fa_chip {
+    int multiprocessors;
+    int gigabytes; /* that its memory reads a second, at most */
+} fa_chip;
+
 typedef struct fa_plan {
     const fa_tune_row    *row;
     const struct fa_rung *rung; /* NULL: not of the ladder */
     fa_launch          launch[FA_MAX_LAUNCHES]; /* in order */
     int                num_launches, main; /* main: the one that explain names */
-    int                multiprocessors;
+    fa_chip            chip;
     bool               has_maps;           /* kernels load by the tensor memory accelerator */
     fa_args            args;
     void              *zero; /* part of the workspace to be zeroed before the first launch */
@@ -36,9 +42,9 @@ typedef struct fa_plan {
     size_t             workspace_bytes;
 } fa_plan;
 
-/* Choose kernels and tiles for a GPU of this compute capability (as fa_tune_arch gives it) and so many multiprocessors (0: as many as a large
- * one has) and fill in all but the workspace's addresses. name: that kernel only; NULL: the best. */
-flash_attn_status fa_plan_make(const fa_call *call, int arch, int multiprocessors, const char *name, fa_plan *plan);
+/* Choose kernels and tiles for a GPU of this compute capability (as fa_tune_arch gives it; chip NULL: a large one) and fill in all but the workspace's
+ * addresses. name: that kernel only; NULL: the best. */
+flash_attn_status fa_plan_make(const fa_call *call, int arch, const fa_chip *chip, const char *name, fa_plan *plan);
 
 /* Give the workspace its place: plan->workspace_bytes from `base`, which is 256-byte aligned. */
 void fa_plan_place(const fa_call *call, fa_plan *plan, char *base);
@@ -58,7 +64,8 @@ typedef struct fa_device {
     CUdevice   device;
     CUcontext  primary; /* retained when first needed */
     int        arch, built_for; /* compute capability; what kernels are built for, 0: none */
-    int        num_multiprocessors, max_shared_bytes;
+    fa_chip    chip;
+    int        max_shared_bytes;
     bool       has_pools, has_tensor_maps;
 } fa_device;
 

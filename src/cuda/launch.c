@@ -88,7 +88,9 @@ static flash_attn_status set_up_device(fa_cuda *cuda, int index)
     device->arch = 10 * attribute(driver, device->device, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) +
                    attribute(driver, device->device, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
     device->built_for           = fa_tune_arch(device->arch);
-    device->num_multiprocessors = attribute(driver, device->device, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+    device->chip = (fa_chip){attribute(driver, device->device, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+                             (int)(2 * (int64_t)attribute(driver, device->device, CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE) *
+                                   attribute(driver, device->device, CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH) / 8 / 1000000)};
     device->max_shared_bytes =
         attribute(driver, device->device, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
     device->has_pools       = attribute(driver, device->device, CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED) != 0;

@@ -313,17 +313,20 @@ flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const 
     return fa_plan_add(plan, &combine, alone ? blocks : rows);
 }
 
-/* V is K's first columns. Blocks stay where all sequences are alike; where they are not, the hardware deals them out better. */
-static flash_attn_status add_latent(const fa_call *call, fa_plan *plan, fa_key *key, int64_t blocks)
+/* V is K's first columns. Few parts of few tiles: the parts are clusters, which merge them. Else blocks stay where all sequences are alike; where they are not, the
+ * hardware deals them out better. */
+static flash_attn_status add_latent(const fa_call *call, fa_plan *plan, fa_key *key, int64_t tiles)
 {
-    bool pairs             = fa_latent_in_pairs(call, plan->row);
-    key->variant          |= pairs;
-    plan->has_maps         = true;
-    plan->args.page_piece  = fa_page_piece(call, key->tile_k);
-    plan->args.q_boxes     = fa_latent_q_boxes(call, key->tile_q);
-    FA_TRY(add_clusters(plan, key, blocks, pairs ? 2 : 1));
-    plan->launch[plan->main].stays = is_alike(call);
-    return FLASH_ATTN_OK;
+    fa_args *args    = &plan->args;
+    key->one_launch  = fa_latent_merges(tiles, args->num_splits, &plan->chip);
+    bool pairs       = !key->one_launch && fa_latent_in_pairs(call, plan->row);
+    key->variant    |= pairs;
+    plan->has_maps   = true;
+    args->page_piece = fa_page_piece(call, key->tile_k);
+    args->q_boxes    = fa_latent_q_boxes(call, key->tile_q);
+    FA_TRY(add_clusters(plan, key, tiles * args->num_splits, key->one_launch ? args->num_splits : pairs ? 2 : 1));
+    plan->launch[plan->main].stays = !key->one_launch && is_alike(call);
+    return key->has_split && !key->one_launch ? fa_plan_add_combine(call, plan, key) : FLASH_ATTN_OK;
 }
 
 static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key *key)
@@ -346,9 +349,8 @@ static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key
         return add_clusters(plan, key, tiles * runs, (int)runs);
     }
     if (key->kernel == FA_KERNEL_FORWARD_LATENT_SM90)
-        FA_TRY(add_latent(call, plan, key, tiles * args->num_splits));
-    else
-        FA_TRY(fa_plan_add(plan, key, tiles * args->num_splits));
+        return add_latent(call, plan, key, tiles);
+    FA_TRY(fa_plan_add(plan, key, tiles * args->num_splits));
     return key->has_split ? fa_plan_add_combine(call, plan, key) : FLASH_ATTN_OK;
 }
 
@@ -552,11 +554,11 @@ static void fill_dbias(fa_args *args)
     args->dbias.dtype = FA_F32;
 }
 
-flash_attn_status fa_plan_make(const fa_call *call, int arch, int multiprocessors, const char *name, fa_plan *plan)
+flash_attn_status fa_plan_make(const fa_call *call, int arch, const fa_chip *chip, const char *name, fa_plan *plan)
 {
-    enum { OF_A_LARGE_ONE = 132 };
+    static const fa_chip large = {132, 3300};
     memset(plan, 0, sizeof *plan);
-    plan->multiprocessors = multiprocessors > 0 ? multiprocessors : OF_A_LARGE_ONE;
+    plan->chip = chip && chip->multiprocessors > 0 ? *chip : large;
     fa_key key = wanted_key(call, arch);
     plan->rung = name ? fa_ladder_find(name) : NULL;
     plan->has_maps = plan->rung && plan->rung->has_maps;

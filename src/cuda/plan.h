@@ -13,6 +13,9 @@ static inline bool is_packed(const fa_tune_row *row) { return row->only == FA_FO
 /* Parts of the keys: args.split_keys, num_splits and how they grow. */
 void fa_plan_choose_splits(const fa_call *call, fa_plan *plan);
 
+/* A latent call's parts, of so many tiles of rows, can be clusters that merge them: few parts, and all run at once. */
+bool fa_latent_merges(int64_t tiles, int64_t parts, const fa_chip *chip);
+
 /* One launch more. An error: more blocks than CUDA allows. */
 flash_attn_status fa_plan_add(fa_plan *plan, const fa_key *key, int64_t blocks);
 

@@ -15,12 +15,18 @@ static int64_t most_parts(const fa_args *args, int64_t part, int64_t keys)
     return most;
 }
 
+bool fa_latent_merges(int64_t tiles, int64_t parts, const fa_chip *chip)
+{
+    enum { MOST_PARTS = 8, NEIGHBOURS = 16 }; /* multiprocessors of which clusters are made, at the least (a GPC has up to 18) */
+    return parts > 1 && parts <= MOST_PARTS && tiles <= chip->multiprocessors / NEIGHBOURS * (NEIGHBOURS / parts);
+}
+
 /*
  * Keys of a part, so that a call of latent attention takes the least time whatever else is in the batch: rounds of the multiprocessors, each of
  * which has a tile of rows and a part of their keys, or as long as memory takes for the keys, and what the parts' results cost. Microseconds, as measured on
  * one H100 (decision 0070, third round); where another GPU is slower in all of them alike, the choice is the same.
  */
-static int64_t fastest_part(const fa_call *call, const fa_tune_row *row, int multiprocessors, const fa_args *args)
+static int64_t fastest_part(const fa_call *call, const fa_tune_row *row, const fa_chip *chip, const fa_args *args)
 {
     enum { MOST = 256 };
     static const double TILE = 1.18, ITEM = 0.7, MEGABYTE = 1 / 3.0, COMBINE = 1.3, ROW = 0.7e-3, ROW_OF_PART = 2.2e-3, PART = 0.02;
@@ -30,7 +36,7 @@ static int64_t fastest_part(const fa_call *call, const fa_tune_row *row, int mul
     double  least = INFINITY;
     for (int64_t wanted = 1; wanted <= MOST; wanted += 1 + wanted / 16) {
         int64_t each = ceil_div(args->tiles_k, wanted), parts = ceil_div(args->tiles_k, largest(each, 1));
-        double  time = fmax(ceil_div(tiles * parts, multiprocessors) * (TILE * each + ITEM), read);
+        double  time = fmax(ceil_div(tiles * parts, chip->multiprocessors) * (TILE * each + ITEM), read);
         if (parts > 1)
             time += COMBINE + PART * parts + rows * (ROW + ROW_OF_PART * parts);
         if (time < least) {
@@ -57,7 +63,7 @@ void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
     int64_t keys = args->max_seqlen_k, part = keys, heads = is_packed(row) ? call->heads_k : call->heads_q;
     bool    fastest = call->num_splits < 0 && row->only == FA_FOR_LATENT, by_shape = call->num_splits <= 0 && !fastest;
     if (fastest)
-        part = fastest_part(call, row, plan->multiprocessors, args);
+        part = fastest_part(call, row, &plan->chip, args);
     else if (call->num_splits > 1)
         part = ceil_div(keys, call->num_splits);
     else if (by_shape && call->max_seqlen_q <= row->tile_q)

@@ -4,7 +4,7 @@
 
 #include <stdbool.h>
 
-enum { EMULATOR_MAX_FIBERS = 3072 }; /* threads of the blocks that run at once */
+enum { EMULATOR_MAX_FIBERS = 4096 }; /* threads of the blocks that run at once */
 
 typedef struct emulator_place {
     unsigned x, y, z;

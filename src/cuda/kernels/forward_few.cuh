@@ -176,17 +176,14 @@ FA_DEVICE void empty_parts(const fa_args &args, const work &w)
 /* FA_ONE_LAUNCH: the parts of this tile's rows into one, four rows by a warp of one of the cluster's `blocks`. */
 FA_DEVICE void merge_parts(const block_state &state, const fa_args &args, const work &w, int block, int blocks)
 {
-    int apart = blocks * FA_WARPS, row = threadIdx.x / 32;
+    int row = threadIdx.x / 32;
     if (KEEPS && w.rows <= FA_WARPS && state.kept.good) {
         if (row < w.rows)
             merge_kept(args, state.kept.lse, state.kept.o, head_of(args, w, row), w.seq.q_entry, w.seq.q_row + query_of(args, w, row), query_of(args, w, row) < w.seq.seqlen_q);
         return;
     }
     cluster_barrier();
-    for (int first = block * FA_WARPS + row; first < w.rows; first += 4 * apart) {
-        row = first + threadIdx.x % 32 / 8 * apart;
-        merge_rows<true>(args, row < w.rows, head_of(args, w, row), w.seq.q_entry, w.seq.q_row + query_of(args, w, row), query_of(args, w, row) < w.seq.seqlen_q);
-    }
+    merge_tile(args, w, block * FA_WARPS + row, blocks * FA_WARPS);
 }
 
 /* PACKED, which may begin before the launch in front of it has ended: work_of reads device memory. */

@@ -21,9 +21,11 @@
  * scaled. The scores' warpgroup goes on with the next item while the values' store O.
  *
  * With FA_VARIANT bit 0 blocks are in pairs (clusters), which have neighbouring tiles of rows and walk the same keys: each asks TMA for every other panel,
- * for both, so that L2 is read half as much (decision 0070).
+ * for both, so that L2 is read half as much (decision 0070). With FA_ONE_LAUNCH the blocks of a cluster are the parts of a tile's keys, each block has one, and they merge
+ * their results themselves.
  */
 #include "latent_block_sm90.cuh"
+#include "merge_parts.cuh"
 #include "store_sm90.cuh"
 
 /* What all lanes of this warp have written is there, and what they were to read has been. */
@@ -579,7 +581,13 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, FA_MIN_BLOCKS)
     } else {
         registers_up<VALUES_REGISTERS>();
         value_all(args, warpgroup - 2);
+        if constexpr (MERGES) {
+            cluster_barrier();
+            const work &w = item_at(0).w;
+            merge_tile<2>(args, w, w.split * both_values::WARPS + both_values::thread() / 32, args.num_splits * both_values::WARPS);
+            return;
+        }
     }
-    if constexpr (PAIRS)
-        cluster_barrier(); /* the other block arrives at barriers of this one */
+    if constexpr (PAIRS || MERGES)
+        cluster_barrier(); /* the other block arrives at barriers of this one; all parts are there */
 }

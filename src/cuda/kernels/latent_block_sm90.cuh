@@ -9,7 +9,8 @@ static_assert(FA_TILE_Q == 64 && FA_TILE_K == 48 && FA_WARPS == 16 && PACKED, "t
 static_assert(FA_HEAD_DIM == 576 && FA_HEAD_DIM_V == 512, "nine panels, the first eight in two halves");
 static_assert(FA_DTYPE == FA_F16 || FA_DTYPE == FA_BF16, "two bytes an element");
 
-constexpr bool PAIRS = FA_VARIANT & 1;
+constexpr bool PAIRS = FA_VARIANT & 1, MERGES = FA_HAS_SPLIT && FA_ONE_LAUNCH;
+static_assert(!(PAIRS && MERGES), "a cluster is one or the other");
 constexpr int  PANELS = 9, ROTARY = PANELS - 1, HALF = ROTARY / 2; /* of 64 columns; ROTARY: the panel that is not V's */
 constexpr int  PANEL_BYTES = FA_TILE_K * 128, HALF_BYTES = HALF * PANEL_BYTES, ROWS_BYTES = FA_TILE_Q * 128; /* of keys; ROWS_BYTES: a panel of Q or P */
 constexpr int  KEPT = 6;                                                                                    /* panels of Q in registers */

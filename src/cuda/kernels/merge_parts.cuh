@@ -135,8 +135,9 @@ FA_DEVICE void merge_few_parts(const fa_args &args, bool is_one, float of_lane, 
 }
 
 /* At most four rows by a warp. Eight neighbouring lanes know each and have its parts p, p + 8, ...; `mine`: theirs is one. counts: of the queries that
- * count, others have no sink. FEW: at most eight parts. Of `chunks` warps that share a row each has every so many'th 128 of its columns, from `chunk` on. */
-template <bool FEW> FA_DEVICE void merge_rows(const fa_args &args, bool mine, int head, int entry, int row, bool counts, int chunk = 0, int chunks = 1)
+ * count, others have no sink. FEW: at most eight parts. Of `chunks` warps that share a row each has every so many'th 128 of its columns, from `chunk` on. AT_ONCE: FEW, so many
+ * times 128 columns are asked for at once. */
+template <bool FEW, int AT_ONCE = 1> FA_DEVICE void merge_rows(const fa_args &args, bool mine, int head, int entry, int row, bool counts, int chunk = 0, int chunks = 1)
 {
     constexpr int LANES = FA_HEAD_DIM_V <= 32 ? 8 : FA_HEAD_DIM_V <= 64 ? 16 : 32; /* of a row's columns */
     int           lane = threadIdx.x % 32, parts = mine ? args.num_splits : 0;
@@ -162,6 +163,10 @@ template <bool FEW> FA_DEVICE void merge_rows(const fa_args &args, bool mine, in
                 merge_few_parts<4, 2>(args, is_one, of_lane, from, part_rows, its_n, its_o);
             continue;
         }
+        if constexpr (AT_ONCE > 1) {
+            merge_few_parts<8, AT_ONCE>(args, is_one, factor_of_part(own, lse), from, part_rows, its_n, its_o);
+            continue;
+        }
         for (int first = 128 * chunk; first < FA_HEAD_DIM_V; first += 128 * chunks) {
             int    col       = first + lane % LANES * 4;
             float4 sum[1][8] = {};
@@ -176,6 +181,15 @@ template <bool FEW> FA_DEVICE void merge_rows(const fa_args &args, bool mine, in
             if (is_one && col < args.head_dim_v)
                 store_columns(args, its_o, col, sum_of(sum[0]));
         }
+    }
+}
+
+/* A tile's rows, whose parts the blocks of a cluster have stored: up to four by a warp of one of them, the warp's number and so on by how many there are. */
+template <int AT_ONCE = 1, class WORK> FA_DEVICE void merge_tile(const fa_args &args, const WORK &w, int warp, int warps)
+{
+    for (int first = warp; first < w.rows; first += 4 * warps) {
+        int row = first + threadIdx.x % 32 / 8 * warps, i = query_of(args, w, row);
+        merge_rows<true, AT_ONCE>(args, row < w.rows, head_of(args, w, row), w.seq.q_entry, w.seq.q_row + i, i < w.seq.seqlen_q);
     }
 }
 
