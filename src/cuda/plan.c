@@ -558,7 +558,9 @@ flash_attn_status fa_plan_make(const fa_call *call, int arch, const fa_chip *chi
 {
     static const fa_chip large = {132, 3300};
     memset(plan, 0, sizeof *plan);
-    plan->chip = chip && chip->multiprocessors > 0 ? *chip : large;
+    plan->chip = chip ? *chip : large;
+    if (plan->chip.gigabytes <= 0) /* the driver does not tell */
+        plan->chip.gigabytes = large.gigabytes;
     fa_key key = wanted_key(call, arch);
     plan->rung = name ? fa_ladder_find(name) : NULL;
     plan->has_maps = plan->rung && plan->rung->has_maps;

@@ -15,30 +15,33 @@ static int64_t most_parts(const fa_args *args, int64_t part, int64_t keys)
     return most;
 }
 
+/* As measured: of clusters as large as a tile has parts some multiprocessors are not part, and who asks for more than fit waits for a second round. */
 bool fa_latent_merges(int64_t tiles, int64_t parts, const fa_chip *chip)
 {
-    enum { MOST_PARTS = 8, NEIGHBOURS = 16 }; /* multiprocessors of which clusters are made, at the least (a GPC has up to 18) */
-    return parts > 1 && parts <= MOST_PARTS && tiles <= chip->multiprocessors / NEIGHBOURS * (NEIGHBOURS / parts);
+    enum { MOST_PARTS = 8 };
+    return parts > 1 && parts <= MOST_PARTS && tiles * parts <= chip->multiprocessors * 3 / 4;
 }
 
 /*
  * Keys of a part, so that a call of latent attention takes the least time whatever else is in the batch: rounds of the multiprocessors, each of
  * which has a tile of rows and a part of their keys, or as long as memory takes for the keys, and what the parts' results cost. Microseconds, as measured on
- * one H100 (decision 0070, third round); where another GPU is slower in all of them alike, the choice is the same.
+ * two H200 (decision 0070, fourth round); where another GPU is slower in all of them alike, the choice is the same.
  */
 static int64_t fastest_part(const fa_call *call, const fa_tune_row *row, const fa_chip *chip, const fa_args *args)
 {
     enum { MOST = 256 };
-    static const double TILE = 1.18, ITEM = 0.7, MEGABYTE = 1 / 3.0, COMBINE = 1.3, ROW = 0.7e-3, ROW_OF_PART = 2.2e-3, PART = 0.02;
-    double  read = 2e-6 * (double)(call->batch * args->max_seqlen_k * call->heads_k) * (double)call->head_dim * MEGABYTE;
+    static const double TILE = 1.12, ITEM = 0.76, OF_MEMORY = 0.9, NOT_HIDDEN = 0.05, COMBINE = 1.43, ROW = 1.14e-3, ROW_OF_PART = 1.2e-3, MERGED_ROW_OF_PART = 1e-3;
+    double  read = 2e-3 * (double)(call->batch * args->max_seqlen_k * call->heads_k) * (double)call->head_dim / (OF_MEMORY * chip->gigabytes);
     int64_t rows = call->max_seqlen_q * call->heads_q * call->batch, best = 1;
     int64_t tiles = ceil_div(call->max_seqlen_q * call->group, row->tile_q) * call->heads_k * call->batch;
     double  least = INFINITY;
     for (int64_t wanted = 1; wanted <= MOST; wanted += 1 + wanted / 16) {
         int64_t each = ceil_div(args->tiles_k, wanted), parts = ceil_div(args->tiles_k, largest(each, 1));
-        double  time = fmax(ceil_div(tiles * parts, chip->multiprocessors) * (TILE * each + ITEM), read);
-        if (parts > 1)
-            time += COMBINE + PART * parts + rows * (ROW + ROW_OF_PART * parts);
+        double  work = ceil_div(tiles * parts, chip->multiprocessors) * (TILE * each + ITEM), time = fmax(work, read) + NOT_HIDDEN * fmin(work, read);
+        if (fa_latent_merges(tiles, parts, chip))
+            time += rows * MERGED_ROW_OF_PART * parts;
+        else if (parts > 1)
+            time += COMBINE + rows * (ROW + ROW_OF_PART * parts);
         if (time < least) {
             least = time;
             best  = each;
