@@ -30,7 +30,7 @@ bool fa_latent_merges(int64_t tiles, int64_t parts, const fa_chip *chip)
 static int64_t fastest_part(const fa_call *call, const fa_tune_row *row, const fa_chip *chip, const fa_args *args)
 {
     enum { MOST = 256 };
-    static const double TILE = 1.12, ITEM = 0.76, OF_MEMORY = 0.9, NOT_HIDDEN = 0.05, COMBINE = 1.43, ROW = 1.14e-3, ROW_OF_PART = 1.2e-3, MERGED_ROW_OF_PART = 1e-3;
+    static const double TILE = 1.12, ITEM = 0.76, OF_MEMORY = 0.9, NOT_HIDDEN = 0.05, COMBINE = 1.43, ROW = 1.14e-3, ROW_OF_PART = 1.2e-3, MERGE = 1.0, MERGED_ROW_OF_PART = 1e-3;
     double  read = 2e-3 * (double)(call->batch * args->max_seqlen_k * call->heads_k) * (double)call->head_dim / (OF_MEMORY * chip->gigabytes);
     int64_t rows = call->max_seqlen_q * call->heads_q * call->batch, best = 1;
     int64_t tiles = ceil_div(call->max_seqlen_q * call->group, row->tile_q) * call->heads_k * call->batch;
@@ -39,7 +39,7 @@ static int64_t fastest_part(const fa_call *call, const fa_tune_row *row, const f
         int64_t each = ceil_div(args->tiles_k, wanted), parts = ceil_div(args->tiles_k, largest(each, 1));
         double  work = ceil_div(tiles * parts, chip->multiprocessors) * (TILE * each + ITEM), time = fmax(work, read) + NOT_HIDDEN * fmin(work, read);
         if (fa_latent_merges(tiles, parts, chip))
-            time += rows * MERGED_ROW_OF_PART * parts;
+            time += MERGE + rows * MERGED_ROW_OF_PART * parts;
         else if (parts > 1)
             time += COMBINE + rows * (ROW + ROW_OF_PART * parts);
         if (time < least) {
