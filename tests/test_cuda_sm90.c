@@ -28,7 +28,6 @@ static const test_case shapes[] = {
     {.name = "many tiles a block", .batch = 40, .seqlen_q = 140, .seqlen_k = 70, .heads_q = 8, .heads_k = 2},
     {.name = "many tiles a block, causal", .batch = 40, .seqlen_q = 260, .seqlen_k = 200, .heads_q = 4, .mask = C},
     {.name = "most queries see nothing", .seqlen_q = 6000, .seqlen_k = 100, .heads_q = 2, .mask = C},
-    {.name = "long, causal", .seqlen_q = 2500, .seqlen_k = 2300, .mask = C, .head_dim = 64},
     {.name = "window", .batch = 2, .seqlen_q = 500, .seqlen_k = 600, .mask = W, .window_left = 130, .window_right = 20},
     {.name = "window of one", .seqlen_q = 400, .seqlen_k = 400, .mask = W},
     {.name = "wide window", .seqlen_q = 900, .seqlen_k = 900, .mask = W, .window_left = 500, .window_right = 300},
@@ -73,7 +72,6 @@ static const test_case shapes[] = {
     {.name = "ALiBi, causal", .seqlen_q = 500, .seqlen_k = 600, .heads_q = 3, .mask = C, .alibi = true},
     {.name = "ALiBi, window, varlen, softcap", .batch = 5, .seqlen_q = 300, .seqlen_k = 400, .heads_q = 2, .softcap = 20, .alibi = true, .mask = W,
      .window_left = 150, .window_right = 20, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_MIXED, .head_dim = 128},
-    {.name = "ALiBi, long, causal", .seqlen_q = 2100, .seqlen_k = 1500, .alibi = true, .mask = C, .head_dim = 64},
     {.name = "ALiBi, more keys", .seqlen_q = 200, .seqlen_k = 2200, .alibi = true, .mask = C, .head_dim = 64},
     {.name = "ALiBi, more queries", .seqlen_q = 1100, .seqlen_k = 300, .alibi = true, .head_dim = 64},
     {.name = "ALiBi, far logits", .seqlen_q = 200, .seqlen_k = 300, .heads_q = 2, .alibi = true, .logit_size = 3e9f, .mask = C, .head_dim = 64},
@@ -117,6 +115,8 @@ static const test_case shapes[] = {
     {.name = "few have keys", .batch = 50, .seqlen_q = 200, .seqlen_k = 300, .heads_q = 2, .seqused_k = LENGTHS_FEW},
     {.name = "few have keys, packed", .batch = 50, .seqlen_q = 200, .seqlen_k = 300, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_FEW, .mask = C, .head_dim = 128},
     {.name = "few have keys, pages", .batch = 50, .seqlen_q = 200, .seqlen_k = 300, .page_size = 16, .seqused_k = LENGTHS_FEW, .head_dim = 64},
+    {.name = "long, causal", .seqlen_q = 2500, .seqlen_k = 2300, .mask = C, .head_dim = 64},
+    {.name = "ALiBi, long, causal", .seqlen_q = 2100, .seqlen_k = 1500, .alibi = true, .mask = C, .head_dim = 64},
 };
 enum { NUM_SHAPES = sizeof shapes / sizeof *shapes };
 
