@@ -293,8 +293,8 @@ static bool merges_itself(const fa_key *key, fa_args *args, int64_t tiles)
     return true;
 }
 
-/* The launch that merges the parts of `main`; its bits are the same by one warp a row, by one for each 128 columns or by eight. A warp has one row where that
- * makes one wave of blocks, two on each of 132 multiprocessors, else up to four; columns of few rows are shared, for each 128 are a wait. */
+/* The launch that merges the parts of `main`; its bits are the same by one warp a row or by eight. A warp has one row where that makes one wave of
+ * blocks, two on each of 132 multiprocessors, else up to four. */
 flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const fa_key *main)
 {
     enum { FEW_PARTS = 4, SOME_PARTS = 64, MANY_ROWS = 256, WAVE = 264, WARP_ROWS = 4 };
@@ -304,11 +304,9 @@ flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const 
     combine.dtype    = 0; /* it sees only partial results and o */
     combine.warps    = FA_COMBINE_WARPS;
     bool alone       = args->num_splits <= FEW_PARTS || (args->num_splits <= SOME_PARTS && rows > MANY_ROWS);
-    int     chunks = ceil_div(call->head_dim_v, 128);
-    bool    share  = args->num_splits > FEW_PARTS && chunks > 1 && rows * chunks <= 2 * WAVE * FA_COMBINE_WARPS;
-    args->row_warps = !alone ? FA_COMBINE_WARPS : share ? chunks : 1;
-    int64_t blocks = ceil_div(rows * (share ? chunks : 1), FA_COMBINE_WARPS);
-    if (blocks > WAVE && !share)
+    args->row_warps  = alone ? 1 : FA_COMBINE_WARPS;
+    int64_t blocks = ceil_div(rows, FA_COMBINE_WARPS);
+    if (blocks > WAVE)
         blocks = largest(WAVE, ceil_div(rows, FA_COMBINE_WARPS * WARP_ROWS));
     return fa_plan_add(plan, &combine, alone ? blocks : rows);
 }

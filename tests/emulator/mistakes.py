@@ -72,12 +72,14 @@ MISTAKES = [
     ("a slot given back before Q is out", LATENT, "        barrier_wait(full(at.slot, part), at.phase);\n    if (!has_boxes", "        ;\n    if (!has_boxes", ("prefill", "every_shape*")),
     ("no fence behind P", LATENT, "        fence_async(); /* of P of the tile before */\n", "", LATENT_TWO),
     ("no fence behind the last P", LATENT, "    release(q_empty());\n    fence_async();\n", "    release(q_empty());\n", LATENT_TWO),
-    ("P read before it is there", LATENT, "            barrier_wait(told(at.slot), at.phase);\n            if (n > 0)", "            if (n > 0)", LATENT_TWO),
+    ("P read before it is there", LATENT, "            barrier_wait(told(at.slot), parity);\n            if (n > 0)", "            if (n > 0)", LATENT_TWO),
     ("P taken for another's", LATENT, "        before = at.slot;\n        go_on(at);\n        wgmma_wait<0>();", "        go_on(at);\n        before = at.slot;\n        wgmma_wait<0>();", LATENT_TWO),
     ("maxima that grow and O that does not follow", LATENT, "            if (n > 0)\n                follow(o, at.slot);\n", "", ("maxima that jump", "every_shape*")),
     ("Q overwritten before the last S", LATENT, "            barrier_wait(q_empty(), items & 1 ^ 1);\n", "            ;\n", ("prefill", "every_shape*")),
     ("a block of a pair that ends before the other", LATENT, "        cluster_barrier(); /* the other block arrives", "        ; /* the other block arrives", LATENT_TWO),
     ("a pair's slot overwritten while the other block reads", LATENT_BLOCK, "PAIRS ? 8 : 4);", "4);", LATENT_TWO),
+    ("values hear of Q too", LATENT, "    int      before = -1; /* the slot of the tile before */\n", "    int      before = at.slot;\n", ("pairs that stay", "every_shape*")),
+    ("parts merged before they are there", LATENT, "            cluster_barrier();\n            const work &w", "            const work &w", ("sinks, parts", "every_shape*")),
     ("the latent planner overwrites items", LATENT, "        barrier_wait(done(k), freed(k));\n", "", ("prefill", "every_shape*")),
 ]
 

@@ -2,7 +2,7 @@
  * Split keys: the parts' O and LSE into one (the merge of Algorithm 1's partial results),
  *     LSE = log sum_p exp(LSE_p),    O = sum_p exp(LSE_p - LSE) O_p,
  * with the sink as one more part that has no O. Parts p, p + 8, ... of O make one sum, and the eight sums are added in their order: by
- * one warp, by some that share its columns, or each by one of its own where parts are many. So bits depend neither on that nor on how many parts are empty.
+ * one warp, or each by one of its own where parts are many. So bits depend neither on that nor on how many parts are empty.
  */
 #include "merge_parts.cuh"
 
@@ -44,15 +44,11 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, BLOCKS) combine(cons
     wait_for_launch_before();
     let_next_launch_begin();
     int      lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    bool     together = args.row_warps == FA_COMBINE_WARPS, share = !together && args.row_warps > 1;
-    unsigned unit = blockIdx.x * FA_WARPS + warp, n = together ? blockIdx.x : share ? unit / args.row_warps : unit + lane / 8 * gridDim.x * FA_WARPS;
+    bool     together = args.row_warps > 1;
+    unsigned n    = together ? blockIdx.x : blockIdx.x * FA_WARPS + warp + lane / 8 * gridDim.x * FA_WARPS;
     int      tokens = args.q_entries * args.q_rows, head = (int)(n / (unsigned)tokens), token = (int)(n % (unsigned)tokens);
     int      entry = token / args.q_rows, row = token % args.q_rows;
     bool     counts = false, mine = head < args.heads_q && find_row(args, entry, row, counts);
-    if (share) {
-        merge_rows<false>(args, mine && lane < 8, head, entry, row, counts, (int)unit % args.row_warps, args.row_warps);
-        return;
-    }
     if (!together) {
         merge_rows<false>(args, mine, head, entry, row, counts);
         return;

@@ -135,9 +135,9 @@ FA_DEVICE void merge_few_parts(const fa_args &args, bool is_one, float of_lane, 
 }
 
 /* At most four rows by a warp. Eight neighbouring lanes know each and have its parts p, p + 8, ...; `mine`: theirs is one. counts: of the queries that
- * count, others have no sink. FEW: at most eight parts. Of `chunks` warps that share a row each has every so many'th 128 of its columns, from `chunk` on. AT_ONCE: FEW, so many
- * times 128 columns are asked for at once. */
-template <bool FEW, int AT_ONCE = 1> FA_DEVICE void merge_rows(const fa_args &args, bool mine, int head, int entry, int row, bool counts, int chunk = 0, int chunks = 1)
+ * count, others have no sink. FEW: at most eight parts. AT_ONCE: FEW, so many times 128 columns are asked for
+ * at once. */
+template <bool FEW, int AT_ONCE = 1> FA_DEVICE void merge_rows(const fa_args &args, bool mine, int head, int entry, int row, bool counts)
 {
     constexpr int LANES = FA_HEAD_DIM_V <= 32 ? 8 : FA_HEAD_DIM_V <= 64 ? 16 : 32; /* of a row's columns */
     int           lane = threadIdx.x % 32, parts = mine ? args.num_splits : 0;
@@ -145,7 +145,7 @@ template <bool FEW, int AT_ONCE = 1> FA_DEVICE void merge_rows(const fa_args &ar
     fa_i64        n         = mine ? ((fa_i64)head * args.q_entries + entry) * args.q_rows + row : 0;
     float         own       = lse_of_part(args, part_rows, n, lane % 8, parts);
     float         lse       = merged_lse<FEW>(args, part_rows, n, parts, own, mine && counts ? sink_of(args, head) : -infinity());
-    if (lane % 8 == 0 && mine && chunk == 0)
+    if (lane % 8 == 0 && mine)
         store_merged_lse(args, entry, row, head, lse);
     fa_i64 o_at = row_of_o(args, entry, row, head);
 #pragma unroll
@@ -167,7 +167,7 @@ template <bool FEW, int AT_ONCE = 1> FA_DEVICE void merge_rows(const fa_args &ar
             merge_few_parts<8, AT_ONCE>(args, is_one, factor_of_part(own, lse), from, part_rows, its_n, its_o);
             continue;
         }
-        for (int first = 128 * chunk; first < FA_HEAD_DIM_V; first += 128 * chunks) {
+        for (int first = 0; first < FA_HEAD_DIM_V; first += 128) {
             int    col       = first + lane % LANES * 4;
             float4 sum[1][8] = {};
             for (int p = 0; FEW ? p == 0 : p < args.num_splits; p += 8) {
