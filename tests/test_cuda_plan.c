@@ -290,7 +290,10 @@ static void latent_parts_follow_the_batch_if_asked(void **state)
                 assert_int_equal(fa_normalise(&p, NULL, FORWARD, FA_PLAN, &call), FLASH_ATTN_OK);
                 assert_int_equal(fa_plan_make(&call, 90, &calls[n].chip, NULL, &plan), FLASH_ATTN_OK);
                 assert_int_equal(plan.launch[plan.main].key.kernel, FA_KERNEL_FORWARD_LATENT_SM90);
-                int parts = plan.args.num_splits;
+                int parts = plan.args.num_splits, tiles = (calls[n].heads + 63) / 64 * batch;
+                bool merges = parts > 1 && parts <= 8 && tiles * parts <= calls[n].chip.multiprocessors * 3 / 4; /* by clusters, else by a second launch */
+                assert_int_equal(plan.num_launches, merges || parts == 1 ? 1 : 2);
+                assert_int_equal(plan.launch[plan.main].cluster, merges ? parts : calls[n].heads == 128 ? 2 : 1);
                 if (splits < 0 && batch == calls[n].batch && !(parts >= calls[n].least && parts <= calls[n].most))
                     fail_msg("%d sequences of %d keys, %d heads: %d parts", batch, calls[n].keys, calls[n].heads, parts);
                 assert_int_equal(plan.args.split_keys % plan.row->tile_k, 0);
