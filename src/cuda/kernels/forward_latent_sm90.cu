@@ -32,8 +32,8 @@
 FA_DEVICE void tell(unsigned barrier, bool told = true)
 {
     __syncwarp();
-    if (told && threadIdx.x % 32 == 0)
-        barrier_arrive(barrier);
+    if (told)
+        release(barrier);
 }
 
 /* ---- planner: one thread ---- */
