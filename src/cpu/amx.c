@@ -2,12 +2,16 @@
  * The AMX tier: packing, and the five matrix products as plain tile loops. All else that works on float32 tiles comes
  * from the AVX-512 table.
  */
+#include "cpu/amx_many.h"
 #include "cpu/amx_multiply.h"
 #include "cpu/amx_pack.h"
 #include "cpu/amx_pack_pieces.h"
 #include "cpu/amx_row_dots.h"
 
 #include <pthread.h>
+#ifndef X_NEXT
+#define X_NEXT true
+#endif
 
 /* ---- packing ---- */
 
@@ -334,50 +338,6 @@ FA_AMX_INLINE void scores_pieces(float *s, int lds, const void *left, const void
     multiply(&c, &a, &b, (int)steps, pieces, false);
 }
 
-FA_AMX_INLINE __m512 load_keys(const float *p, int key, int keys)
-{
-    __mmask16 mask = keys - key >= 16 ? 0xFFFF : keys <= key ? 0 : (__mmask16)((1u << (keys - key)) - 1);
-    return _mm512_maskz_loadu_ps(mask, p + key);
-}
-
-/* P's rows as a left operand: pairs (k, k + 16). */
-FA_AMX_INLINE void pack_p(char *out, const float *p, int ldp, int rows, int keys, int pieces)
-{
-    for (int first = 0; first < rows; first += 16) {
-        for (int key = 0; key < keys; key += 32, out += pieces * FA_AMX_TILE) {
-            for (int r = 0; r < 16; r++) {
-                __m512 x = _mm512_setzero_ps(), y = x;
-                if (first + r < rows) {
-                    x = load_keys(p + (int64_t)(first + r) * ldp, key, keys);
-                    y = load_keys(p + (int64_t)(first + r) * ldp, key + 16, keys);
-                }
-                if (pieces == 1) {
-                    x = fa_amx_half_up(x);
-                    y = fa_amx_half_up(y);
-                }
-                for (int n = 0; n < pieces; n++) {
-                    __m512 a = fa_amx_cut(x), b = fa_amx_cut(y);
-                    _mm512_store_si512(out + n * FA_AMX_TILE + 64 * r, fa_amx_pair(a, b));
-                    x = _mm512_sub_ps(x, a);
-                    y = _mm512_sub_ps(y, b);
-                }
-            }
-        }
-    }
-}
-
-static void scale_rows(float *c, int ldc, const float *rescale, int rows, int cols)
-{
-    for (int r = 0; r < rows; r++) {
-        if (rescale[r] == 1.0f)
-            continue;
-        for (int col = 0; col < cols; col += 16) {
-            float *at = c + (int64_t)r * ldc + col;
-            _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_set1_ps(rescale[r])));
-        }
-    }
-}
-
 FA_AMX_INLINE void accumulate_pieces(float *c, int ldc, const float *rescale, const float *p, int ldp,
                                      const void *right, int rows, int keys, int cols, void *scratch, int pieces)
 {
@@ -385,8 +345,8 @@ FA_AMX_INLINE void accumulate_pieces(float *c, int ldc, const float *rescale, co
     matrix  out = {c, ldc, rows, (int)columns * 16};
     operand a = {scratch, steps * step, step}, b = {right, step, columns * step};
     if (rescale)
-        scale_rows(c, ldc, rescale, rows, cols);
-    pack_p(scratch, p, ldp, rows, keys, pieces);
+        fa_amx_scale_rows(c, ldc, rescale, rows, cols);
+    fa_amx_pack_p(scratch, p, ldp, rows, keys, pieces);
     multiply(&out, &a, &b, (int)steps, pieces, true);
 }
 
@@ -472,6 +432,8 @@ static void leave(void) { __asm__ volatile("tilerelease" ::); }
     static size_t forward_scratch_##N(int rows, int keys, int head_dim, int head_dim_v)                                \
     {                                                                                                                  \
         size_t composed = p_bytes(rows, keys, N), fused = fa_amx_forward_scratch(rows, keys, head_dim, head_dim_v);    \
+        size_t many     = N == 1 ? fa_amx_many_scratch(rows, keys) : 0;                                                \
+        composed        = composed > many ? composed : many;                                                           \
         return composed > fused ? composed : fused;                                                                    \
     }                                                                                                                  \
     static size_t backward_scratch_##N(int rows, int keys, int head_dim, int head_dim_v)                               \
@@ -524,6 +486,11 @@ static void fill_tables(void)
     FILL_PIECES(2)
     FILL_PIECES(3)
     tables[1].few_rows       = 16;
+    tables[1].few_rows_wide  = 256;
+    tables[1].few_next_keys  = X_NEXT;
+#ifdef X_SOFTMAX
+    tables[1].softmax = fa_kernels_avx512_bf16()->softmax;
+#endif
     tables[1].few_keys       = 64;
     tables[1].few_cols       = 32;
     tables[1].scores_few     = fa_amx_scores_few;

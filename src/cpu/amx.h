@@ -219,6 +219,12 @@ void fa_amx_scores_few_f16(float *s, int lds, const void *q, const fa_rows *k, i
 void fa_amx_accumulate_few(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
                            const fa_soon *soon, void *scratch);
 
+/* amx_many.c: the same for bfloat16 of 5 to 256 rows, head dims that are multiples of 32 up to 576. */
+void   fa_amx_scores_many(float *s, int lds, const void *q, const fa_rows *k, int rows);
+void   fa_amx_accumulate_many(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
+                              const fa_soon *soon, void *scratch);
+size_t fa_amx_many_scratch(int rows, int keys);
+
 /* amx_forward.c: operands of so many pieces. */
 bool   fa_amx_forward_block(const fa_forward_block *block, int pieces);
 bool   fa_amx_forward_block_fixed(const fa_forward_block *block); /* P in fixed point: no options, head dims to 128 */

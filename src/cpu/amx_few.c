@@ -14,9 +14,9 @@
  * right operand, and both of V meet P. There columns c and c + 16 of 32 make a pair. Where AMX has float16
  * (amx_fp16_few.c) it is as bfloat16.
  */
-#include "cpu/amx.h"
+#include "cpu/amx_many.h"
 
-enum { FEW_GROUP = 4, FEW_MOST_DEPTH_TILES = 18, BLOCK = 16, STREAMS = 4 }; /* 18: head_dim 576 */
+enum { FEW_GROUP = 4, FEW_ONE_PIECE = 8, FEW_MOST_DEPTH_TILES = 18, BLOCK = 16, STREAMS = 4 }; /* 18: head_dim 576 */
 
 /* 16 rows as a tile load wants them: equal distances. */
 typedef struct few_block {
@@ -27,17 +27,11 @@ typedef struct few_block {
 /* Rows `first` to first + 15, where they lie or in `copy`; zeros beyond the end. */
 static few_block block_of(const fa_rows *rows, int first, char *copy, int64_t copy_stride)
 {
-    const char *const *row   = (const char *const *)rows->row + first;
+    const void *const *row   = rows->row + first;
     int                count = rows->count - first;
-    if (count >= BLOCK) {
-        int64_t stride = row[1] - row[0];
-        __m512i at = _mm512_set1_epi64((int64_t)(intptr_t)row[0]), step = _mm512_set1_epi64(stride);
-        __m512i low  = _mm512_add_epi64(at, _mm512_mullo_epi64(step, _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7)));
-        __m512i high = _mm512_add_epi64(low, _mm512_slli_epi64(step, 3));
-        if ((_mm512_cmpneq_epi64_mask(low, _mm512_loadu_si512(row)) |
-             _mm512_cmpneq_epi64_mask(high, _mm512_loadu_si512(row + 8))) == 0)
-            return (few_block){row[0], stride};
-    }
+    int64_t            step  = fa_amx_equal_steps(rows, first);
+    if (step)
+        return (few_block){row[0], step};
     for (int n = 0; n < BLOCK; n++) {
         if (n < count)
             memcpy(copy + n * copy_stride, row[n], (size_t)rows->cols * 2);
@@ -89,12 +83,20 @@ static const fa_soon nothing_soon = {0};
 
 #ifdef FA_AMX_FP16
 #define SCORES_FEW fa_amx_fp16_scores_few
+#define CUTS_V(v) false
 #define ACCUMULATE_FEW fa_amx_fp16_accumulate_few
 #else
 #define SCORES_FEW fa_amx_scores_few
+#define CUTS_V(v) ((v)->dtype == FLASH_ATTN_F16) /* into two pieces */
 #define ACCUMULATE_FEW fa_amx_accumulate_few
 
 /* ---- float16: blocks of two pieces ---- */
+
+/* Wide heads of more rows than a tile of P in two pieces has: amx_many.c. */
+FA_AMX_INLINE bool takes_many(const fa_rows *of, int rows)
+{
+    return rows > FEW_GROUP && of->cols > FA_WIDE_HEAD && of->dtype == FLASH_ATTN_BF16;
+}
 
 enum { TWO_ROWS = 8 }; /* of Q: their pieces fill a tile */
 
@@ -241,6 +243,12 @@ void SCORES_FEW(float *s, int lds, const void *q, const fa_rows *k, int rows, co
     _Alignas(64) char  turned[FEW_MOST_DEPTH_TILES * FA_AMX_TILE], copy[2][BLOCK * FEW_MOST_DEPTH_TILES * 64];
     _Alignas(64) float out[2][FA_AMX_TILE_FLOATS];
     int                tiles = k->cols / 32;
+#ifndef FA_AMX_FP16
+    if (takes_many(k, rows)) {
+        fa_amx_scores_many(s, lds, q, k, rows);
+        return;
+    }
+#endif
     turn_q(turned, q, tiles);
     if (tiles == 4) {
         TILE_LOAD(4, turned, 64);
@@ -370,35 +378,34 @@ void fa_amx_scores_few_f16(float *s, int lds, const void *q, const fa_rows *k, i
 #define P_FACTOR 1.0f
 #endif
 
-/* Rows (hi, even), (hi, odd), (lo, even), (lo, odd) of the left operand, for 16 keys of up to four rows of P. */
-FA_AMX_INLINE void cut_p(char *out, const float *p, int ldp, int rows, int keys)
+/* The left operand for 16 keys. Of two pieces of up to four rows of P: rows (hi, even), (hi, odd), (lo, even), (lo, odd);
+ * of one piece of up to eight: (even), (odd). */
+FA_AMX_INLINE void cut_p(char *out, const float *p, int ldp, int rows, int keys, const int pieces)
 {
-    __mmask16 there = keys >= 16 ? 0xFFFF : (__mmask16)((1u << keys) - 1);
-    for (int r = 0; r < FEW_GROUP; r++) {
-        __m512 x = r < rows ? _mm512_maskz_loadu_ps(there, p + (int64_t)r * ldp) : _mm512_setzero_ps();
+    for (int r = 0; r < (pieces == 1 ? FEW_ONE_PIECE : FEW_GROUP); r++, out += 128 * pieces) {
+        __m512 x = r < rows ? fa_amx_load_keys(p + (int64_t)r * ldp, 0, keys) : _mm512_setzero_ps();
 #ifdef FA_AMX_FP16
         x            = _mm512_mul_ps(x, _mm512_set1_ps(P_FACTOR));
         __m256i most = fa_amx_half(x);
-        __m512i h    = _mm512_cvtepu16_epi32(most);
-        __m512i l    = _mm512_cvtepu16_epi32(fa_amx_half(_mm512_sub_ps(x, _mm512_cvtph_ps(most))));
-        _mm512_store_si512(out + 256 * r, h);
-        _mm512_store_si512(out + 256 * r + 64, _mm512_slli_epi32(h, 16));
-        _mm512_store_si512(out + 256 * r + 128, l);
-        _mm512_store_si512(out + 256 * r + 192, _mm512_slli_epi32(l, 16));
+        __m512i h = _mm512_cvtepu16_epi32(most), high = _mm512_slli_epi32(h, 16);
+        __m512i l = _mm512_cvtepu16_epi32(fa_amx_half(_mm512_sub_ps(x, _mm512_cvtph_ps(most)))), low = _mm512_slli_epi32(l, 16);
 #else
-        __m512  high = fa_amx_cut(x), low = fa_amx_cut(_mm512_sub_ps(x, high));
-        __m512i h = _mm512_castps_si512(high), l = _mm512_castps_si512(low);
-        _mm512_store_si512(out + 256 * r, _mm512_srli_epi32(h, 16));
-        _mm512_store_si512(out + 256 * r + 64, h);
-        _mm512_store_si512(out + 256 * r + 128, _mm512_srli_epi32(l, 16));
-        _mm512_store_si512(out + 256 * r + 192, l);
+        __m512  first = fa_amx_cut(pieces == 1 ? fa_amx_half_up(x) : x);
+        __m512i high = _mm512_castps_si512(first), h = _mm512_srli_epi32(high, 16);
+        __m512i low = _mm512_castps_si512(fa_amx_cut(_mm512_sub_ps(x, first))), l = _mm512_srli_epi32(low, 16);
 #endif
+        _mm512_store_si512(out, h);
+        _mm512_store_si512(out + 64, high);
+        if (pieces == 2) {
+            _mm512_store_si512(out + 128, l);
+            _mm512_store_si512(out + 192, low);
+        }
     }
 }
 
 /* out[c]: sums of columns [col + 32 c, + 32), up to four of them, over all keys. */
 FA_AMX_INLINE void value_tiles(float out[4][FA_AMX_TILE_FLOATS], const float *p, int ldp, int rows, const fa_rows *v,
-                               int col, const int tiles, char *copy, const fa_soon *soon)
+                               int col, const int tiles, char *copy, const fa_soon *soon, const int pieces)
 {
     _Alignas(64) char cut[2][FA_AMX_TILE];
     TILE_ZERO(0);
@@ -411,7 +418,7 @@ FA_AMX_INLINE void value_tiles(float out[4][FA_AMX_TILE_FLOATS], const float *p,
         few_block   b     = block_of(v, key, copy, 2 * v->cols);
         few_ahead   ahead = col == 0 ? ahead_of(v, soon, n) : (few_ahead){&no_rows, 0, 0};
         const char *at    = b.at + 2 * col;
-        cut_p(cut[n % 2], p + key, ldp, rows, v->count - key);
+        cut_p(cut[n % 2], p + key, ldp, rows, v->count - key, pieces);
         TILE_LOAD(4, cut[n % 2], 64);
         ask_for(&ahead, 0);
         TILE_LOAD(5, at, b.stride);
@@ -438,6 +445,45 @@ FA_AMX_INLINE void value_tiles(float out[4][FA_AMX_TILE_FLOATS], const float *p,
     TILE_STORE(3, out[3], 64);
 }
 
+/* The same for 9 to 16 rows, up to two columns of tiles: out[2 c] of the first eight rows, out[2 c + 1] of the others. */
+FA_AMX_INLINE void value_tiles_16(float out[4][FA_AMX_TILE_FLOATS], const float *p, int ldp, int rows, const fa_rows *v,
+                                  int col, const int tiles, char *copy, const fa_soon *soon)
+{
+    _Alignas(64) char cut[2][2][FA_AMX_TILE];
+    const float      *other = p + (int64_t)FEW_ONE_PIECE * ldp;
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+    int blocks = (v->count + BLOCK - 1) / BLOCK, part = stream_keys(v);
+    for (int n = 0; n < blocks; n++) {
+        int         key   = block_key(n, part);
+        few_block   b     = block_of(v, key, copy, 2 * v->cols);
+        few_ahead   ahead = col == 0 ? ahead_of(v, soon, n) : (few_ahead){&no_rows, 0, 0};
+        const char *at    = b.at + 2 * col;
+        cut_p(cut[n % 2][0], p + key, ldp, FEW_ONE_PIECE, v->count - key, 1);
+        cut_p(cut[n % 2][1], other + key, ldp, rows - FEW_ONE_PIECE, v->count - key, 1);
+        TILE_LOAD(4, cut[n % 2][0], 64);
+        ask_for(&ahead, 0);
+        TILE_LOAD(6, at, b.stride);
+        TILE_DOT(0, 4, 6);
+        ask_for(&ahead, 1);
+        TILE_LOAD(5, cut[n % 2][1], 64);
+        TILE_DOT(1, 5, 6);
+        ask_for(&ahead, 2);
+        if (tiles > 1) {
+            TILE_LOAD(7, at + 64, b.stride);
+            TILE_DOT(2, 4, 7);
+            TILE_DOT(3, 5, 7);
+        }
+        ask_for(&ahead, 3);
+    }
+    TILE_STORE(0, out[0], 64);
+    TILE_STORE(1, out[1], 64);
+    TILE_STORE(2, out[2], 64);
+    TILE_STORE(3, out[3], 64);
+}
+
 #ifndef FA_AMX_FP16
 /* The same of float16; the first 16 columns of 32 take the place of the even ones. */
 FA_AMX_INLINE void value_tiles_two(float out[4][FA_AMX_TILE_FLOATS], const float *p, int ldp, int rows,
@@ -456,7 +502,7 @@ FA_AMX_INLINE void value_tiles_two(float out[4][FA_AMX_TILE_FLOATS], const float
         int         key  = block_key(n, part);
         const char *at   = values[n % 2];
         few_cut     next = cut_of(values[(n + 1) % 2], v, soon, n + 1, blocks, col);
-        cut_p(cut[n % 2], p + key, ldp, rows, v->count - key);
+        cut_p(cut[n % 2], p + key, ldp, rows, v->count - key, 2);
         TILE_LOAD(4, cut[n % 2], 64);
 #define STEP(c)                                                                                                        \
     if (tiles > c) {                                                                                                   \
@@ -482,38 +528,69 @@ FA_AMX_INLINE void value_tiles_two(float out[4][FA_AMX_TILE_FLOATS], const float
 #endif
 
 /* Row r's 32 columns of a tile of sums, in order: [0] the first 16. */
-FA_AMX_INLINE void sums_of(__m512 two[2], const float *tile, int r, bool in_order)
+FA_AMX_INLINE void sums_of(__m512 two[2], const float *tile, int r, bool in_order, int pieces)
 {
-    __m512  even  = _mm512_add_ps(_mm512_load_ps(tile + 64 * r), _mm512_load_ps(tile + 64 * r + 32));
-    __m512  odd   = _mm512_add_ps(_mm512_load_ps(tile + 64 * r + 16), _mm512_load_ps(tile + 64 * r + 48));
+    const float *row  = tile + 32 * pieces * r;
+    __m512       even = _mm512_load_ps(row), odd = _mm512_load_ps(row + 16);
+    if (pieces == 2) {
+        even = _mm512_add_ps(even, _mm512_load_ps(row + 32));
+        odd  = _mm512_add_ps(odd, _mm512_load_ps(row + 48));
+    }
     __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     two[0]        = in_order ? even : _mm512_permutex2var_ps(even, first, odd);
     two[1]        = in_order ? odd : _mm512_permutex2var_ps(even, _mm512_add_epi32(first, _mm512_set1_epi32(8)), odd);
 }
 
-/* Up to four rows; false: a sum is not finite, and o is as it was. */
+/* The sums of so many rows in tiles `step` apart are added to O, which is rescaled. */
+FA_AMX_INLINE void add_sums(float *o, int ldo, const float *rescale, float (*sum)[FA_AMX_TILE_FLOATS], int step, int tiles,
+                            int rows, bool in_order, int pieces)
+{
+    for (int r = 0; r < rows; r++) {
+        __m512 factor = _mm512_set1_ps(rescale[r]);
+        for (int c = 0; c < tiles; c++) {
+            __m512 pair[2];
+            float *at = o + (int64_t)r * ldo + 32 * c;
+            sums_of(pair, sum[c * step], r, in_order, pieces);
+            pair[0] = _mm512_mul_ps(pair[0], _mm512_set1_ps(1.0f / P_FACTOR));
+            pair[1] = _mm512_mul_ps(pair[1], _mm512_set1_ps(1.0f / P_FACTOR));
+            _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_loadu_ps(at), factor, pair[0]));
+            _mm512_storeu_ps(at + 16, _mm512_fmadd_ps(_mm512_loadu_ps(at + 16), factor, pair[1]));
+        }
+    }
+}
+
+static bool are_finite(float (*sum)[FA_AMX_TILE_FLOATS], int tiles)
+{
+    __m512 check = _mm512_setzero_ps();
+    for (int n = 0; n < tiles * 16; n++) {
+        __m512 x = _mm512_load_ps(sum[0] + 16 * n);
+        check    = _mm512_add_ps(check, _mm512_sub_ps(x, x));
+    }
+    return _mm512_cmp_ps_mask(check, check, _CMP_UNORD_Q) == 0;
+}
+
+/* Up to four rows by two pieces of P, eight by one, 16 where two operands of P share what is read of up to 256 columns of
+ * V; false: a sum is not finite, and o is as it was. */
 static bool accumulate_group(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v,
-                             int rows, const fa_soon *soon)
+                             int rows, const fa_soon *soon, const int pieces)
 {
     _Alignas(64) char  copy[BLOCK * FEW_MOST_DEPTH_TILES * 64];
     _Alignas(64) float sum[FEW_MOST_DEPTH_TILES + 3][FA_AMX_TILE_FLOATS];
-    int                tiles = v->cols / 32;
-    __m512             check = _mm512_setzero_ps();
-#ifdef FA_AMX_FP16
-    const bool two = false;
-#define TILES(n)                                                                                                       \
-    value_tiles(sum + c, p, ldp, rows, v, 32 * c, n, copy, soon);                                                      \
-    break
-#else
-    bool two = v->dtype == FLASH_ATTN_F16;
+    int                tiles = v->cols / 32, step = rows > FEW_ONE_PIECE ? 2 : 1;
+    bool               two = CUTS_V(v);
+#ifndef FA_AMX_FP16
 #define TILES(n)                                                                                                       \
     if (two)                                                                                                           \
         value_tiles_two(sum + c, p, ldp, rows, v, 32 * c, n, soon);                                                    \
     else                                                                                                               \
-        value_tiles(sum + c, p, ldp, rows, v, 32 * c, n, copy, soon);                                                  \
+        value_tiles(sum + c, p, ldp, rows, v, 32 * c, n, copy, soon, pieces);                                          \
+    break
+#else
+#define TILES(n)                                                                                                       \
+    value_tiles(sum + c, p, ldp, rows, v, 32 * c, n, copy, soon, pieces);                                              \
     break
 #endif
-    for (int c = 0; c < tiles; c += 4) {
+    for (int c = 0; c < tiles && step == 1; c += 4) {
         switch (fa_min_int(4, tiles - c)) {
         case 1: TILES(1);
         case 2: TILES(2);
@@ -522,37 +599,43 @@ static bool accumulate_group(float *o, int ldo, const float *rescale, const floa
         }
     }
 #undef TILES
-    for (int c = 0; c < tiles; c++)
-        for (int n = 0; n < 16; n++) {
-            __m512 x = _mm512_load_ps(sum[c] + 16 * n);
-            check    = _mm512_add_ps(check, _mm512_sub_ps(x, x));
-        }
-    if (_mm512_cmp_ps_mask(check, check, _CMP_UNORD_Q))
-        return false;
-    for (int r = 0; r < rows; r++) {
-        __m512 factor = _mm512_set1_ps(rescale[r]);
-        for (int c = 0; c < tiles; c++) {
-            __m512 pair[2];
-            float *at = o + (int64_t)r * ldo + 32 * c;
-            sums_of(pair, sum[c], r, two);
-            pair[0] = _mm512_mul_ps(pair[0], _mm512_set1_ps(1.0f / P_FACTOR));
-            pair[1] = _mm512_mul_ps(pair[1], _mm512_set1_ps(1.0f / P_FACTOR));
-            _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_loadu_ps(at), factor, pair[0]));
-            _mm512_storeu_ps(at + 16, _mm512_fmadd_ps(_mm512_loadu_ps(at + 16), factor, pair[1]));
-        }
+    for (int c = 0; c < tiles && step == 2; c += 2) {
+        if (tiles - c > 1)
+            value_tiles_16(sum + 2 * c, p, ldp, rows, v, 32 * c, 2, copy, soon);
+        else
+            value_tiles_16(sum + 2 * c, p, ldp, rows, v, 32 * c, 1, copy, soon);
     }
+    if (!are_finite(sum, step * tiles))
+        return false;
+    add_sums(o, ldo, rescale, sum, step, tiles, fa_min_int(rows, FEW_ONE_PIECE), two, pieces);
+    if (step == 2)
+        add_sums(o + (int64_t)FEW_ONE_PIECE * ldo, ldo, rescale + FEW_ONE_PIECE, sum + 1, step, tiles, rows - FEW_ONE_PIECE,
+                 two, pieces);
     return true;
 }
 
 void ACCUMULATE_FEW(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
                     const fa_soon *soon, void *scratch)
 {
+#ifndef FA_AMX_FP16
+    if (takes_many(v, rows)) {
+        fa_amx_accumulate_many(o, ldo, rescale, p, ldp, v, rows, soon, scratch);
+        return;
+    }
+#endif
     (void)scratch;
-    for (int r = 0; r < rows; r += FEW_GROUP) {
-        int          count = fa_min_int(FEW_GROUP, rows - r);
-        float       *o_at  = o + (int64_t)r * ldo;
-        const float *p_at  = p + (int64_t)r * ldp;
-        if (!accumulate_group(o_at, ldo, rescale + r, p_at, ldp, v, count, r == 0 ? soon : &nothing_soon))
-            fa_kernels_avx512()->accumulate_few(o_at, ldo, rescale + r, p_at, ldp, v, count, &nothing_soon, NULL);
+    bool one = rows > FEW_GROUP && !CUTS_V(v);
+    int  most = !one ? FEW_GROUP : v->cols > FA_WIDE_HEAD ? FEW_ONE_PIECE : 2 * FEW_ONE_PIECE;
+    for (int r = 0; r < rows; r += most) {
+        int            count = fa_min_int(most, rows - r);
+        float         *o_at  = o + (int64_t)r * ldo;
+        const float   *p_at  = p + (int64_t)r * ldp;
+        const fa_soon *next  = r == 0 ? soon : &nothing_soon;
+        if (one ? accumulate_group(o_at, ldo, rescale + r, p_at, ldp, v, count, next, 1)
+                : accumulate_group(o_at, ldo, rescale + r, p_at, ldp, v, count, next, 2))
+            continue;
+        for (int n = 0; n < count; n += FEW_GROUP)
+            fa_kernels_avx512()->accumulate_few(o_at + (int64_t)n * ldo, ldo, rescale + r + n, p_at + (int64_t)n * ldp, ldp,
+                                                v, fa_min_int(FEW_GROUP, count - n), &nothing_soon, NULL);
     }
 }

@@ -110,6 +110,7 @@ static void fill_table(void)
     table.forward_block   = fa_amx_fp16_forward_block;
     table.scores_few      = fa_amx_fp16_scores_few; /* rows and columns as bfloat16 */
     table.accumulate_few  = fa_amx_fp16_accumulate_few;
+    table.few_rows_wide   = 0;
     table.row_norm        = row_norm;
     table.packed_row_dots = NULL; /* adds up bfloat16 */
     table.backward_block  = fa_amx_fp16_backward_block;

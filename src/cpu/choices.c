@@ -10,6 +10,9 @@
 #include "cpu/tile.h"
 
 #include <limits.h>
+#ifndef X_K
+#define X_K 512
+#endif
 
 enum { FORWARD = FLASH_ATTN_FORWARD, BACKWARD = FLASH_ATTN_BACKWARD };
 
@@ -52,7 +55,9 @@ static const struct {
     {FA_TABLE_SCALAR, BACKWARD, INT_MAX, {48, 64}},
     /* Many units of 32 x 32 a call keep the fused kernel's pipeline full, and O moves once a call or two (0030). */
     {FA_TABLE_AMX_BF16, FORWARD, 128, {128, 1024}},
-    {FA_TABLE_AMX_BF16, FORWARD, INT_MAX, {128, 512}},
+    {FA_TABLE_AMX_BF16, FORWARD, 256, {128, 512}},
+    /* As AVX512_BF16's: one or two queries of 128 heads are a tile. */
+    {FA_TABLE_AMX_BF16, FORWARD, INT_MAX, {256, X_K}},
     /* More queries halve the traffic of dK and dV through the second-level cache, more keys that of Q, dO and dQ from
      * the third, where the second still holds a tile's operands (0032). */
     {FA_TABLE_AMX_BF16, BACKWARD, 64, {256, 512}},

@@ -78,8 +78,17 @@ static void add_bad_rows_after_fused(const step *t, const scratch *s)
                     s->temp);
 }
 
+#ifdef X_TIME
+__attribute__((visibility("default"))) uint64_t fa_x_time[4];
+#define X(n) (fa_x_time[n] += __builtin_ia32_rdtsc() - x_at, x_at = __builtin_ia32_rdtsc())
+#else
+#define X(n) (void)0
+#endif
 static void composed_step(const step *t, const scratch *s)
 {
+#ifdef X_TIME
+    uint64_t x_at = __builtin_ia32_rdtsc();
+#endif
     const fa_kernels *k    = t->kernels;
     const fa_call    *call = t->call;
     int               all = fa_tile_rows(t->tile), num_bad = t->in_place ? 0 : *s->keys.num_bad;
@@ -98,6 +107,7 @@ static void composed_step(const step *t, const scratch *s)
             k->scores_few(s->s, t->lds, q, &s->k_rows, rows, &s->k_soon);
         else
             k->scores(s->s, t->lds, q, s->keys.k, rows, keys, (int)call->head_dim);
+        X(0);
         fa_apply_options(k, call, &tile, visible, t->scale, s->s, NULL, t->lds);
         if (packed) {
             k->softmax_packed(s->s, t->lds, rows, keys, fa_multiplier(call, t->scale), t->m + row, t->l + row, s->rescale);
@@ -107,10 +117,12 @@ static void composed_step(const step *t, const scratch *s)
         k->softmax(s->s, t->lds, rows, keys, fa_multiplier(call, t->scale), t->m + row, t->l + row, s->rescale);
         if (call->dropout.threshold)
             fa_apply_dropout(k, call, &tile, s->s, NULL, t->lds);
+        X(1);
         if (t->in_place)
             k->accumulate_few(o, t->ldo, s->rescale, s->s, t->lds, &s->v_rows, rows, &s->v_soon, s->fused);
         else
             k->accumulate(o, t->ldo, s->rescale, s->s, t->lds, s->keys.v, rows, keys, (int)call->head_dim_v, s->fused);
+        X(2);
     }
     if (num_bad > 0)
         fa_add_bad_rows(k, t->o, t->ldo, all, s->s, t->lds, 1, &s->v_rows, s->keys.bad, num_bad, s->temp);
@@ -227,7 +239,9 @@ static void need_rows(const block *b, const fa_tile *tile)
     s->k_soon           = (fa_soon){s->v_rows, false, far};
     s->v_soon           = (fa_soon){fa_key_rows(call, &call->k, &next, s->row_next), false, far};
     /* Latent attention's V is in the cache since K was read: the next tile of K comes meanwhile. float32 lost 8% by it. */
-    s->v_soon.each = far && b->shape->kernels->few_keys_far && call->k.data == call->v.data && call->k.dtype != FLASH_ATTN_F32;
+    const fa_kernels *kernels = b->shape->kernels;
+    s->v_soon.each            = (kernels->few_next_keys || (far && kernels->few_keys_far)) && call->k.data == call->v.data &&
+                     call->k.dtype != FLASH_ATTN_F32;
 }
 
 typedef struct key_tile {

@@ -1,0 +1,273 @@
+/*
+ * Wide heads of bfloat16, as latent attention's decode has them, 5 to 256 rows: K and V are read where they lie, as in
+ * amx_few.c, but for rows enough to fill tiles.
+ *
+ *     S^T[2 x 16 keys][2 x 16 rows]  = K Q^T     K is a left operand as it lies; Q^T is made once a call
+ *     O[2 x 16 rows][2 x 16 columns] += P V      V is interleaved once for all rows, 32 columns of all keys at a time
+ *
+ * Vectors work beside products: a unit of S is turned into rows beside the next unit, 32 columns of V are interleaved
+ * beside the products of the 32 before. Memory works beside both: while O grows the first half of the next tile of keys
+ * is asked for, the rest while S is made of the first. Decision 0073.
+ */
+#include "cpu/amx_many.h"
+#include "cpu/amx_pack.h"
+
+#ifndef X_PART
+#define X_PART 50
+#endif
+enum { MOST_DEPTH_TILES = 18 }; /* head_dim 576 */
+
+/* ---- S = Q K^T ---- */
+
+/* 16 rows of K as left operands, the first at `at` and `step` bytes apart; 0: one by one, `count` of them. */
+typedef struct key_block {
+    const char        *at;
+    int64_t            step;
+    const void *const *row;
+    int                count;
+} key_block;
+
+FA_AMX_INLINE key_block key_block_of(const fa_rows *k, int first)
+{
+    int64_t step = fa_amx_equal_steps(k, first);
+    int     left = fa_max_int(0, fa_min_int(k->count - first, 16));
+    return (key_block){step ? k->row[first] : NULL, step, k->row + (left ? first : 0), left};
+}
+
+/* Columns `col` to col + 31 of rows that are not at equal distances; zeros beyond the last. */
+static __attribute__((noinline)) void copy_columns(char *out, const key_block *k, int col)
+{
+    for (int r = 0; r < 16; r++)
+        _mm512_store_si512(out + 64 * r, r < k->count ? _mm512_loadu_si512((const uint16_t *)k->row[r] + col)
+                                                      : _mm512_setzero_si512());
+}
+
+#define LOAD_KEYS(t, n)                                                                                                \
+    do {                                                                                                               \
+        if (k[n].step) {                                                                                               \
+            TILE_LOAD(t, k[n].at + 64 * c, k[n].step);                                                                 \
+        } else {                                                                                                       \
+            copy_columns(copy, &k[n], 32 * c);                                                                         \
+            TILE_LOAD(t, copy, 64);                                                                                    \
+        }                                                                                                              \
+    } while (0)
+
+/* What a unit leaves: tiles of S^T, [keys / 16][rows / 16], whose place is s. */
+typedef struct unit {
+    const float *from;
+    float       *s;
+    int          lds, keys, rows, turned; /* in tiles; quarters that are done */
+} unit;
+
+/* The next quarter of a tile: four rows of S. */
+FA_AMX_INLINE void turn_quarter(unit *u)
+{
+    if (u->turned == 4 * u->keys * u->rows)
+        return;
+    int     tile = u->turned / 4, quarter = u->turned % 4;
+    float  *to   = u->s + (int64_t)(tile % u->rows * 16 + 4 * quarter) * u->lds + tile / u->rows * 16;
+    __m512i x[4];
+    fa_amx_turn_chunks(x, (const char *)(u->from + tile * FA_AMX_TILE_FLOATS), quarter);
+    for (int n = 0; n < 4; n++)
+        _mm512_storeu_si512(to + (int64_t)n * u->lds, x[n]);
+    u->turned++;
+}
+
+/* keys, rows: 2 and 2 tiles, or 4 and 1, or 2 and 1. q: `tiles` tiles of 16 rows, then those of the next. */
+FA_AMX_INLINE void score_unit(float *out, const key_block *k, const char *q, const int tiles, const int keys,
+                              const int rows, unit *before, fa_amx_asks *asks)
+{
+    _Alignas(64) char copy[FA_AMX_TILE];
+    int               each = (15 + tiles) / tiles;
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+    for (int c = 0; c < tiles; c++) {
+        TILE_LOAD(6, q + FA_AMX_TILE * c, 64);
+        LOAD_KEYS(4, 0);
+        TILE_DOT(0, 4, 6);
+        if (rows == 2) {
+            TILE_LOAD(7, q + FA_AMX_TILE * (tiles + c), 64);
+            TILE_DOT(1, 4, 7);
+            LOAD_KEYS(5, 1);
+            TILE_DOT(2, 5, 6);
+            TILE_DOT(3, 5, 7);
+        } else {
+            LOAD_KEYS(5, 1);
+            TILE_DOT(1, 5, 6);
+            if (keys == 4) {
+                LOAD_KEYS(4, 2);
+                TILE_DOT(2, 4, 6);
+                LOAD_KEYS(5, 3);
+                TILE_DOT(3, 5, 6);
+            }
+        }
+        fa_amx_ask(asks, 16);
+        for (int n = 0; n < each; n++)
+            turn_quarter(before);
+    }
+    TILE_STORE(0, out, 64);
+    TILE_STORE(1, out + FA_AMX_TILE_FLOATS, 64);
+    if (keys * rows == 4) {
+        TILE_STORE(2, out + 2 * FA_AMX_TILE_FLOATS, 64);
+        TILE_STORE(3, out + 3 * FA_AMX_TILE_FLOATS, 64);
+    }
+}
+
+/* Role Q's packed form as right operands. */
+static void turn_queries(char *out, const char *q, int tiles)
+{
+    for (int tile = 0; tile < tiles; tile++) {
+        for (int quarter = 0; quarter < 4; quarter++) {
+            __m512i x[4];
+            fa_amx_turn_chunks(x, q + FA_AMX_TILE * tile, quarter);
+            for (int n = 0; n < 4; n++)
+                _mm512_store_si512(out + FA_AMX_TILE * tile + 256 * quarter + 64 * n, x[n]);
+        }
+    }
+}
+
+void fa_amx_scores_many(float *s, int lds, const void *q, const fa_rows *k, int rows)
+{
+    _Alignas(64) char  turned[2 * MOST_DEPTH_TILES * FA_AMX_TILE];
+    _Alignas(64) float out[2][4 * FA_AMX_TILE_FLOATS];
+    int                tiles = k->cols / 32, half = (int)((int64_t)k->count * X_PART / 100), number = 0;
+    unit               before = {.rows = 1};
+    fa_amx_asks        asks   = {k->row, half, k->count, 0, 2 * k->cols};
+    for (int first = 0; first < rows; first += 32) {
+        int two = rows - first > 16 ? 2 : 1;
+        turn_queries(turned, (const char *)q + (int64_t)first / 16 * tiles * FA_AMX_TILE, two * tiles);
+        for (int key = 0, keys; key < k->count; key += 16 * keys, number++) {
+            keys             = two == 1 && k->count - key > 32 ? 4 : 2;
+            float    *to     = out[number % 2];
+            key_block of[4]  = {key_block_of(k, key), key_block_of(k, key + 16)};
+            if (keys == 4) {
+                of[2] = key_block_of(k, key + 32);
+                of[3] = key_block_of(k, key + 48);
+                score_unit(to, of, turned, tiles, 4, 1, &before, &asks);
+            } else if (two == 2) {
+                score_unit(to, of, turned, tiles, 2, 2, &before, &asks);
+            } else {
+                score_unit(to, of, turned, tiles, 2, 1, &before, &asks);
+            }
+            int whole = fa_tiles_of(k->count - key, 32) * 2; /* S has room for whole steps of 32 keys */
+            before    = (unit){to, s + (int64_t)first * lds + key, lds, fa_min_int(keys, whole), two, 0};
+        }
+    }
+    while (before.turned < 4 * before.keys * before.rows)
+        turn_quarter(&before);
+}
+
+/* ---- O += P V ---- */
+
+/* 32 columns of V that are being interleaved: pairs (r, r + 16) of each 32 keys, as two right operands. */
+typedef struct panel {
+    char          *to;
+    const fa_rows *v;
+    int            col, done, pairs; /* done: of the pairs of rows */
+    __m512i        largest;          /* of their magnitudes */
+    bool           ask;              /* for the rest of rows further on */
+} panel;
+
+FA_AMX_INLINE __m512i row_or_zeros(const panel *p, int key)
+{
+    return key < p->v->count ? _mm512_loadu_si512((const uint16_t *)p->v->row[key] + p->col) : _mm512_setzero_si512();
+}
+
+FA_AMX_INLINE void interleave(panel *p, int pairs, fa_amx_asks *asks)
+{
+    for (int end = fa_min_int(p->done + pairs, p->pairs); p->done < end; p->done++) {
+        int strip = p->done / 16, r = p->done % 16, key = 32 * strip + r;
+        p->largest = fa_amx_pair_row(p->to + 2 * FA_AMX_TILE * strip, r, row_or_zeros(p, key), row_or_zeros(p, key + 16),
+                                     p->largest);
+        fa_amx_ask(asks, 2);
+    }
+}
+
+/* 32 columns of two tiles of rows, or one; beside them `pairs` pairs of the next columns for each product of 32 keys. */
+FA_AMX_INLINE void value_block(float *o, int64_t ldo, const char *left, const char *right, int steps, const bool two,
+                               int pairs, panel *next, fa_amx_asks *asks)
+{
+    const char *second = left + (int64_t)steps * FA_AMX_TILE;
+    TILE_LOAD(0, o, 4 * ldo);
+    TILE_LOAD(1, o + 16, 4 * ldo);
+    if (two) {
+        TILE_LOAD(2, o + 16 * ldo, 4 * ldo);
+        TILE_LOAD(3, o + 16 * ldo + 16, 4 * ldo);
+    }
+    for (int n = 0; n < steps; n++) {
+        TILE_LOAD(4, left + FA_AMX_TILE * n, 64);
+        TILE_LOAD(6, right + 2 * FA_AMX_TILE * n, 64);
+        TILE_DOT(0, 4, 6);
+        TILE_LOAD(7, right + 2 * FA_AMX_TILE * n + FA_AMX_TILE, 64);
+        TILE_DOT(1, 4, 7);
+        if (two) {
+            TILE_LOAD(5, second + FA_AMX_TILE * n, 64);
+            TILE_DOT(2, 5, 6);
+            TILE_DOT(3, 5, 7);
+        }
+        interleave(next, pairs, asks);
+    }
+    TILE_STORE(0, o, 4 * ldo);
+    TILE_STORE(1, o + 16, 4 * ldo);
+    if (two) {
+        TILE_STORE(2, o + 16 * ldo, 4 * ldo);
+        TILE_STORE(3, o + 16 * ldo + 16, 4 * ldo);
+    }
+}
+
+/* Columns of V with Inf or NaN, where a P of 0 must not meet them: by AVX-512. O is rescaled. */
+static void add_columns(float *o, int ldo, const float *p, int ldp, const fa_rows *v, int rows, int col)
+{
+    static const float ones[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+    static const fa_soon none  = {0};
+    const void        *row[FA_MAX_TILE];
+    fa_rows            part = {row, v->count, 32, 1, v->dtype};
+    for (int n = 0; n < v->count; n++)
+        row[n] = (const uint16_t *)v->row[n] + col;
+    for (int r = 0; r < rows; r += 4)
+        fa_kernels_avx512()->accumulate_few(o + (int64_t)r * ldo + col, ldo, ones, p + (int64_t)r * ldp, ldp, &part,
+                                            fa_min_int(4, rows - r), &none, NULL);
+}
+
+size_t fa_amx_many_scratch(int rows, int keys)
+{
+    return (size_t)fa_tiles_of(keys, 32) * FA_AMX_TILE * (size_t)(fa_tiles_of(rows, 16) + 4);
+}
+
+/* soon: the next tile's keys where `each` says that V is in the cache, as it is where V is K's columns. */
+void fa_amx_accumulate_many(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
+                            const fa_soon *soon, void *scratch)
+{
+    int         steps = fa_tiles_of(v->count, 32), blocks = fa_tiles_of(rows, 32), pairs = (15 + blocks) / blocks;
+    char       *left = scratch, *to = left + (int64_t)fa_tiles_of(rows, 16) * steps * FA_AMX_TILE;
+    fa_amx_asks asks = {v->row, 8, v->count, 0, 2 * v->cols};
+    panel       now  = {.to = to, .v = v, .pairs = 16 * steps, .largest = _mm512_setzero_si512()};
+    if (soon->each)
+        asks = (fa_amx_asks){soon->rows.row, 0, (int)((int64_t)soon->rows.count * X_PART / 100), 0, 2 * soon->rows.cols};
+    fa_amx_pack_p(left, p, ldp, rows, v->count, 1);
+    fa_amx_scale_rows(o, ldo, rescale, rows, v->cols);
+    interleave(&now, now.pairs, &asks);
+    for (int col = 0; col < v->cols; col += 32) {
+        panel next = {.to      = to + (col / 32 + 1) % 2 * 2 * (int64_t)steps * FA_AMX_TILE,
+                      .v       = v,
+                      .col     = col + 32,
+                      .pairs   = col + 32 < v->cols ? 16 * steps : 0,
+                      .largest = _mm512_setzero_si512()};
+        if (_mm512_cmpge_epu16_mask(now.largest, _mm512_set1_epi16(0x7F80)) == 0) {
+            for (int r = 0; r < rows; r += 32) {
+                float      *at   = o + (int64_t)r * ldo + col;
+                const char *of_p = left + (int64_t)r / 16 * steps * FA_AMX_TILE;
+                if (rows - r > 16)
+                    value_block(at, ldo, of_p, now.to, steps, true, pairs, &next, &asks);
+                else
+                    value_block(at, ldo, of_p, now.to, steps, false, pairs, &next, &asks);
+            }
+        } else {
+            add_columns(o, ldo, p, ldp, v, rows, col);
+        }
+        interleave(&next, next.pairs, &asks);
+        now = next;
+    }
+}
