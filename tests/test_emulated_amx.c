@@ -444,6 +444,21 @@ static void run_misfit(void)
     amx_code_product(&a, &b, &c, 64);
 }
 
+#if defined(__SANITIZE_ADDRESS__)
+static void run_outside(void)
+{
+    uint8_t *memory = malloc(1023);
+    configure(16, 16, 16);
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm0" ::"r"(memory), "r"((int64_t)64) : "memory");
+}
+
+static void memory_that_is_not_there_is_not_loaded(void **state)
+{
+    (void)state;
+    assert_int_equal(signal_of_child(run_outside), native ? 0 : SIGABRT);
+}
+#endif
+
 static void what_a_processor_refuses_ends_the_program(void **state)
 {
     (void)state;
@@ -495,6 +510,9 @@ int main(int argc, char **argv)
         cmocka_unit_test(a_configuration_is_given_back),
         cmocka_unit_test(registers_flags_and_red_zone_are_kept),
         cmocka_unit_test(what_a_processor_refuses_ends_the_program),
+#if defined(__SANITIZE_ADDRESS__)
+        cmocka_unit_test(memory_that_is_not_there_is_not_loaded),
+#endif
     };
     fa_isa      isa;
     const char *why = amx_why_not();
