@@ -143,6 +143,18 @@ static void need_tile(int t)
 
 /* ---- loads and stores ---- */
 
+/* AddressSanitizer's, where the program is built with it: it does not see what assembly reads and writes. */
+extern void *__asan_region_is_poisoned(void *begin, size_t bytes) __attribute__((weak));
+
+static void check_memory(int t, uint64_t start, int64_t stride)
+{
+    for (int r = unit.has.start_row; r < unit.has.rows[t] && __asan_region_is_poisoned; r++) {
+        void *row = (void *)(uintptr_t)(start + (uint64_t)(r * stride));
+        if (__asan_region_is_poisoned(row, unit.has.row_bytes[t]))
+            refuse("a tile is loaded or stored where AddressSanitizer has no memory");
+    }
+}
+
 static AVX512 void load_tile(int t, const char *from, int64_t stride)
 {
     __mmask64 columns = ~0ull >> (ROW_BYTES - unit.has.row_bytes[t]);
@@ -250,10 +262,12 @@ void amx_run(const amx_instruction *i, const uint64_t *registers)
         break;
     case AMX_LOAD: /* the index counts rows: a stride */
         need_tile(i->tile);
+        check_memory(i->tile, start, (int64_t)offset);
         load_tile(i->tile, (const char *)(uintptr_t)start, (int64_t)offset);
         break;
     case AMX_STORE:
         need_tile(i->tile);
+        check_memory(i->tile, start, (int64_t)offset);
         store_tile(i->tile, (char *)(uintptr_t)start, (int64_t)offset);
         break;
     case AMX_DOT_BF16:
