@@ -76,8 +76,8 @@ struct key_piece {
     int entry, row;
 };
 
-/* This producer's first piece of a tile begins at this row; there is none behind the tile. A second one, PRODUCERS pieces on, there is where pieces have eight rows, the
- * fewest, for a swizzle takes eight. */
+/* This producer's first piece of a tile begins at this row; there is none behind the tile. A second one, PRODUCERS pieces on, there is where pieces have eight
+ * rows, the fewest, for a swizzle takes eight. */
 FA_DEVICE int piece_row(const fa_args &args) { return FA_HAS_PAGED ? producer() * args.page_piece : 0; }
 
 /* Where a key lies: its page, counted from the sequence's first, and its row there. */
@@ -107,10 +107,10 @@ FA_DEVICE key_piece look_up(const fa_args &args, const work &w, page_place p)
     return {args.page_table[w.b * args.page_row_stride + p.page], p.row};
 }
 
-/* The slot's panels of a part may come, as soon as those before have been read. Every producer waits and arrives, also where it fetches nothing (Q without boxes, a tile of
- * fewer pieces): `full` is not over before it has arrived, nor `empty`, which follows, so neither can pass a producer by and come round to the parity that it waits for. The same
- * holds of q_empty, found and done. A producer announces a share of the bytes, whichever it fetches: what comes before it is announced counts below 0, and a phase
- * lasts until all have arrived. */
+/* The slot's panels of a part may come, as soon as those before have been read. Every producer waits and arrives, also where it fetches nothing (Q without
+ * boxes, a tile of fewer pieces): `full` is not over before it has arrived, nor `empty`, which follows, so neither can pass a producer by and come round to the
+ * parity that it waits for. Nor can q_empty, which follows too, and found, before which the planner waits for done. A producer announces a share of the bytes,
+ * whichever it fetches: what comes before it is announced counts below 0, and a phase lasts until all have arrived. */
 FA_DEVICE void expect(place at, int part, int bytes)
 {
     if (part < 2)
