@@ -147,6 +147,7 @@ FA_DEVICE unsigned pack_e4m3(float a, float b, float c, float d)
 }
 FA_DEVICE float at_most_30(float x) { return x > 30 ? 30 : x; }
 FA_DEVICE void  keep_order(float &) {}
+FA_DEVICE void  make_anew(int &) {}
 FA_DEVICE void  keep_behind(bool) {}
 
 FA_DEVICE float from_quad(float x, int quad) { return __shfl_sync(~0u, x, 4 * quad + (int)threadIdx.x % 4); }

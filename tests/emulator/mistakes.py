@@ -24,6 +24,8 @@ MANY_BACK = ("many tiles a block", "every_backward*")
 LONG_BACK = ("80 queries, whole tiles", "every_backward*")
 FEW_BACK = ("few have queries", "every_backward*")
 LATENT_TWO = ("two queries", "every_shape*")
+LATENT_PAGES = ("pages of 64, pairs", "every_shape*")
+LATENT_ONE_PIECE = ("pages of 48", "every_shape*") # two producers fetch nothing
 
 WAIT_FOR_O = "    wgmma_wait<0>();\n    hold(c.o);\n    hold(c.p);\n"
 WAIT_FOR_S = "    wgmma_wait<1>();\n    hold(s);\n"
@@ -80,6 +82,18 @@ MISTAKES = [
     ("a pair's slot overwritten while the other block reads", LATENT_BLOCK, "PAIRS ? 8 : 4);", "4);", LATENT_TWO),
     ("values hear of Q too", LATENT, "    int      before = -1; /* the slot of the tile before */\n", "    int      before = at.slot;\n", ("pairs that stay", "every_shape*")),
     ("parts merged before they are there", LATENT, "            cluster_barrier();\n            const work &w", "            const work &w", ("sinks, parts", "every_shape*")),
+    ("a producer of pages that overwrites a slot", LATENT, "    if (part < 2)\n        barrier_wait(empty", "    if (part < 2 && producer() != 2)\n        barrier_wait(empty", LATENT_PAGES),
+    ("a producer of pages that others do not wait for", LATENT, "    barrier_expect(full(at.slot, part), bytes / PRODUCERS);\n",
+     "    for (int n = 0; producer() == 0 && n < PRODUCERS; n++)\n        barrier_expect(full(at.slot, part), bytes / PRODUCERS);\n", LATENT_ONE_PIECE),
+    ("a producer of pages that fetches nothing", LATENT, "            if (row < FA_TILE_K)\n", "            if (row < FA_TILE_K && producer() != 1)\n", LATENT_PAGES),
+    ("a producer of pages that announces all bytes", LATENT, "bytes / PRODUCERS);\n}", "bytes);\n}", LATENT_PAGES),
+    ("a page looked up too far on the right", LATENT, "                    go_left(args, from);\n", "", LATENT_PAGES),
+    ("the second of a producer's pieces where the first was", LATENT, "tile * FA_TILE_K + row));\n    } while", "tile * FA_TILE_K + piece_row(args)));\n    } while",
+     ("pages of 8,", "every_shape*")),
+    ("Q overwritten by a producer of pages", LATENT, "            barrier_wait(q_empty(), items & 1 ^ 1);\n",
+     "            if (producer() != 2)\n                barrier_wait(q_empty(), items & 1 ^ 1);\n", LATENT_PAGES),
+    ("the planner overwrites items of a producer of pages", LATENT, "        barrier_arrive(done(k));\n    }\n}\n\n/* ---- scores",
+     "        for (int n = 0; producer() == 0 && n < PRODUCERS; n++)\n            barrier_arrive(done(k));\n    }\n}\n\n/* ---- scores", ("pages of 16, most", "every_shape*")),
     ("the latent planner overwrites items", LATENT, "        barrier_wait(done(k), freed(k));\n", "", ("prefill", "every_shape*")),
 ]
 

@@ -2,7 +2,8 @@
  * The forward for Hopper where V is the first columns of K, as in multi-head latent attention (MLA): head_dim to 576, head_dim_v to 512, float16 and
  * bfloat16, any number of queries. Rows of a tile are queries of all heads that share a key head, so K, which is V too, is read once for 64 of them.
  *
- *     warpgroup 0, warp 0   producer: fills three slots by turns by TMA, with a tile of Q and then with its tiles of 48 keys
+ *     warpgroup 0, warp 0   producer: fills three slots by turns by TMA, with a tile of Q and then with its tiles of 48 keys; of keys in pages, which come in
+ *                           more boxes, warps 2 and 3 are producers too, and each fetches other rows of a tile
  *                  warp 1   planner: one thread finds this block's items, tiles of rows and parts of their keys, ahead, the first while barriers are set up
  *     warpgroup 1           scores: S and P of all 64 rows; has two thirds of Q in registers, so that memory has room for three slots
  *     warpgroups 2, 3       values: all 64 rows of O, columns 0-255 and 256-511
@@ -62,51 +63,76 @@ FA_DEVICE void plan(const fa_args &args)
     barrier_arrive(found(k));
 }
 
-/* ---- producer: one thread, or of keys in pages one warp ---- */
+/* ---- producers: one thread; of keys in pages three, of warps 0, 2 and 3, each of which has other pieces of a tile ---- */
+
+FA_DEVICE int producer() { return FA_HAS_PAGED && threadIdx.x >= 64 ? (int)threadIdx.x / 32 - 1 : 0; }
 
 /* Q by TMA, where 64 rows are so many whole queries of a group's heads, or heads of one query: a box has what is neighbours. Rows that are nobody's hold
  * anything, and nobody stores them. Otherwise the scores' warpgroup copies rows itself, to the same place. */
 FA_DEVICE bool has_boxes(const fa_args &args) { return args.q_boxes; }
 
-/* Rows of K that lie side by side, of which each lane knows one piece of a tile. Page -1, as any that is out of range: TMA brings zeros. */
+/* Rows of K that lie side by side. Page -1, as any that is out of range: TMA brings zeros. */
 struct key_piece {
     int entry, row;
 };
 
-FA_DEVICE key_piece piece_of_lane(const fa_args &args, const work &w, int tile)
+/* This producer's first piece of a tile begins at this row; there is none behind the tile. A second one, PRODUCERS pieces on, there is where pieces have eight
+ * rows, the fewest, for a swizzle takes eight. */
+FA_DEVICE int piece_row(const fa_args &args) { return FA_HAS_PAGED ? producer() * args.page_piece : 0; }
+
+/* Where a key lies: its page, counted from the sequence's first, and its row there. */
+struct page_place {
+    int page, row;
+};
+
+FA_DEVICE page_place page_place_of(const fa_args &args, int key)
 {
-    int first = tile * FA_TILE_K;
-    if (!FA_HAS_PAGED)
-        return {w.seq.kv_entry, w.seq.kv_row + first};
-    first += (int)threadIdx.x * args.page_piece;
-    if ((int)threadIdx.x * args.page_piece >= FA_TILE_K || first >= w.keys.end || first + args.page_piece <= w.keys.begin)
-        return {-1, 0};
-    int page = first / args.kv_rows;
-    return {args.page_table[w.b * args.page_row_stride + page], first - page * args.kv_rows};
+    int page = quotient(key, args.kv_rows);
+    return {page, key - page * args.kv_rows};
 }
 
-/* The slot's panels of a part may come, as soon as those before have been read. */
+/* A piece of the tile to the left, without a division. */
+FA_DEVICE void go_left(const fa_args &args, page_place &p)
+{
+    for (p.row -= FA_TILE_K; p.row < 0; p.row += args.kv_rows)
+        p.page--;
+}
+
+/* The piece that begins there. Only pages that hold keys of the work are looked up: entries of others may be anything. */
+FA_DEVICE key_piece look_up(const fa_args &args, const work &w, page_place p)
+{
+    int key = p.page * args.kv_rows + p.row;
+    if (key >= w.keys.end || key + args.page_piece <= w.keys.begin)
+        return {-1, 0};
+    return {args.page_table[w.b * args.page_row_stride + p.page], p.row};
+}
+
+/* The slot's panels of a part may come, as soon as those before have been read. Every producer waits and arrives, also where it fetches nothing (Q without
+ * boxes, a tile of fewer pieces): `full` is not over before it has arrived, nor `empty`, which follows, so neither can pass a producer by and come round to the
+ * parity that it waits for. Nor can q_empty, which follows too, and found, before which the planner waits for done. A producer announces a share of the bytes,
+ * whichever it fetches: what comes before it is announced counts below 0, and a phase lasts until all have arrived. */
 FA_DEVICE void expect(place at, int part, int bytes)
 {
     if (part < 2)
         barrier_wait(empty(at.slot, part), at.phase ^ 1);
-    barrier_expect(full(at.slot, part), bytes);
+    barrier_expect(full(at.slot, part), bytes / PRODUCERS);
 }
 
-/* The item's Q, `items` having been before it, by one thread. */
+/* The item's Q, `items` having been before it: of each part three panels. */
 FA_DEVICE void fetch_queries(const fa_args &args, const fa_map &map, const work &w, place at, int items)
 {
     int query = w.seq.q_row + w.first_q, head = w.head + w.first_row - w.first_q * args.group;
 #pragma unroll
     for (int part = 0; part < 3; part++) {
+        constexpr int OF_PART = KEPT / 2;
         if (part == 2)
             barrier_wait(q_empty(), items & 1 ^ 1);
-        expect(at, part, has_boxes(args) ? KEPT / 2 * ROWS_BYTES : 0);
+        expect(at, part, has_boxes(args) ? OF_PART * ROWS_BYTES : 0);
         if (has_boxes(args))
 #pragma unroll
-            for (int n = 0; n < KEPT / 2; n++) {
-                int panel = part * KEPT / 2 + n;
-                tma_load(q_at(at.slot, panel), map, full(at.slot, part), 64 * panel, head, query, w.seq.q_entry);
+            for (int n = 0; n < OF_PART; n += PRODUCERS) {
+                int panel = part * OF_PART + n;
+                tma_load(q_at(at.slot, panel) + producer() * ROWS_BYTES, map, full(at.slot, part), 64 * (panel + producer()), head, query, w.seq.q_entry);
             }
     }
 }
@@ -117,6 +143,8 @@ FA_DEVICE void fetch_panels(const fa_map &map, int kv_head, place at, key_piece 
 {
     constexpr int EACH = PAIRS ? 2 : 1;
     int           rank = PAIRS ? (int)(blockIdx.x % 2) : 0;
+    if (FA_HAS_PAGED && PAIRS)
+        make_anew(rank);
     if (PAIRS && part == 2 && rank == 1)
         return;
 #pragma unroll
@@ -130,26 +158,33 @@ FA_DEVICE void fetch_panels(const fa_map &map, int kv_head, place at, key_piece 
     }
 }
 
-/* The tile's keys; in pages the whole warp calls it, of which each lane knows a piece, else one thread. */
-FA_DEVICE void fetch_keys(const fa_args &args, const fa_map &map, int kv_head, place at, key_piece piece)
+/* This producer's pieces of the tile's keys, of which `piece` is the first. */
+FA_DEVICE void fetch_keys(const fa_args &args, const fa_map &map, const work &w, int kv_head, place at, key_piece piece, int tile)
 {
+    if constexpr (!FA_HAS_PAGED) {
 #pragma unroll
-    for (int part = 0; part < 3; part++) {
-        if (!FA_HAS_PAGED) {
+        for (int part = 0; part < 3; part++) {
             expect(at, part, part < 2 ? HALF_BYTES : PANEL_BYTES);
             fetch_panels(map, kv_head, at, piece, part, 0);
-            continue;
         }
-        if (threadIdx.x == 0)
-            expect(at, part, part < 2 ? HALF_BYTES : PANEL_BYTES);
-        __syncwarp();
-#pragma unroll 1
-        for (int row = 0, lane = 0; row < FA_TILE_K; row += args.page_piece, lane++) {
-            key_piece of = {__shfl_sync(~0u, piece.entry, lane), __shfl_sync(~0u, piece.row, lane)};
-            if (elected())
-                fetch_panels(map, kv_head, at, of, part, row);
-        }
+        return;
     }
+    bool first = true;
+    int  row   = piece_row(args);
+#pragma unroll 1
+    do {
+#pragma unroll
+        for (int part = 0; part < 3; part++) {
+            if (first)
+                expect(at, part, part < 2 ? HALF_BYTES : PANEL_BYTES);
+            if (row < FA_TILE_K)
+                fetch_panels(map, kv_head, at, piece, part, row);
+        }
+        row += PRODUCERS * args.page_piece;
+        first = false;
+        if (row < FA_TILE_K)
+            piece = look_up(args, w, page_place_of(args, tile * FA_TILE_K + row));
+    } while (row < FA_TILE_K);
 }
 
 FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
@@ -163,26 +198,29 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
             return;
         int tiles = tiles_of(w);
         if (tiles > 0) {
-            int       tile = right_tile(w), kv_head = w.kv_head;
-            key_piece next = piece_of_lane(args, w, tile);
-            if (!FA_HAS_PAGED || elected())
-                fetch_queries(args, maps.q, w, at, items);
+            int        tile = right_tile(w), kv_head = w.kv_head;
+            page_place from = {0, 0};
+            key_piece  next = {w.seq.kv_entry, w.seq.kv_row + tile * FA_TILE_K};
+            if (FA_HAS_PAGED) {
+                from = page_place_of(args, tile * FA_TILE_K + piece_row(args));
+                next = look_up(args, w, from);
+            }
+            fetch_queries(args, maps.q, w, at, items);
             items++;
             go_on(at);
             for (; tiles > 0; tiles--, tile--) {
                 key_piece piece = next;
                 if (!FA_HAS_PAGED)
                     next.row -= FA_TILE_K;
-                else if (tiles > 1)
-                    next = piece_of_lane(args, w, tile - 1);
-                fetch_keys(args, maps.k, kv_head, at, piece);
+                else if (tiles > 1) { /* a tile ahead, so that nobody waits for the table */
+                    go_left(args, from);
+                    next = look_up(args, w, from);
+                }
+                fetch_keys(args, maps.k, w, kv_head, at, piece, tile);
                 go_on(at);
             }
         }
-        if (FA_HAS_PAGED)
-            tell(done(k));
-        else
-            barrier_arrive(done(k));
+        barrier_arrive(done(k));
     }
 }
 
@@ -570,8 +608,8 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, FA_MIN_BLOCKS)
     int warpgroup = same_for_all(threadIdx.x / 128);
     if (warpgroup == 0) {
         registers_down<PRODUCER_REGISTERS>();
-        if (threadIdx.x < 32) {
-            if (FA_HAS_PAGED || elected())
+        if (FA_HAS_PAGED ? threadIdx.x / 32 != 1 : threadIdx.x < 32) {
+            if (elected())
                 produce(args, maps);
         } else if (threadIdx.x == 32)
             plan(args);

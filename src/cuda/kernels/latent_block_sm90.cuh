@@ -13,6 +13,7 @@ constexpr bool PAIRS = FA_VARIANT & 1, MERGES = FA_HAS_SPLIT && FA_ONE_LAUNCH;
 static_assert(!(PAIRS && MERGES), "a cluster is one or the other");
 constexpr int  PANELS = 9, ROTARY = PANELS - 1, HALF = ROTARY / 2; /* of 64 columns; ROTARY: the panel that is not V's */
 constexpr int  PANEL_BYTES = FA_TILE_K * 128, HALF_BYTES = HALF * PANEL_BYTES, ROWS_BYTES = FA_TILE_Q * 128; /* of keys; ROWS_BYTES: a panel of Q or P */
+constexpr int  PRODUCERS = FA_HAS_PAGED ? 3 : 1;                                                            /* threads, each of a warp of its own */
 constexpr int  KEPT = 6;                                                                                    /* panels of Q in registers */
 constexpr int  SLOTS = FA_STAGES, SLOT_BYTES = PANELS * PANEL_BYTES;
 static_assert(HALF_BYTES == KEPT / 2 * ROWS_BYTES, "what is kept of Q comes in a slot's halves, and as much besides");
@@ -89,7 +90,7 @@ FA_DEVICE void start_barriers()
 {
     for (int slot = 0; slot < SLOTS; slot++) {
         for (int part = 0; part < 3; part++)
-            barrier_init(full(slot, part), 1);
+            barrier_init(full(slot, part), PRODUCERS);
         for (int part = 0; part < 2; part++)
             barrier_init(empty(slot, part), PAIRS ? 8 : 4);
         barrier_init(told(slot), 4);
@@ -99,7 +100,7 @@ FA_DEVICE void start_barriers()
     for (int n = 0; n < WORKS; n++) {
         barrier_init(found(n), 1);
         barrier_init(summed(n), 4);
-        barrier_init(done(n), 12 + 1);
+        barrier_init(done(n), 12 + PRODUCERS);
     }
     barrier_init_done();
 }

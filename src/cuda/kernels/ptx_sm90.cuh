@@ -214,6 +214,9 @@ FA_DEVICE float from_quad(float x, int quad)
 /* Nothing, but the compiler leaves what makes x before it and what x makes behind. */
 FA_DEVICE void keep_order(float &x) { asm volatile("" : "+f"(x)); }
 
+/* Nothing, but the compiler makes what it makes of x here and anew each time, in place of holding it in registers since before a loop. */
+FA_DEVICE void make_anew(int &x) { asm volatile("" : "+r"(x)); }
+
 /* Nothing, but ptxas, which moves arithmetic over barriers, leaves what comes behind this there. `never` is not true, which it must not know. */
 FA_DEVICE void keep_behind(bool never)
 {
