@@ -174,19 +174,25 @@ static void equal_scores_give_the_mean(void **state)
     for_each_tier_and_dtype(equal_scores);
 }
 
-/* Few queries, so that V is read in place: what is not finite in one column of V shows there and nowhere else. */
-static void value_not_finite(const tier *t, flash_attn_dtype dtype)
+/* One query of so many heads, so that V is read in place: what is not finite in one column of V shows there and nowhere
+ * else. */
+static void value_not_finite(const tier *t, flash_attn_dtype dtype, int heads, int head_dim)
 {
-    enum { D = 64, HEADS = 4, NAN_COL = 5, INF_COL = 40 };
-    test_case c = {.seqlen_q = 1, .seqlen_k = 300, .heads_q = HEADS, .heads_k = 1, .head_dim = D, .forward_only = true};
+    enum { NAN_COL = 5, INF_COL = 40 };
+    test_case c = {.seqlen_q     = 1,
+                   .seqlen_k     = 300,
+                   .heads_q      = heads,
+                   .heads_k      = 1,
+                   .head_dim     = head_dim,
+                   .forward_only = true};
     fixture   f = fixture_make(&c, dtype, 14);
     fixture_run(&f, t, 1);
     flash_attn_tensor before = copy_of(&f.p.o);
     set(&f.p.v, 0, 37, 0, NAN_COL, (double)NAN);
     set(&f.p.v, 0, 299, 0, INF_COL, (double)INFINITY);
     fixture_run(&f, t, 1);
-    for (int h = 0; h < HEADS; h++)
-        for (int d = 0; d < D; d++) {
+    for (int h = 0; h < heads; h++)
+        for (int d = 0; d < head_dim; d++) {
             double x = get(&f.p.o, 0, 0, h, d);
             if (d == NAN_COL || d == INF_COL)
                 assert_true(d == NAN_COL ? isnan(x) : isinf(x));
@@ -197,10 +203,18 @@ static void value_not_finite(const tier *t, flash_attn_dtype dtype)
     fixture_free(&f);
 }
 
+/* The heads of a tile and the columns decide how AMX reads V in place. */
+static void values_not_finite(const tier *t, flash_attn_dtype dtype)
+{
+    static const int shapes[][2] = {{4, 64}, {8, 64}, {14, 96}, {20, 320}, {40, 320}};
+    for (size_t n = 0; n < sizeof shapes / sizeof *shapes; n++)
+        value_not_finite(t, dtype, shapes[n][0], shapes[n][1]);
+}
+
 static void a_value_that_is_not_finite_stays_in_its_column(void **state)
 {
     (void)state;
-    for_each_tier_and_dtype(value_not_finite);
+    for_each_tier_and_dtype(values_not_finite);
 }
 
 /* What is not finite in V reaches the queries that keep the pair, and no other: as in the reference. */

@@ -2,16 +2,13 @@
  * The AMX tier: packing, and the five matrix products as plain tile loops. All else that works on float32 tiles comes
  * from the AVX-512 table.
  */
-#include "cpu/amx_many.h"
+#include "cpu/amx_in_place.h"
 #include "cpu/amx_multiply.h"
 #include "cpu/amx_pack.h"
 #include "cpu/amx_pack_pieces.h"
 #include "cpu/amx_row_dots.h"
 
 #include <pthread.h>
-#ifndef X_NEXT
-#define X_NEXT true
-#endif
 
 /* ---- packing ---- */
 
@@ -487,10 +484,7 @@ static void fill_tables(void)
     FILL_PIECES(3)
     tables[1].few_rows       = 16;
     tables[1].few_rows_wide  = 256;
-    tables[1].few_next_keys  = X_NEXT;
-#ifdef X_SOFTMAX
-    tables[1].softmax = fa_kernels_avx512_bf16()->softmax;
-#endif
+    tables[1].few_next_keys  = true;
     tables[1].few_keys       = 64;
     tables[1].few_cols       = 32;
     tables[1].scores_few     = fa_amx_scores_few;

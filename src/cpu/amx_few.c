@@ -14,72 +14,9 @@
  * right operand, and both of V meet P. There columns c and c + 16 of 32 make a pair. Where AMX has float16
  * (amx_fp16_few.c) it is as bfloat16.
  */
-#include "cpu/amx_many.h"
+#include "cpu/amx_in_place.h"
 
-enum { FEW_GROUP = 4, FEW_ONE_PIECE = 8, FEW_MOST_DEPTH_TILES = 18, BLOCK = 16, STREAMS = 4 }; /* 18: head_dim 576 */
-
-/* 16 rows as a tile load wants them: equal distances. */
-typedef struct few_block {
-    const char *at;
-    int64_t     stride; /* bytes */
-} few_block;
-
-/* Rows `first` to first + 15, where they lie or in `copy`; zeros beyond the end. */
-static few_block block_of(const fa_rows *rows, int first, char *copy, int64_t copy_stride)
-{
-    const void *const *row   = rows->row + first;
-    int                count = rows->count - first;
-    int64_t            step  = fa_amx_equal_steps(rows, first);
-    if (step)
-        return (few_block){row[0], step};
-    for (int n = 0; n < BLOCK; n++) {
-        if (n < count)
-            memcpy(copy + n * copy_stride, row[n], (size_t)rows->cols * 2);
-        else
-            memset(copy + n * copy_stride, 0, (size_t)rows->cols * 2);
-    }
-    return (few_block){copy, copy_stride};
-}
-
-static int stream_keys(const fa_rows *rows) { return rows->count / (STREAMS * BLOCK) * BLOCK; }
-
-/* A tile's keys are read as STREAMS parts side by side, a block of each in turn: the first key of block n. */
-FA_AMX_INLINE int block_key(int n, int part)
-{
-    int whole = part / BLOCK * STREAMS;
-    return n < whole ? n % STREAMS * part + n / STREAMS * BLOCK : n * BLOCK;
-}
-
-/* What is asked for while block n is at work: four rows of each part, from `first` on, of the blocks that come when
- * each part has had its turn. `part` 0: none. */
-typedef struct few_ahead {
-    const fa_rows *rows;
-    int            first, part;
-} few_ahead;
-
-FA_AMX_INLINE few_ahead ahead_of(const fa_rows *rows, const fa_soon *soon, int n)
-{
-    int part = stream_keys(rows), first = (n / STREAMS + 1) * BLOCK, row = n % STREAMS * (BLOCK / STREAMS);
-    if (soon->each)
-        return (few_ahead){&soon->rows, first - BLOCK + row,
-                           first <= part && stream_keys(&soon->rows) == part ? part : 0};
-    if (first < part)
-        return (few_ahead){rows, first + row, part};
-    return (few_ahead){&soon->rows, row, first == part ? stream_keys(&soon->rows) : 0};
-}
-
-FA_AMX_INLINE void ask_for(const few_ahead *ahead, int row)
-{
-    int bytes = ahead->rows->cols * 2;
-    for (int j = 0; j < STREAMS && ahead->part; j++) {
-        const char *at = ahead->rows->row[j * ahead->part + ahead->first + row];
-        for (int byte = 0; byte < bytes; byte += 64)
-            __builtin_prefetch(at + byte);
-    }
-}
-
-static const fa_rows no_rows      = {0};
-static const fa_soon nothing_soon = {0};
+enum { FEW_GROUP = 4, FEW_ONE_PIECE = 8, FEW_MOST_DEPTH_TILES = 18 }; /* 18: head_dim 576 */
 
 #ifdef FA_AMX_FP16
 #define SCORES_FEW fa_amx_fp16_scores_few
@@ -378,8 +315,8 @@ void fa_amx_scores_few_f16(float *s, int lds, const void *q, const fa_rows *k, i
 #define P_FACTOR 1.0f
 #endif
 
-/* The left operand for 16 keys. Of two pieces of up to four rows of P: rows (hi, even), (hi, odd), (lo, even), (lo, odd);
- * of one piece of up to eight: (even), (odd). */
+/* The left operand for 16 keys. Of two pieces of up to four rows of P: rows (hi, even), (hi, odd), (lo, even), (lo,
+ * odd); of one piece of up to eight: (even), (odd). */
 FA_AMX_INLINE void cut_p(char *out, const float *p, int ldp, int rows, int keys, const int pieces)
 {
     for (int r = 0; r < (pieces == 1 ? FEW_ONE_PIECE : FEW_GROUP); r++, out += 128 * pieces) {
@@ -388,7 +325,8 @@ FA_AMX_INLINE void cut_p(char *out, const float *p, int ldp, int rows, int keys,
         x            = _mm512_mul_ps(x, _mm512_set1_ps(P_FACTOR));
         __m256i most = fa_amx_half(x);
         __m512i h = _mm512_cvtepu16_epi32(most), high = _mm512_slli_epi32(h, 16);
-        __m512i l = _mm512_cvtepu16_epi32(fa_amx_half(_mm512_sub_ps(x, _mm512_cvtph_ps(most)))), low = _mm512_slli_epi32(l, 16);
+        __m512i l   = _mm512_cvtepu16_epi32(fa_amx_half(_mm512_sub_ps(x, _mm512_cvtph_ps(most)))),
+                low = _mm512_slli_epi32(l, 16);
 #else
         __m512  first = fa_amx_cut(pieces == 1 ? fa_amx_half_up(x) : x);
         __m512i high = _mm512_castps_si512(first), h = _mm512_srli_epi32(high, 16);
@@ -445,7 +383,8 @@ FA_AMX_INLINE void value_tiles(float out[4][FA_AMX_TILE_FLOATS], const float *p,
     TILE_STORE(3, out[3], 64);
 }
 
-/* The same for 9 to 16 rows, up to two columns of tiles: out[2 c] of the first eight rows, out[2 c + 1] of the others. */
+/* The same for 9 to 16 rows, up to two columns of tiles: out[2 c] of the first eight rows, out[2 c + 1] of the others.
+ */
 FA_AMX_INLINE void value_tiles_16(float out[4][FA_AMX_TILE_FLOATS], const float *p, int ldp, int rows, const fa_rows *v,
                                   int col, const int tiles, char *copy, const fa_soon *soon)
 {
@@ -527,50 +466,35 @@ FA_AMX_INLINE void value_tiles_two(float out[4][FA_AMX_TILE_FLOATS], const float
 
 #endif
 
-/* Row r's 32 columns of a tile of sums, in order: [0] the first 16. */
-FA_AMX_INLINE void sums_of(__m512 two[2], const float *tile, int r, bool in_order, int pieces)
+/* The sums of so many rows, in tiles `step` apart, are added to O, which is rescaled. in_order: a row's first 16 of 32
+ * columns and its last, else the even and the odd ones. */
+FA_AMX_INLINE void add_sums(float *o, int ldo, const float *rescale, float (*sum)[FA_AMX_TILE_FLOATS], int step,
+                            int tiles, int rows, bool in_order, int pieces)
 {
-    const float *row  = tile + 32 * pieces * r;
-    __m512       even = _mm512_load_ps(row), odd = _mm512_load_ps(row + 16);
-    if (pieces == 2) {
-        even = _mm512_add_ps(even, _mm512_load_ps(row + 32));
-        odd  = _mm512_add_ps(odd, _mm512_load_ps(row + 48));
-    }
-    __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    two[0]        = in_order ? even : _mm512_permutex2var_ps(even, first, odd);
-    two[1]        = in_order ? odd : _mm512_permutex2var_ps(even, _mm512_add_epi32(first, _mm512_set1_epi32(8)), odd);
-}
-
-/* The sums of so many rows in tiles `step` apart are added to O, which is rescaled. */
-FA_AMX_INLINE void add_sums(float *o, int ldo, const float *rescale, float (*sum)[FA_AMX_TILE_FLOATS], int step, int tiles,
-                            int rows, bool in_order, int pieces)
-{
+    const __m512 unit = _mm512_set1_ps(1.0f / P_FACTOR);
     for (int r = 0; r < rows; r++) {
-        __m512 factor = _mm512_set1_ps(rescale[r]);
         for (int c = 0; c < tiles; c++) {
-            __m512 pair[2];
-            float *at = o + (int64_t)r * ldo + 32 * c;
-            sums_of(pair, sum[c * step], r, in_order, pieces);
-            pair[0] = _mm512_mul_ps(pair[0], _mm512_set1_ps(1.0f / P_FACTOR));
-            pair[1] = _mm512_mul_ps(pair[1], _mm512_set1_ps(1.0f / P_FACTOR));
-            _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_loadu_ps(at), factor, pair[0]));
-            _mm512_storeu_ps(at + 16, _mm512_fmadd_ps(_mm512_loadu_ps(at + 16), factor, pair[1]));
+            const float *row = sum[c * step] + 32 * pieces * r;
+            float       *at  = o + (int64_t)r * ldo + 32 * c;
+            __m512       a = _mm512_load_ps(row), b = _mm512_load_ps(row + 16), factor = _mm512_set1_ps(rescale[r]);
+            if (pieces == 2) {
+                a = _mm512_add_ps(a, _mm512_load_ps(row + 32));
+                b = _mm512_add_ps(b, _mm512_load_ps(row + 48));
+            }
+            a = _mm512_mul_ps(a, unit);
+            b = _mm512_mul_ps(b, unit);
+            if (!in_order) {
+                fa_amx_add_pairs(at, rescale[r], a, b);
+                continue;
+            }
+            _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_loadu_ps(at), factor, a));
+            _mm512_storeu_ps(at + 16, _mm512_fmadd_ps(_mm512_loadu_ps(at + 16), factor, b));
         }
     }
 }
 
-static bool are_finite(float (*sum)[FA_AMX_TILE_FLOATS], int tiles)
-{
-    __m512 check = _mm512_setzero_ps();
-    for (int n = 0; n < tiles * 16; n++) {
-        __m512 x = _mm512_load_ps(sum[0] + 16 * n);
-        check    = _mm512_add_ps(check, _mm512_sub_ps(x, x));
-    }
-    return _mm512_cmp_ps_mask(check, check, _CMP_UNORD_Q) == 0;
-}
-
-/* Up to four rows by two pieces of P, eight by one, 16 where two operands of P share what is read of up to 256 columns of
- * V; false: a sum is not finite, and o is as it was. */
+/* Up to four rows by two pieces of P, eight by one, 16 where two operands of P share what is read of up to 256 columns
+ * of V; false: a sum is not finite, and o is as it was. */
 static bool accumulate_group(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v,
                              int rows, const fa_soon *soon, const int pieces)
 {
@@ -605,12 +529,12 @@ static bool accumulate_group(float *o, int ldo, const float *rescale, const floa
         else
             value_tiles_16(sum + 2 * c, p, ldp, rows, v, 32 * c, 1, copy, soon);
     }
-    if (!are_finite(sum, step * tiles))
+    if (!fa_amx_are_finite(sum[0], step * tiles))
         return false;
     add_sums(o, ldo, rescale, sum, step, tiles, fa_min_int(rows, FEW_ONE_PIECE), two, pieces);
     if (step == 2)
-        add_sums(o + (int64_t)FEW_ONE_PIECE * ldo, ldo, rescale + FEW_ONE_PIECE, sum + 1, step, tiles, rows - FEW_ONE_PIECE,
-                 two, pieces);
+        add_sums(o + (int64_t)FEW_ONE_PIECE * ldo, ldo, rescale + FEW_ONE_PIECE, sum + 1, step, tiles,
+                 rows - FEW_ONE_PIECE, two, pieces);
     return true;
 }
 
@@ -624,7 +548,7 @@ void ACCUMULATE_FEW(float *o, int ldo, const float *rescale, const float *p, int
     }
 #endif
     (void)scratch;
-    bool one = rows > FEW_GROUP && !CUTS_V(v);
+    bool one  = rows > FEW_GROUP && !CUTS_V(v);
     int  most = !one ? FEW_GROUP : v->cols > FA_WIDE_HEAD ? FEW_ONE_PIECE : 2 * FEW_ONE_PIECE;
     for (int r = 0; r < rows; r += most) {
         int            count = fa_min_int(most, rows - r);
@@ -635,7 +559,7 @@ void ACCUMULATE_FEW(float *o, int ldo, const float *rescale, const float *p, int
                 : accumulate_group(o_at, ldo, rescale + r, p_at, ldp, v, count, next, 2))
             continue;
         for (int n = 0; n < count; n += FEW_GROUP)
-            fa_kernels_avx512()->accumulate_few(o_at + (int64_t)n * ldo, ldo, rescale + r + n, p_at + (int64_t)n * ldp, ldp,
-                                                v, fa_min_int(FEW_GROUP, count - n), &nothing_soon, NULL);
+            fa_kernels_avx512()->accumulate_few(o_at + (int64_t)n * ldo, ldo, rescale + r + n, p_at + (int64_t)n * ldp,
+                                                ldp, v, fa_min_int(FEW_GROUP, count - n), &nothing_soon, NULL);
     }
 }

@@ -10,9 +10,6 @@
 #include "cpu/tile.h"
 
 #include <limits.h>
-#ifndef X_K
-#define X_K 512
-#endif
 
 enum { FORWARD = FLASH_ATTN_FORWARD, BACKWARD = FLASH_ATTN_BACKWARD };
 
@@ -57,7 +54,7 @@ static const struct {
     {FA_TABLE_AMX_BF16, FORWARD, 128, {128, 1024}},
     {FA_TABLE_AMX_BF16, FORWARD, 256, {128, 512}},
     /* As AVX512_BF16's: one or two queries of 128 heads are a tile. */
-    {FA_TABLE_AMX_BF16, FORWARD, INT_MAX, {256, X_K}},
+    {FA_TABLE_AMX_BF16, FORWARD, INT_MAX, {256, 512}},
     /* More queries halve the traffic of dK and dV through the second-level cache, more keys that of Q, dO and dQ from
      * the third, where the second still holds a tile's operands (0032). */
     {FA_TABLE_AMX_BF16, BACKWARD, 64, {256, 512}},

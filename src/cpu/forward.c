@@ -78,17 +78,8 @@ static void add_bad_rows_after_fused(const step *t, const scratch *s)
                     s->temp);
 }
 
-#ifdef X_TIME
-__attribute__((visibility("default"))) uint64_t fa_x_time[4];
-#define X(n) (fa_x_time[n] += __builtin_ia32_rdtsc() - x_at, x_at = __builtin_ia32_rdtsc())
-#else
-#define X(n) (void)0
-#endif
 static void composed_step(const step *t, const scratch *s)
 {
-#ifdef X_TIME
-    uint64_t x_at = __builtin_ia32_rdtsc();
-#endif
     const fa_kernels *k    = t->kernels;
     const fa_call    *call = t->call;
     int               all = fa_tile_rows(t->tile), num_bad = t->in_place ? 0 : *s->keys.num_bad;
@@ -107,7 +98,6 @@ static void composed_step(const step *t, const scratch *s)
             k->scores_few(s->s, t->lds, q, &s->k_rows, rows, &s->k_soon);
         else
             k->scores(s->s, t->lds, q, s->keys.k, rows, keys, (int)call->head_dim);
-        X(0);
         fa_apply_options(k, call, &tile, visible, t->scale, s->s, NULL, t->lds);
         if (packed) {
             k->softmax_packed(s->s, t->lds, rows, keys, fa_multiplier(call, t->scale), t->m + row, t->l + row, s->rescale);
@@ -117,12 +107,10 @@ static void composed_step(const step *t, const scratch *s)
         k->softmax(s->s, t->lds, rows, keys, fa_multiplier(call, t->scale), t->m + row, t->l + row, s->rescale);
         if (call->dropout.threshold)
             fa_apply_dropout(k, call, &tile, s->s, NULL, t->lds);
-        X(1);
         if (t->in_place)
             k->accumulate_few(o, t->ldo, s->rescale, s->s, t->lds, &s->v_rows, rows, &s->v_soon, s->fused);
         else
             k->accumulate(o, t->ldo, s->rescale, s->s, t->lds, s->keys.v, rows, keys, (int)call->head_dim_v, s->fused);
-        X(2);
     }
     if (num_bad > 0)
         fa_add_bad_rows(k, t->o, t->ldo, all, s->s, t->lds, 1, &s->v_rows, s->keys.bad, num_bad, s->temp);

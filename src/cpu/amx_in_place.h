@@ -1,0 +1,177 @@
+/*
+ * What products read from the caller's rows in place: rows at equal distances, which a tile load wants; P as it meets
+ * them; rows that are asked for.
+ */
+#ifndef FA_CPU_AMX_IN_PLACE_H
+#define FA_CPU_AMX_IN_PLACE_H
+
+#include "cpu/amx.h"
+
+/* Bytes from one of the rows `first` to first + 15 to the next; 0: they are not all there, or not at equal distances.
+ */
+FA_AMX_INLINE int64_t fa_amx_equal_steps(const fa_rows *rows, int first)
+{
+    const char *const *row = (const char *const *)rows->row + first;
+    if (rows->count - first < 16)
+        return 0;
+    int64_t step = row[1] - row[0];
+    __m512i at = _mm512_set1_epi64((int64_t)(intptr_t)row[0]), steps = _mm512_set1_epi64(step);
+    __m512i low  = _mm512_add_epi64(at, _mm512_mullo_epi64(steps, _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7)));
+    __m512i high = _mm512_add_epi64(low, _mm512_slli_epi64(steps, 3));
+    bool    all  = (_mm512_cmpneq_epi64_mask(low, _mm512_loadu_si512(row)) |
+                _mm512_cmpneq_epi64_mask(high, _mm512_loadu_si512(row + 8))) == 0;
+    return all ? step : 0;
+}
+
+FA_AMX_INLINE __m512 fa_amx_load_keys(const float *p, int key, int keys)
+{
+    __mmask16 mask = keys - key >= 16 ? 0xFFFF : keys <= key ? 0 : (__mmask16)((1u << (keys - key)) - 1);
+    return _mm512_maskz_loadu_ps(mask, p + key);
+}
+
+/* P's rows as a left operand: pairs (k, k + 16). */
+FA_AMX_INLINE void fa_amx_pack_p(char *out, const float *p, int ldp, int rows, int keys, int pieces)
+{
+    for (int first = 0; first < rows; first += 16) {
+        for (int key = 0; key < keys; key += 32, out += pieces * FA_AMX_TILE) {
+            for (int r = 0; r < 16; r++) {
+                __m512 x = _mm512_setzero_ps(), y = x;
+                if (first + r < rows) {
+                    x = fa_amx_load_keys(p + (int64_t)(first + r) * ldp, key, keys);
+                    y = fa_amx_load_keys(p + (int64_t)(first + r) * ldp, key + 16, keys);
+                }
+                if (pieces == 1) {
+                    x = fa_amx_half_up(x);
+                    y = fa_amx_half_up(y);
+                }
+                for (int n = 0; n < pieces; n++) {
+                    __m512 a = fa_amx_cut(x), b = fa_amx_cut(y);
+                    _mm512_store_si512(out + n * FA_AMX_TILE + 64 * r, fa_amx_pair(a, b));
+                    x = _mm512_sub_ps(x, a);
+                    y = _mm512_sub_ps(y, b);
+                }
+            }
+        }
+    }
+}
+
+FA_AMX_INLINE void fa_amx_scale_rows(float *c, int ldc, const float *rescale, int rows, int cols)
+{
+    for (int r = 0; r < rows; r++) {
+        if (rescale[r] == 1.0f)
+            continue;
+        for (int col = 0; col < cols; col += 16) {
+            float *at = c + (int64_t)r * ldc + col;
+            _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_set1_ps(rescale[r])));
+        }
+    }
+}
+
+/* Whether all sums in so many tiles are. */
+FA_AMX_INLINE bool fa_amx_are_finite(const float *sums, int tiles)
+{
+    __m512 check = _mm512_setzero_ps();
+    for (int n = 0; n < 16 * tiles; n++) {
+        __m512 x = _mm512_load_ps(sums + 16 * n);
+        check    = _mm512_add_ps(check, _mm512_sub_ps(x, x));
+    }
+    return _mm512_cmp_ps_mask(check, check, _CMP_UNORD_Q) == 0;
+}
+
+/* 32 columns of a row of O, rescaled, and those sums of even and of odd columns. */
+FA_AMX_INLINE void fa_amx_add_pairs(float *o, float rescale, __m512 even, __m512 odd)
+{
+    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i last  = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    __m512        times = _mm512_set1_ps(rescale);
+    _mm512_storeu_ps(o, _mm512_fmadd_ps(_mm512_loadu_ps(o), times, _mm512_permutex2var_ps(even, first, odd)));
+    _mm512_storeu_ps(o + 16, _mm512_fmadd_ps(_mm512_loadu_ps(o + 16), times, _mm512_permutex2var_ps(even, last, odd)));
+}
+
+/* The lines of rows that are asked for, in the order of their addresses, a few at a time; into the second-level cache.
+ */
+typedef struct fa_amx_asks {
+    const void *const *row;
+    int                next, end, byte, bytes; /* row, those there are; of the row */
+} fa_amx_asks;
+
+FA_AMX_INLINE void fa_amx_ask(fa_amx_asks *asks, int lines)
+{
+    for (int n = 0; n < lines && asks->next < asks->end; n++) {
+        __builtin_prefetch((const char *)asks->row[asks->next] + asks->byte, 0, 2);
+        asks->byte += 64;
+        if (asks->byte >= asks->bytes) {
+            asks->byte = 0;
+            asks->next++;
+        }
+    }
+}
+
+/* ---- few rows: blocks of keys in the order of several streams ---- */
+
+enum { BLOCK = 16, STREAMS = 4 };
+
+/* 16 rows as a tile load wants them: equal distances. */
+typedef struct few_block {
+    const char *at;
+    int64_t     stride; /* bytes */
+} few_block;
+
+/* Rows `first` to first + 15, where they lie or in `copy`; zeros beyond the end. */
+FA_AMX_INLINE few_block block_of(const fa_rows *rows, int first, char *copy, int64_t copy_stride)
+{
+    const void *const *row   = rows->row + first;
+    int                count = rows->count - first;
+    int64_t            step  = fa_amx_equal_steps(rows, first);
+    if (step)
+        return (few_block){row[0], step};
+    for (int n = 0; n < BLOCK; n++) {
+        if (n < count)
+            memcpy(copy + n * copy_stride, row[n], (size_t)rows->cols * 2);
+        else
+            memset(copy + n * copy_stride, 0, (size_t)rows->cols * 2);
+    }
+    return (few_block){copy, copy_stride};
+}
+
+static int stream_keys(const fa_rows *rows) { return rows->count / (STREAMS * BLOCK) * BLOCK; }
+
+/* A tile's keys are read as STREAMS parts side by side, a block of each in turn: the first key of block n. */
+FA_AMX_INLINE int block_key(int n, int part)
+{
+    int whole = part / BLOCK * STREAMS;
+    return n < whole ? n % STREAMS * part + n / STREAMS * BLOCK : n * BLOCK;
+}
+
+/* What is asked for while block n is at work: four rows of each part, from `first` on, of the blocks that come when
+ * each part has had its turn. `part` 0: none. */
+typedef struct few_ahead {
+    const fa_rows *rows;
+    int            first, part;
+} few_ahead;
+
+FA_AMX_INLINE few_ahead ahead_of(const fa_rows *rows, const fa_soon *soon, int n)
+{
+    int part = stream_keys(rows), first = (n / STREAMS + 1) * BLOCK, row = n % STREAMS * (BLOCK / STREAMS);
+    if (soon->each)
+        return (few_ahead){&soon->rows, first - BLOCK + row,
+                           first <= part && stream_keys(&soon->rows) == part ? part : 0};
+    if (first < part)
+        return (few_ahead){rows, first + row, part};
+    return (few_ahead){&soon->rows, row, first == part ? stream_keys(&soon->rows) : 0};
+}
+
+FA_AMX_INLINE void ask_for(const few_ahead *ahead, int row)
+{
+    int bytes = ahead->rows->cols * 2;
+    for (int j = 0; j < STREAMS && ahead->part; j++) {
+        const char *at = ahead->rows->row[j * ahead->part + ahead->first + row];
+        for (int byte = 0; byte < bytes; byte += 64)
+            __builtin_prefetch(at + byte);
+    }
+}
+
+static const fa_rows no_rows      = {0};
+static const fa_soon nothing_soon = {0};
+
+#endif
