@@ -153,9 +153,10 @@ typedef struct few_ahead {
 FA_AMX_INLINE few_ahead ahead_of(const fa_rows *rows, const fa_soon *soon, int n)
 {
     int part = stream_keys(rows), first = (n / STREAMS + 1) * BLOCK, row = n % STREAMS * (BLOCK / STREAMS);
-    if (soon->each)
-        return (few_ahead){&soon->rows, first - BLOCK + row,
-                           first <= part && stream_keys(&soon->rows) == part ? part : 0};
+    if (soon->each) {
+        int soon_part = stream_keys(&soon->rows);
+        return (few_ahead){&soon->rows, first - BLOCK + row, first <= soon_part ? soon_part : 0};
+    }
     if (first < part)
         return (few_ahead){rows, first + row, part};
     return (few_ahead){&soon->rows, row, first == part ? stream_keys(&soon->rows) : 0};

@@ -364,13 +364,13 @@ size_t fa_amx_many_scratch(int rows, int keys)
     return raw > interleaved ? raw : interleaved;
 }
 
-/* soon: the next tile's keys where `each` says that V is in the cache, as it is where V is K's columns. */
+/* soon: the first half of the next tile's keys, where `each` says that V is in the cache. */
 void fa_amx_accumulate_many(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v,
                             int rows, const fa_soon *soon, void *scratch)
 {
     fa_amx_asks asks = {v->row, fa_min_int(16, v->count), v->count, 0, 2 * v->cols};
     if (soon->each)
-        asks = (fa_amx_asks){soon->rows.row, 0, soon->rows.count / 2, 0, 2 * soon->rows.cols};
+        asks = (fa_amx_asks){soon->rows.row, 0, soon->rows.count, 0, 2 * soon->rows.cols};
     if (rows <= MOST_RAW_ROWS)
         accumulate_raw(o, ldo, rescale, p, ldp, v, rows, &asks, scratch);
     else

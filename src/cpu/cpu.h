@@ -231,7 +231,8 @@ typedef struct fa_kernels {
     int few_rows_wide; /* few_rows of head_dim above FA_WIDE_HEAD; 0: the same. At most a tile's */
     int few_keys, few_keys_f32; /* keys of a call where heads that lie side by side take turns; float32's, 0: the same */
     int few_keys_far;           /* not float32's, where fa_isa.asks_far; 0: the table never asks far */
-    bool few_next_keys;         /* while V is read that is K's columns, the next tile of K is asked for on every processor */
+    bool few_next_keys;         /* where V is K's columns, the first half of the next tile of K is asked for during V, the second
+                                   during K, on every processor (amx_many.c: the second of this tile) */
     void (*scores_few)(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_soon *soon);
     void (*accumulate_few)(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
                            const fa_soon *soon, void *scratch);

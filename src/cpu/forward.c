@@ -226,10 +226,19 @@ static void need_rows(const block *b, const fa_tile *tile)
     bool far            = b->run->plan.cpu->isa.asks_far;
     s->k_soon           = (fa_soon){s->v_rows, false, far};
     s->v_soon           = (fa_soon){fa_key_rows(call, &call->k, &next, s->row_next), false, far};
-    /* Latent attention's V is in the cache since K was read: the next tile of K comes meanwhile. float32 lost 8% by it. */
+    if (call->k.data != call->v.data || call->k.dtype == FLASH_ATTN_F32)
+        return;
+    /* Latent attention's V is in the cache since K was read: the next tile of K comes meanwhile, or the first half, and
+     * the second during K. float32 lost 8% by it. */
     const fa_kernels *kernels = b->shape->kernels;
-    s->v_soon.each            = (kernels->few_next_keys || (far && kernels->few_keys_far)) && call->k.data == call->v.data &&
-                     call->k.dtype != FLASH_ATTN_F32;
+    s->v_soon.each            = kernels->few_next_keys || (far && kernels->few_keys_far);
+    if (kernels->few_next_keys) {
+        int half             = s->v_soon.rows.count / 2;
+        s->k_soon            = s->v_soon;
+        s->v_soon.rows.count = half;
+        s->k_soon.rows.row += half;
+        s->k_soon.rows.count -= half;
+    }
 }
 
 typedef struct key_tile {
