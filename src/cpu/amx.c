@@ -335,6 +335,32 @@ FA_AMX_INLINE void scores_pieces(float *s, int lds, const void *left, const void
     multiply(&c, &a, &b, (int)steps, pieces, false);
 }
 
+/* P's rows as a left operand: pairs (k, k + 16). */
+FA_AMX_INLINE void pack_p(char *out, const float *p, int ldp, int rows, int keys, int pieces)
+{
+    for (int first = 0; first < rows; first += 16) {
+        for (int key = 0; key < keys; key += 32, out += pieces * FA_AMX_TILE) {
+            for (int r = 0; r < 16; r++) {
+                __m512 x = _mm512_setzero_ps(), y = x;
+                if (first + r < rows) {
+                    x = fa_amx_load_keys(p + (int64_t)(first + r) * ldp, key, keys);
+                    y = fa_amx_load_keys(p + (int64_t)(first + r) * ldp, key + 16, keys);
+                }
+                if (pieces == 1) {
+                    x = fa_amx_half_up(x);
+                    y = fa_amx_half_up(y);
+                }
+                for (int n = 0; n < pieces; n++) {
+                    __m512 a = fa_amx_cut(x), b = fa_amx_cut(y);
+                    _mm512_store_si512(out + n * FA_AMX_TILE + 64 * r, fa_amx_pair(a, b));
+                    x = _mm512_sub_ps(x, a);
+                    y = _mm512_sub_ps(y, b);
+                }
+            }
+        }
+    }
+}
+
 FA_AMX_INLINE void accumulate_pieces(float *c, int ldc, const float *rescale, const float *p, int ldp,
                                      const void *right, int rows, int keys, int cols, void *scratch, int pieces)
 {
@@ -343,7 +369,7 @@ FA_AMX_INLINE void accumulate_pieces(float *c, int ldc, const float *rescale, co
     operand a = {scratch, steps * step, step}, b = {right, step, columns * step};
     if (rescale)
         fa_amx_scale_rows(c, ldc, rescale, rows, cols);
-    fa_amx_pack_p(scratch, p, ldp, rows, keys, pieces);
+    pack_p(scratch, p, ldp, rows, keys, pieces);
     multiply(&out, &a, &b, (int)steps, pieces, true);
 }
 
@@ -485,6 +511,11 @@ static void fill_tables(void)
     tables[1].few_rows       = 16;
     tables[1].few_rows_wide  = 256;
     tables[1].few_next_keys  = true;
+    if (fa_kernels_avx512_bf16()) { /* its P is row major bfloat16, a left operand as it lies */
+        tables[1].softmax_packed        = fa_kernels_avx512_bf16()->softmax_packed;
+        tables[1].accumulate_few_packed = fa_amx_accumulate_many_packed;
+        tables[1].few_packed            = FA_AMX_RAW_ROWS;
+    }
     tables[1].few_keys       = 64;
     tables[1].few_cols       = 32;
     tables[1].scores_few     = fa_amx_scores_few;

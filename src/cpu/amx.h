@@ -223,7 +223,11 @@ void fa_amx_accumulate_few(float *o, int ldo, const float *rescale, const float 
 void   fa_amx_scores_many(float *s, int lds, const void *q, const fa_rows *k, int rows);
 void   fa_amx_accumulate_many(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
                               const fa_soon *soon, void *scratch);
+void   fa_amx_accumulate_many_packed(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v,
+                                     int rows, const fa_soon *soon, void *scratch); /* more than 32 rows */
 size_t fa_amx_many_scratch(int rows, int keys);
+enum { FA_AMX_RAW_ROWS = 32 }; /* the most for which V is an operand as it lies: interleaving it takes longer than to
+                                  multiply it by P twice */
 
 /* amx_forward.c: operands of so many pieces. */
 bool   fa_amx_forward_block(const fa_forward_block *block, int pieces);

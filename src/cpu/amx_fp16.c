@@ -111,6 +111,9 @@ static void fill_table(void)
     table.scores_few      = fa_amx_fp16_scores_few; /* rows and columns as bfloat16 */
     table.accumulate_few  = fa_amx_fp16_accumulate_few;
     table.few_rows_wide   = 0;
+
+    table.softmax_packed        = NULL;
+    table.accumulate_few_packed = NULL;
     table.row_norm        = row_norm;
     table.packed_row_dots = NULL; /* adds up bfloat16 */
     table.backward_block  = fa_amx_fp16_backward_block;

@@ -29,32 +29,6 @@ FA_AMX_INLINE __m512 fa_amx_load_keys(const float *p, int key, int keys)
     return _mm512_maskz_loadu_ps(mask, p + key);
 }
 
-/* P's rows as a left operand: pairs (k, k + 16). */
-FA_AMX_INLINE void fa_amx_pack_p(char *out, const float *p, int ldp, int rows, int keys, int pieces)
-{
-    for (int first = 0; first < rows; first += 16) {
-        for (int key = 0; key < keys; key += 32, out += pieces * FA_AMX_TILE) {
-            for (int r = 0; r < 16; r++) {
-                __m512 x = _mm512_setzero_ps(), y = x;
-                if (first + r < rows) {
-                    x = fa_amx_load_keys(p + (int64_t)(first + r) * ldp, key, keys);
-                    y = fa_amx_load_keys(p + (int64_t)(first + r) * ldp, key + 16, keys);
-                }
-                if (pieces == 1) {
-                    x = fa_amx_half_up(x);
-                    y = fa_amx_half_up(y);
-                }
-                for (int n = 0; n < pieces; n++) {
-                    __m512 a = fa_amx_cut(x), b = fa_amx_cut(y);
-                    _mm512_store_si512(out + n * FA_AMX_TILE + 64 * r, fa_amx_pair(a, b));
-                    x = _mm512_sub_ps(x, a);
-                    y = _mm512_sub_ps(y, b);
-                }
-            }
-        }
-    }
-}
-
 FA_AMX_INLINE void fa_amx_scale_rows(float *c, int ldc, const float *rescale, int rows, int cols)
 {
     for (int r = 0; r < rows; r++) {

@@ -6,6 +6,9 @@
  *     O[2 x 16 rows][2 x 16 columns] += P V      V is interleaved once for all rows, 32 columns of all keys at a time;
  *                                                for up to 32 rows it is an operand as it lies, and P comes twice
  *
+ * P of more than 32 rows is row major bfloat16, as AVX512_BF16's softmax leaves it in the place of the scores: a left
+ * operand as it lies, where V's pairs are keys 2r and 2r + 1.
+ *
  * Vectors work beside products: a unit of S is turned into rows beside the next unit, 32 columns of V are interleaved
  * beside the products of the 32 before. Memory works beside both: while O grows the first half of the next tile of keys
  * is asked for, the rest while S is made of the first. Decision 0073 has what was tried.
@@ -263,7 +266,7 @@ static void accumulate_raw(float *o, int ldo, const float *rescale, const float 
 
 /* ---- more rows: V is interleaved ---- */
 
-/* 32 columns of V that are being interleaved: pairs (r, r + 16) of each 32 keys, as two right operands. */
+/* 32 columns of V that are being interleaved: pairs (2r, 2r + 1) of each 32 keys, as two right operands. */
 typedef struct panel {
     char          *to;
     const fa_rows *v;
@@ -279,19 +282,25 @@ FA_AMX_INLINE __m512i row_or_zeros(const panel *p, int key)
 FA_AMX_INLINE void interleave(panel *p, int pairs, fa_amx_asks *asks)
 {
     for (int end = fa_min_int(p->done + pairs, p->pairs); p->done < end; p->done++) {
-        int strip = p->done / 16, r = p->done % 16, key = 32 * strip + r;
-        p->largest = fa_amx_pair_row(p->to + 2 * FA_AMX_TILE * strip, r, row_or_zeros(p, key),
-                                     row_or_zeros(p, key + 16), p->largest);
+        int key    = 2 * p->done;
+        p->largest = fa_amx_pair_row(p->to + 2 * FA_AMX_TILE * (key / 32), key % 32 / 2, row_or_zeros(p, key),
+                                     row_or_zeros(p, key + 1), p->largest);
         fa_amx_ask(asks, 2);
     }
 }
 
+/* Rows of P, bfloat16, that lie `step` bytes apart. */
+typedef struct left_rows {
+    const char *at;
+    int64_t     step;
+} left_rows;
+
 /* 32 columns of two tiles of rows, or one; beside them `pairs` pairs of the next columns for each product of 32 keys.
  */
-FA_AMX_INLINE void value_block(float *o, int64_t ldo, const char *left, const char *right, int steps, const bool two,
+FA_AMX_INLINE void value_block(float *o, int64_t ldo, left_rows p, const char *right, int steps, const bool two,
                                int pairs, panel *next, fa_amx_asks *asks)
 {
-    const char *second = left + (int64_t)steps * FA_AMX_TILE;
+    const char *second = p.at + 16 * p.step;
     TILE_LOAD(0, o, 4 * ldo);
     TILE_LOAD(1, o + 16, 4 * ldo);
     if (two) {
@@ -299,13 +308,13 @@ FA_AMX_INLINE void value_block(float *o, int64_t ldo, const char *left, const ch
         TILE_LOAD(3, o + 16 * ldo + 16, 4 * ldo);
     }
     for (int n = 0; n < steps; n++) {
-        TILE_LOAD_ONCE(4, left + FA_AMX_TILE * n, 64);
+        TILE_LOAD_ONCE(4, p.at + 64 * n, p.step);
         TILE_LOAD(6, right + 2 * FA_AMX_TILE * n, 64);
         TILE_DOT(0, 4, 6);
         TILE_LOAD(7, right + 2 * FA_AMX_TILE * n + FA_AMX_TILE, 64);
         TILE_DOT(1, 4, 7);
         if (two) {
-            TILE_LOAD_ONCE(5, second + FA_AMX_TILE * n, 64);
+            TILE_LOAD_ONCE(5, second + 64 * n, p.step);
             TILE_DOT(2, 5, 6);
             TILE_DOT(3, 5, 7);
         }
@@ -319,18 +328,30 @@ FA_AMX_INLINE void value_block(float *o, int64_t ldo, const char *left, const ch
     }
 }
 
-static void accumulate_interleaved(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v,
-                                   int rows, fa_amx_asks *asks, char *left)
+/* Floats of P again, for add_columns, four rows at a time. */
+static void add_packed_columns(float *o, int ldo, left_rows p, const fa_rows *v, int rows, int col)
+{
+    static const float ones[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+    _Alignas(64) float some[4][FA_MAX_TILE];
+    for (int first = 0; first < rows; first += 4) {
+        int count = fa_min_int(4, rows - first);
+        for (int r = 0; r < count; r++) {
+            const uint16_t *row = (const uint16_t *)(p.at + (first + r) * p.step);
+            for (int key = 0; key < fa_tiles_of(v->count, 16) * 16; key++)
+                some[r][key] = key < v->count ? fa_float_of_bf16(row[key]) : 0.0f;
+        }
+        add_columns(o + (int64_t)first * ldo, ldo, ones, some[0], FA_MAX_TILE, v, count, col, 32);
+    }
+}
+
+/* to: room for two panels. */
+static void accumulate_interleaved(float *o, int ldo, const float *rescale, left_rows p, const fa_rows *v, int rows,
+                                   fa_amx_asks *asks, char *to)
 {
     int   steps = fa_tiles_of(v->count, 32), blocks = fa_tiles_of(rows, 32), pairs = (15 + blocks) / blocks;
-    char *to = left + (int64_t)fa_tiles_of(rows, 16) * steps * FA_AMX_TILE;
-    float ones[FA_MAX_TILE];
     panel now = {.to = to, .v = v, .pairs = 16 * steps, .largest = _mm512_setzero_si512()};
-    fa_amx_pack_p(left, p, ldp, rows, v->count, 1);
     fa_amx_scale_rows(o, ldo, rescale, rows, v->cols);
     interleave(&now, now.pairs, asks);
-    for (int r = 0; r < rows; r++)
-        ones[r] = 1.0f;
     for (int col = 0; col < v->cols; col += 32) {
         panel next = {.to      = to + (col / 32 + 1) % 2 * 2 * (int64_t)steps * FA_AMX_TILE,
                       .v       = v,
@@ -338,15 +359,15 @@ static void accumulate_interleaved(float *o, int ldo, const float *rescale, cons
                       .pairs   = col + 32 < v->cols ? 16 * steps : 0,
                       .largest = _mm512_setzero_si512()};
         if (_mm512_cmpge_epu16_mask(now.largest, _mm512_set1_epi16(0x7F80))) {
-            add_columns(o, ldo, ones, p, ldp, v, rows, col, 32);
+            add_packed_columns(o, ldo, p, v, rows, col);
         } else {
             for (int r = 0; r < rows; r += 32) {
-                float      *at   = o + (int64_t)r * ldo + col;
-                const char *of_p = left + (int64_t)r / 16 * steps * FA_AMX_TILE;
+                float    *at = o + (int64_t)r * ldo + col;
+                left_rows of = {p.at + r * p.step, p.step};
                 if (rows - r > 16)
-                    value_block(at, ldo, of_p, now.to, steps, true, pairs, &next, asks);
+                    value_block(at, ldo, of, now.to, steps, true, pairs, &next, asks);
                 else
-                    value_block(at, ldo, of_p, now.to, steps, false, pairs, &next, asks);
+                    value_block(at, ldo, of, now.to, steps, false, pairs, &next, asks);
             }
         }
         interleave(&next, next.pairs, asks);
@@ -354,25 +375,51 @@ static void accumulate_interleaved(float *o, int ldo, const float *rescale, cons
     }
 }
 
-/* Up to so many rows V is an operand as it lies: interleaving it takes longer than to multiply it by P twice. */
-enum { MOST_RAW_ROWS = 32 };
+/* ---- both ---- */
+
+/* Bytes from row to row of P in scratch, an odd number of lines, which spread over all sets of the first-level cache.
+ */
+static int64_t row_bytes(int keys) { return 2 * fa_round_up(keys, 64) + 64; }
 
 size_t fa_amx_many_scratch(int rows, int keys)
 {
-    size_t raw         = (size_t)(MOST_RAW_ROWS / 16) * (size_t)fa_tiles_of(keys, 16) * 2 * FA_AMX_TILE;
-    size_t interleaved = (size_t)(fa_tiles_of(rows, 16) + 4) * (size_t)fa_tiles_of(keys, 32) * FA_AMX_TILE;
+    size_t raw = (size_t)(FA_AMX_RAW_ROWS / 16) * (size_t)fa_tiles_of(keys, 16) * 2 * FA_AMX_TILE;
+    size_t interleaved =
+        (size_t)fa_round_up(rows, 32) * (size_t)row_bytes(keys) + 4 * (size_t)fa_tiles_of(keys, 32) * FA_AMX_TILE;
     return raw > interleaved ? raw : interleaved;
 }
 
 /* soon: the first half of the next tile's keys, where `each` says that V is in the cache. */
+static fa_amx_asks asks_of(const fa_rows *v, const fa_soon *soon)
+{
+    if (soon->each)
+        return (fa_amx_asks){soon->rows.row, 0, soon->rows.count, 0, 2 * soon->rows.cols};
+    return (fa_amx_asks){v->row, fa_min_int(16, v->count), v->count, 0, 2 * v->cols};
+}
+
+void fa_amx_accumulate_many_packed(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v,
+                                   int rows, const fa_soon *soon, void *scratch)
+{
+    fa_amx_asks asks = asks_of(v, soon);
+    if (v->count % 32 > 0 && v->count % 32 <= 16) /* P is 0 up to a multiple of 16 keys, but tiles have 32 */
+        for (int r = 0; r < rows; r++)
+            memset((uint16_t *)(uintptr_t)(p + (int64_t)r * ldp) + fa_tiles_of(v->count, 16) * 16, 0, 32);
+    accumulate_interleaved(o, ldo, rescale, (left_rows){(const char *)p, 4 * (int64_t)ldp}, v, rows, &asks, scratch);
+}
+
 void fa_amx_accumulate_many(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v,
                             int rows, const fa_soon *soon, void *scratch)
 {
-    fa_amx_asks asks = {v->row, fa_min_int(16, v->count), v->count, 0, 2 * v->cols};
-    if (soon->each)
-        asks = (fa_amx_asks){soon->rows.row, 0, soon->rows.count, 0, 2 * soon->rows.cols};
-    if (rows <= MOST_RAW_ROWS)
+    fa_amx_asks asks = asks_of(v, soon);
+    left_rows   left = {scratch, row_bytes(v->count)};
+    if (rows <= FA_AMX_RAW_ROWS) {
         accumulate_raw(o, ldo, rescale, p, ldp, v, rows, &asks, scratch);
-    else
-        accumulate_interleaved(o, ldo, rescale, p, ldp, v, rows, &asks, scratch);
+        return;
+    }
+    for (int r = 0; r < rows; r++)
+        for (int key = 0; key < v->count; key += 32)
+            _mm512_storeu_si512((char *)scratch + r * left.step + 2 * key,
+                                (__m512i)_mm512_cvtne2ps_pbh(fa_amx_load_keys(p + (int64_t)r * ldp, key + 16, v->count),
+                                                             fa_amx_load_keys(p + (int64_t)r * ldp, key, v->count)));
+    accumulate_interleaved(o, ldo, rescale, left, v, rows, &asks, (char *)scratch + fa_round_up(rows, 32) * left.step);
 }

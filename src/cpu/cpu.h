@@ -236,6 +236,11 @@ typedef struct fa_kernels {
     void (*scores_few)(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_soon *soon);
     void (*accumulate_few)(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
                            const fa_soon *soon, void *scratch);
+    /* The same of P as softmax_packed leaves it, for more rows than few_packed and head_dim_v above FA_WIDE_HEAD. NULL: not
+     * there. */
+    int few_packed;
+    void (*accumulate_few_packed)(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v,
+                                  int rows, const fa_soon *soon, void *scratch);
 
     /* Fused; NULL: composed from the entries above. The forward may return false: not for this shape or these options,
      * and nothing was done. */

@@ -84,7 +84,8 @@ static void composed_step(const step *t, const scratch *s)
     const fa_call    *call = t->call;
     int               all = fa_tile_rows(t->tile), num_bad = t->in_place ? 0 : *s->keys.num_bad;
     bool              whole   = t->in_place || num_bad > 0; /* P of bad rows is needed for all rows at the end */
-    bool              packed  = k->softmax_packed && !whole && !call->dropout.threshold; /* P is looked at by nobody else */
+    bool              few     = t->in_place && k->accumulate_few_packed && all > k->few_packed && call->head_dim_v > FA_WIDE_HEAD;
+    bool              packed  = (few || (k->accumulate_packed && !whole)) && !call->dropout.threshold; /* P is looked at by nobody else */
     int               at_once = whole ? all : fa_rows_at_once(k, call, t->tile, t->visible, t->scale);
     for (int row = 0; row < all; row += at_once) {
         fa_tile     tile;
@@ -101,7 +102,10 @@ static void composed_step(const step *t, const scratch *s)
         fa_apply_options(k, call, &tile, visible, t->scale, s->s, NULL, t->lds);
         if (packed) {
             k->softmax_packed(s->s, t->lds, rows, keys, fa_multiplier(call, t->scale), t->m + row, t->l + row, s->rescale);
-            k->accumulate_packed(o, t->ldo, s->rescale, s->s, t->lds, s->keys.v, rows, keys, (int)call->head_dim_v);
+            if (few)
+                k->accumulate_few_packed(o, t->ldo, s->rescale, s->s, t->lds, &s->v_rows, rows, &s->v_soon, s->fused);
+            else
+                k->accumulate_packed(o, t->ldo, s->rescale, s->s, t->lds, s->keys.v, rows, keys, (int)call->head_dim_v);
             continue;
         }
         k->softmax(s->s, t->lds, rows, keys, fa_multiplier(call, t->scale), t->m + row, t->l + row, s->rescale);
