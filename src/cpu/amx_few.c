@@ -341,46 +341,51 @@ FA_AMX_INLINE void cut_p(char *out, const float *p, int ldp, int rows, int keys,
     }
 }
 
+/* Block n of V from column `col` on. */
+typedef struct value_rows {
+    int         key; /* its first */
+    const char *at;
+    int64_t     stride;
+    few_ahead   ahead;
+} value_rows;
+
+FA_AMX_INLINE value_rows value_rows_of(const fa_rows *v, int n, int col, char *copy, const fa_soon *soon)
+{
+    int       key = block_key(n, stream_keys(v));
+    few_block b   = block_of(v, key, copy, 2 * v->cols);
+    return (value_rows){key, b.at + 2 * col, b.stride, col == 0 ? ahead_of(v, soon, n) : (few_ahead){&no_rows, 0, 0}};
+}
+
 /* out[c]: sums of columns [col + 32 c, + 32), up to four of them, over all keys. */
 FA_AMX_INLINE void value_tiles(float out[4][FA_AMX_TILE_FLOATS], const float *p, int ldp, int rows, const fa_rows *v,
                                int col, const int tiles, char *copy, const fa_soon *soon, const int pieces)
 {
     _Alignas(64) char cut[2][FA_AMX_TILE];
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    TILE_ZERO(2);
-    TILE_ZERO(3);
-    int blocks = (v->count + BLOCK - 1) / BLOCK, part = stream_keys(v);
-    for (int n = 0; n < blocks; n++) {
-        int         key   = block_key(n, part);
-        few_block   b     = block_of(v, key, copy, 2 * v->cols);
-        few_ahead   ahead = col == 0 ? ahead_of(v, soon, n) : (few_ahead){&no_rows, 0, 0};
-        const char *at    = b.at + 2 * col;
-        cut_p(cut[n % 2], p + key, ldp, rows, v->count - key, pieces);
+    fa_amx_zero_sums();
+    for (int n = 0; n < fa_tiles_of(v->count, BLOCK); n++) {
+        value_rows b = value_rows_of(v, n, col, copy, soon);
+        cut_p(cut[n % 2], p + b.key, ldp, rows, v->count - b.key, pieces);
         TILE_LOAD(4, cut[n % 2], 64);
-        ask_for(&ahead, 0);
-        TILE_LOAD(5, at, b.stride);
+        ask_for(&b.ahead, 0);
+        TILE_LOAD(5, b.at, b.stride);
         TILE_DOT(0, 4, 5);
-        ask_for(&ahead, 1);
+        ask_for(&b.ahead, 1);
         if (tiles > 1) {
-            TILE_LOAD(6, at + 64, b.stride);
+            TILE_LOAD(6, b.at + 64, b.stride);
             TILE_DOT(1, 4, 6);
         }
-        ask_for(&ahead, 2);
+        ask_for(&b.ahead, 2);
         if (tiles > 2) {
-            TILE_LOAD(7, at + 128, b.stride);
+            TILE_LOAD(7, b.at + 128, b.stride);
             TILE_DOT(2, 4, 7);
         }
-        ask_for(&ahead, 3);
+        ask_for(&b.ahead, 3);
         if (tiles > 3) {
-            TILE_LOAD(5, at + 192, b.stride);
+            TILE_LOAD(5, b.at + 192, b.stride);
             TILE_DOT(3, 4, 5);
         }
     }
-    TILE_STORE(0, out[0], 64);
-    TILE_STORE(1, out[1], 64);
-    TILE_STORE(2, out[2], 64);
-    TILE_STORE(3, out[3], 64);
+    fa_amx_store_sums(out[0]);
 }
 
 /* The same for 9 to 16 rows, up to two columns of tiles: out[2 c] of the first eight rows, out[2 c + 1] of the others.
@@ -390,37 +395,27 @@ FA_AMX_INLINE void value_tiles_16(float out[4][FA_AMX_TILE_FLOATS], const float 
 {
     _Alignas(64) char cut[2][2][FA_AMX_TILE];
     const float      *other = p + (int64_t)FEW_ONE_PIECE * ldp;
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    TILE_ZERO(2);
-    TILE_ZERO(3);
-    int blocks = (v->count + BLOCK - 1) / BLOCK, part = stream_keys(v);
-    for (int n = 0; n < blocks; n++) {
-        int         key   = block_key(n, part);
-        few_block   b     = block_of(v, key, copy, 2 * v->cols);
-        few_ahead   ahead = col == 0 ? ahead_of(v, soon, n) : (few_ahead){&no_rows, 0, 0};
-        const char *at    = b.at + 2 * col;
-        cut_p(cut[n % 2][0], p + key, ldp, FEW_ONE_PIECE, v->count - key, 1);
-        cut_p(cut[n % 2][1], other + key, ldp, rows - FEW_ONE_PIECE, v->count - key, 1);
+    fa_amx_zero_sums();
+    for (int n = 0; n < fa_tiles_of(v->count, BLOCK); n++) {
+        value_rows b = value_rows_of(v, n, col, copy, soon);
+        cut_p(cut[n % 2][0], p + b.key, ldp, FEW_ONE_PIECE, v->count - b.key, 1);
+        cut_p(cut[n % 2][1], other + b.key, ldp, rows - FEW_ONE_PIECE, v->count - b.key, 1);
         TILE_LOAD(4, cut[n % 2][0], 64);
-        ask_for(&ahead, 0);
-        TILE_LOAD(6, at, b.stride);
+        ask_for(&b.ahead, 0);
+        TILE_LOAD(6, b.at, b.stride);
         TILE_DOT(0, 4, 6);
-        ask_for(&ahead, 1);
+        ask_for(&b.ahead, 1);
         TILE_LOAD(5, cut[n % 2][1], 64);
         TILE_DOT(1, 5, 6);
-        ask_for(&ahead, 2);
+        ask_for(&b.ahead, 2);
         if (tiles > 1) {
-            TILE_LOAD(7, at + 64, b.stride);
+            TILE_LOAD(7, b.at + 64, b.stride);
             TILE_DOT(2, 4, 7);
             TILE_DOT(3, 5, 7);
         }
-        ask_for(&ahead, 3);
+        ask_for(&b.ahead, 3);
     }
-    TILE_STORE(0, out[0], 64);
-    TILE_STORE(1, out[1], 64);
-    TILE_STORE(2, out[2], 64);
-    TILE_STORE(3, out[3], 64);
+    fa_amx_store_sums(out[0]);
 }
 
 #ifndef FA_AMX_FP16
@@ -433,10 +428,7 @@ FA_AMX_INLINE void value_tiles_two(float out[4][FA_AMX_TILE_FLOATS], const float
     few_cut           first = cut_of(values[0], v, soon, 0, blocks, col);
     for (int quarter = 0; quarter < 4; quarter++)
         cut_quarter(&first, quarter, tiles);
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    TILE_ZERO(2);
-    TILE_ZERO(3);
+    fa_amx_zero_sums();
     for (int n = 0; n < blocks; n++) {
         int         key  = block_key(n, part);
         const char *at   = values[n % 2];
@@ -458,10 +450,7 @@ FA_AMX_INLINE void value_tiles_two(float out[4][FA_AMX_TILE_FLOATS], const float
         STEP(3)
 #undef STEP
     }
-    TILE_STORE(0, out[0], 64);
-    TILE_STORE(1, out[1], 64);
-    TILE_STORE(2, out[2], 64);
-    TILE_STORE(3, out[3], 64);
+    fa_amx_store_sums(out[0]);
 }
 
 #endif

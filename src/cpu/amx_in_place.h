@@ -23,6 +23,23 @@ FA_AMX_INLINE int64_t fa_amx_equal_steps(const fa_rows *rows, int first)
     return all ? step : 0;
 }
 
+/* Four tiles of sums, 0 to 3. */
+FA_AMX_INLINE void fa_amx_zero_sums(void)
+{
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+}
+
+FA_AMX_INLINE void fa_amx_store_sums(float *to)
+{
+    TILE_STORE(0, to, 64);
+    TILE_STORE(1, to + FA_AMX_TILE_FLOATS, 64);
+    TILE_STORE(2, to + 2 * FA_AMX_TILE_FLOATS, 64);
+    TILE_STORE(3, to + 3 * FA_AMX_TILE_FLOATS, 64);
+}
+
 FA_AMX_INLINE __m512 fa_amx_load_keys(const float *p, int key, int keys)
 {
     __mmask16 mask = keys - key >= 16 ? 0xFFFF : keys <= key ? 0 : (__mmask16)((1u << (keys - key)) - 1);

@@ -84,10 +84,7 @@ FA_AMX_INLINE void score_unit(float *out, const key_block *k, const char *q, con
 {
     _Alignas(64) char copy[FA_AMX_TILE];
     int               each = (15 + tiles) / tiles;
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    TILE_ZERO(2);
-    TILE_ZERO(3);
+    fa_amx_zero_sums();
     for (int c = 0; c < tiles; c++) {
         TILE_LOAD(6, q + FA_AMX_TILE * c, 64);
         LOAD_KEYS(4, 0, c, once);
@@ -207,10 +204,7 @@ FA_AMX_INLINE void raw_block(float *sums, const char *left, const fa_rows *v, in
                              fa_amx_asks *asks)
 {
     _Alignas(64) char copy[FA_AMX_TILE];
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    TILE_ZERO(2);
-    TILE_ZERO(3);
+    fa_amx_zero_sums();
     for (int key = 0; key < v->count; key += 16, left += 2 * FA_AMX_TILE) {
         key_block k[1] = {key_block_of(v, key)};
         TILE_LOAD_ONCE(4, left, 64);
@@ -228,10 +222,7 @@ FA_AMX_INLINE void raw_block(float *sums, const char *left, const fa_rows *v, in
             TILE_DOT(3, 5, 7);
         }
     }
-    TILE_STORE(0, sums, 64);
-    TILE_STORE(1, sums + FA_AMX_TILE_FLOATS, 64);
-    TILE_STORE(2, sums + 2 * FA_AMX_TILE_FLOATS, 64);
-    TILE_STORE(3, sums + 3 * FA_AMX_TILE_FLOATS, 64);
+    fa_amx_store_sums(sums);
 }
 
 static void accumulate_raw(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,

@@ -12,7 +12,7 @@ import sys
 import tempfile
 
 FORWARD, BACKWARD, PRODUCTS = "forward_sm90.cu", "backward_sm90.cu", "backward_products_sm90.cuh"
-LATENT, LATENT_BLOCK = "forward_latent_sm90.cu", "latent_block_sm90.cuh"
+LATENT, LATENT_BLOCK, LATENT_PRODUCER = "forward_latent_sm90.cu", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
 
 # Which shapes of which test show it.
 WHOLE = ("whole tiles", "every_shape*")
@@ -77,24 +77,24 @@ MISTAKES = [
     ("P read before it is there", LATENT, "            barrier_wait(told(at.slot), parity);\n            if (n > 0)", "            if (n > 0)", LATENT_TWO),
     ("P taken for another's", LATENT, "        before = at.slot;\n        go_on(at);\n        wgmma_wait<0>();", "        go_on(at);\n        before = at.slot;\n        wgmma_wait<0>();", LATENT_TWO),
     ("maxima that grow and O that does not follow", LATENT, "            if (n > 0)\n                follow(o, at.slot);\n", "", ("maxima that jump", "every_shape*")),
-    ("Q overwritten before the last S", LATENT, "            barrier_wait(q_empty(), items & 1 ^ 1);\n", "            ;\n", ("prefill", "every_shape*")),
+    ("Q overwritten before the last S", LATENT_PRODUCER, "            barrier_wait(q_empty(), items & 1 ^ 1);\n", "            ;\n", ("prefill", "every_shape*")),
     ("a block of a pair that ends before the other", LATENT, "        cluster_barrier(); /* the other block arrives", "        ; /* the other block arrives", LATENT_TWO),
     ("a pair's slot overwritten while the other block reads", LATENT_BLOCK, "PAIRS ? 8 : 4);", "4);", LATENT_TWO),
     ("values hear of Q too", LATENT, "    int      before = -1; /* the slot of the tile before */\n", "    int      before = at.slot;\n", ("pairs that stay", "every_shape*")),
     ("parts merged before they are there", LATENT, "            cluster_barrier();\n            const work &w", "            const work &w", ("sinks, parts", "every_shape*")),
-    ("a producer of pages that overwrites a slot", LATENT, "    if (part < 2)\n        barrier_wait(empty", "    if (part < 2 && producer() != 2)\n        barrier_wait(empty", LATENT_PAGES),
-    ("a producer of pages that others do not wait for", LATENT, "    barrier_expect(full(at.slot, part), bytes / PRODUCERS);\n",
+    ("a producer of pages that overwrites a slot", LATENT_PRODUCER, "    if (part < 2)\n        barrier_wait(empty", "    if (part < 2 && producer() != 2)\n        barrier_wait(empty", LATENT_PAGES),
+    ("a producer of pages that others do not wait for", LATENT_PRODUCER, "    barrier_expect(full(at.slot, part), bytes / PRODUCERS);\n",
      "    for (int n = 0; producer() == 0 && n < PRODUCERS; n++)\n        barrier_expect(full(at.slot, part), bytes / PRODUCERS);\n", LATENT_ONE_PIECE),
-    ("a producer of pages that fetches nothing", LATENT, "            if (row < FA_TILE_K)\n", "            if (row < FA_TILE_K && producer() != 1)\n", LATENT_PAGES),
-    ("a producer of pages that announces all bytes", LATENT, "bytes / PRODUCERS);\n}", "bytes);\n}", LATENT_PAGES),
-    ("a page looked up too far on the right", LATENT, "                    go_left(args, from);\n", "", LATENT_PAGES),
-    ("the second of a producer's pieces where the first was", LATENT, "tile * FA_TILE_K + row));\n    } while", "tile * FA_TILE_K + piece_row(args)));\n    } while",
+    ("a producer of pages that fetches nothing", LATENT_PRODUCER, "            if (row < FA_TILE_K)\n", "            if (row < FA_TILE_K && producer() != 1)\n", LATENT_PAGES),
+    ("a producer of pages that announces all bytes", LATENT_PRODUCER, "bytes / PRODUCERS);\n}", "bytes);\n}", LATENT_PAGES),
+    ("a page looked up too far on the right", LATENT_PRODUCER, "                    go_left(args, from);\n", "", LATENT_PAGES),
+    ("the second of a producer's pieces where the first was", LATENT_PRODUCER, "tile * FA_TILE_K + row));\n    } while", "tile * FA_TILE_K + piece_row(args)));\n    } while",
      ("pages of 8,", "every_shape*")),
-    ("Q overwritten by a producer of pages", LATENT, "            barrier_wait(q_empty(), items & 1 ^ 1);\n",
+    ("Q overwritten by a producer of pages", LATENT_PRODUCER, "            barrier_wait(q_empty(), items & 1 ^ 1);\n",
      "            if (producer() != 2)\n                barrier_wait(q_empty(), items & 1 ^ 1);\n", LATENT_PAGES),
-    ("the planner overwrites items of a producer of pages", LATENT, "        barrier_arrive(done(k));\n    }\n}\n\n/* ---- scores",
-     "        for (int n = 0; producer() == 0 && n < PRODUCERS; n++)\n            barrier_arrive(done(k));\n    }\n}\n\n/* ---- scores", ("pages of 16, most", "every_shape*")),
-    ("the latent planner overwrites items", LATENT, "        barrier_wait(done(k), freed(k));\n", "", ("prefill", "every_shape*")),
+    ("the planner overwrites items of a producer of pages", LATENT_PRODUCER, "        barrier_arrive(done(k));\n    }\n}\n\n#endif",
+     "        for (int n = 0; producer() == 0 && n < PRODUCERS; n++)\n            barrier_arrive(done(k));\n    }\n}\n\n#endif", ("pages of 16, most", "every_shape*")),
+    ("the latent planner overwrites items", LATENT_PRODUCER, "        barrier_wait(done(k), freed(k));\n", "", ("prefill", "every_shape*")),
 ]
 
 
@@ -102,7 +102,7 @@ def run(test, emulator, folder, shapes):
     """What the test says with the kernels of `folder` in place of the library's own; None if it passes."""
     environment = dict(os.environ, LD_LIBRARY_PATH=emulator, XDG_CACHE_HOME=os.path.join(folder, "cache"), EMULATOR_TMA="1",
                        EMULATOR_MULTIPROCESSORS="4", FLASH_ATTN_KERNEL_DIR=folder)
-    latent = any(os.path.exists(os.path.join(folder, file)) for file in (LATENT, LATENT_BLOCK))
+    latent = any(os.path.exists(os.path.join(folder, file)) for file in (LATENT, LATENT_BLOCK, LATENT_PRODUCER))
     program = os.path.join(os.path.dirname(test), "test_cuda_latent") if latent else test
     done = subprocess.run([program, "--shapes", *shapes], env=environment, capture_output=True, text=True, timeout=600)
     said = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "FAILED " in line or "emulated GPU:" in line]

@@ -1,0 +1,194 @@
+/* forward_latent_sm90.cu's first warpgroup: who finds a block's work, and who fetches Q and K for it by TMA. */
+#ifndef FA_LATENT_PRODUCER_SM90_CUH
+#define FA_LATENT_PRODUCER_SM90_CUH
+
+#include "latent_block_sm90.cuh"
+
+/* ---- planner: one thread ---- */
+
+/* Item k of this block is piece of work n; true if there is one. */
+FA_DEVICE bool find_item(const fa_args &args, int k, unsigned n)
+{
+    bool  more   = n < (unsigned)args.tiles_q * args.heads_k * args.num_splits * args.batch;
+    item &next   = item_at(k);
+    next.none    = !more;
+    next.cleared = next.far = 0;
+    if (more)
+        next.w = work_of<PAIRS ? 2 * FA_TILE_Q : FA_TILE_Q>(args, n);
+    return more;
+}
+
+/* Where all sequences are alike blocks stay, and go on with the item that is as far on as there are blocks; else each has one. The first has been found. */
+FA_DEVICE void plan(const fa_args &args)
+{
+    unsigned n = blockIdx.x;
+    int      k = 0;
+    for (bool more = !item_at(0).none; more; more = find_item(args, k, n += gridDim.x)) {
+        barrier_arrive(found(k++));
+        barrier_wait(done(k), freed(k));
+    }
+    barrier_arrive(found(k));
+}
+
+/* ---- producers: one thread; of keys in pages three, of warps 0, 2 and 3, each of which has other pieces of a tile ---- */
+
+FA_DEVICE int producer() { return FA_HAS_PAGED && threadIdx.x >= 64 ? (int)threadIdx.x / 32 - 1 : 0; }
+
+/* Q by TMA, where 64 rows are so many whole queries of a group's heads, or heads of one query: a box has what is neighbours. Rows that are nobody's hold
+ * anything, and nobody stores them. Otherwise the scores' warpgroup copies rows itself, to the same place. */
+FA_DEVICE bool has_boxes(const fa_args &args) { return args.q_boxes; }
+
+/* Rows of K that lie side by side. Page -1, as any that is out of range: TMA brings zeros. */
+struct key_piece {
+    int entry, row;
+};
+
+/* This producer's first piece of a tile begins at this row; there is none behind the tile. A second one, PRODUCERS pieces on, there is where pieces have eight
+ * rows, the fewest, for a swizzle takes eight. */
+FA_DEVICE int piece_row(const fa_args &args) { return FA_HAS_PAGED ? producer() * args.page_piece : 0; }
+
+/* Where a key lies: its page, counted from the sequence's first, and its row there. */
+struct page_place {
+    int page, row;
+};
+
+FA_DEVICE page_place page_place_of(const fa_args &args, int key)
+{
+    int page = quotient(key, args.kv_rows);
+    return {page, key - page * args.kv_rows};
+}
+
+/* A piece of the tile to the left, without a division. */
+FA_DEVICE void go_left(const fa_args &args, page_place &p)
+{
+    for (p.row -= FA_TILE_K; p.row < 0; p.row += args.kv_rows)
+        p.page--;
+}
+
+/* The piece that begins there. Only pages that hold keys of the work are looked up: entries of others may be anything. */
+FA_DEVICE key_piece look_up(const fa_args &args, const work &w, page_place p)
+{
+    int key = p.page * args.kv_rows + p.row;
+    if (key >= w.keys.end || key + args.page_piece <= w.keys.begin)
+        return {-1, 0};
+    return {args.page_table[w.b * args.page_row_stride + p.page], p.row};
+}
+
+/* The slot's panels of a part may come, as soon as those before have been read. Every producer waits and arrives, also where it fetches nothing (Q without
+ * boxes, a tile of fewer pieces): `full` is not over before it has arrived, nor `empty`, which follows, so neither can pass a producer by and come round to the
+ * parity that it waits for. Nor can q_empty, which follows too, and found, before which the planner waits for done. A producer announces a share of the bytes,
+ * whichever it fetches: what comes before it is announced counts below 0, and a phase lasts until all have arrived. */
+FA_DEVICE void expect(place at, int part, int bytes)
+{
+    if (part < 2)
+        barrier_wait(empty(at.slot, part), at.phase ^ 1);
+    barrier_expect(full(at.slot, part), bytes / PRODUCERS);
+}
+
+/* The item's Q, `items` having been before it: of each part three panels. */
+FA_DEVICE void fetch_queries(const fa_args &args, const fa_map &map, const work &w, place at, int items)
+{
+    int query = w.seq.q_row + w.first_q, head = w.head + w.first_row - w.first_q * args.group;
+#pragma unroll
+    for (int part = 0; part < 3; part++) {
+        constexpr int OF_PART = KEPT / 2;
+        if (part == 2)
+            barrier_wait(q_empty(), items & 1 ^ 1);
+        expect(at, part, has_boxes(args) ? OF_PART * ROWS_BYTES : 0);
+        if (has_boxes(args))
+#pragma unroll
+            for (int n = 0; n < OF_PART; n += PRODUCERS) {
+                int panel = part * OF_PART + n;
+                tma_load(q_at(at.slot, panel) + producer() * ROWS_BYTES, map, full(at.slot, part), 64 * (panel + producer()), head, query, w.seq.q_entry);
+            }
+    }
+}
+
+/* A part of a tile's panels, from row `row` on what is in one place; of a pair's blocks one asks for those with even numbers, the other for the odd ones. Written
+ * out: a loop's addresses took longer than the products. */
+FA_DEVICE void fetch_panels(const fa_map &map, int kv_head, place at, key_piece piece, int part, int row)
+{
+    constexpr int EACH = PAIRS ? 2 : 1;
+    int           rank = PAIRS ? (int)(blockIdx.x % 2) : 0;
+    if (FA_HAS_PAGED && PAIRS)
+        make_anew(rank);
+    if (PAIRS && part == 2 && rank == 1)
+        return;
+#pragma unroll
+    for (int n = HALF * part; n < (part == 2 ? PANELS : HALF * (part + 1)); n += EACH) {
+        int      panel = n + rank;
+        unsigned to    = panel_at(at.slot, panel) + row * 128;
+        if constexpr (PAIRS)
+            tma_load_both(to, map, full(at.slot, part), 64 * panel, piece.row, kv_head, piece.entry);
+        else
+            tma_load(to, map, full(at.slot, part), 64 * panel, piece.row, kv_head, piece.entry);
+    }
+}
+
+/* This producer's pieces of the tile's keys, of which `piece` is the first. */
+FA_DEVICE void fetch_keys(const fa_args &args, const fa_map &map, const work &w, int kv_head, place at, key_piece piece, int tile)
+{
+    if constexpr (!FA_HAS_PAGED) {
+#pragma unroll
+        for (int part = 0; part < 3; part++) {
+            expect(at, part, part < 2 ? HALF_BYTES : PANEL_BYTES);
+            fetch_panels(map, kv_head, at, piece, part, 0);
+        }
+        return;
+    }
+    bool first = true;
+    int  row   = piece_row(args);
+#pragma unroll 1
+    do {
+#pragma unroll
+        for (int part = 0; part < 3; part++) {
+            if (first)
+                expect(at, part, part < 2 ? HALF_BYTES : PANEL_BYTES);
+            if (row < FA_TILE_K)
+                fetch_panels(map, kv_head, at, piece, part, row);
+        }
+        row += PRODUCERS * args.page_piece;
+        first = false;
+        if (row < FA_TILE_K)
+            piece = look_up(args, w, page_place_of(args, tile * FA_TILE_K + row));
+    } while (row < FA_TILE_K);
+}
+
+FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
+{
+    place at = {0, 0};
+    int   items = 0; /* that have keys */
+    for (int k = 0;; k++) {
+        barrier_wait(found(k), filled(k));
+        const work &w = item_at(k).w;
+        if (item_at(k).none)
+            return;
+        int tiles = tiles_of(w);
+        if (tiles > 0) {
+            int        tile = right_tile(w), kv_head = w.kv_head;
+            page_place from = {0, 0};
+            key_piece  next = {w.seq.kv_entry, w.seq.kv_row + tile * FA_TILE_K};
+            if (FA_HAS_PAGED) {
+                from = page_place_of(args, tile * FA_TILE_K + piece_row(args));
+                next = look_up(args, w, from);
+            }
+            fetch_queries(args, maps.q, w, at, items);
+            items++;
+            go_on(at);
+            for (; tiles > 0; tiles--, tile--) {
+                key_piece piece = next;
+                if (!FA_HAS_PAGED)
+                    next.row -= FA_TILE_K;
+                else if (tiles > 1) { /* a tile ahead, so that nobody waits for the table */
+                    go_left(args, from);
+                    next = look_up(args, w, from);
+                }
+                fetch_keys(args, maps.k, w, kv_head, at, piece, tile);
+                go_on(at);
+            }
+        }
+        barrier_arrive(done(k));
+    }
+}
+
+#endif
