@@ -343,17 +343,19 @@ int fa_page_piece(const fa_call *call, int tile_k)
     return (int)piece;
 }
 
-/* Boxes of `columns`, and of `boxes` in the next two dimensions; one swizzle. What lies past the end of a dimension is read as zeros. strides: in bytes, but the first dimension's. */
+/* Boxes of `columns`, and of `boxes` in the next two dimensions; one swizzle. What lies past the end of a dimension is read as zeros. strides: in bytes, but the first dimension's.
+ * L2 fetches 256 bytes at once where rows begin at multiples of that; elsewhere (latent attention's have 1152) half of these would be another box's, which cost up to 7% of a call
+ * that waits for memory (decision 0070, sixth round). */
 static flash_attn_status encode(const fa_driver *driver, const flash_attn_tensor *t, int rank, const uint64_t *dims, const uint64_t *strides,
                                 const int boxes[2], int columns, fa_map *map)
 {
-    enum { UINT8 = 0, FLOAT16 = 6, BFLOAT16 = 9, NOT_INTERLEAVED = 0, SWIZZLE_64B = 2, SWIZZLE_128B = 3, L2_PROMOTION_256B = 3, FILL_ZEROS = 0 };
+    enum { UINT8 = 0, FLOAT16 = 6, BFLOAT16 = 9, NOT_INTERLEAVED = 0, SWIZZLE_64B = 2, SWIZZLE_128B = 3, L2_AS_ASKED = 0, L2_256_BYTES = 3, FILL_ZEROS = 0 };
     static const int type_of[] = {[FLASH_ATTN_F16] = FLOAT16, [FLASH_ATTN_BF16] = BFLOAT16, [FLASH_ATTN_F8E4M3] = UINT8};
     const unsigned   box[] = {(unsigned)columns, (unsigned)boxes[0], (unsigned)boxes[1], 1, 1}, element[] = {1, 1, 1, 1, 1};
-    bool             narrow = (size_t)columns * fa_dtype_bytes(t->dtype) == 64;
+    bool             narrow = (size_t)columns * fa_dtype_bytes(t->dtype) == 64, aligned = strides[0] % 256 == 0;
     return fa_driver_check(driver,
                            driver->cuTensorMapEncodeTiled(map, type_of[t->dtype], (unsigned)rank, t->data, dims, strides, box, element,
-                                                          NOT_INTERLEAVED, narrow ? SWIZZLE_64B : SWIZZLE_128B, L2_PROMOTION_256B, FILL_ZEROS),
+                                                          NOT_INTERLEAVED, narrow ? SWIZZLE_64B : SWIZZLE_128B, aligned ? L2_256_BYTES : L2_AS_ASKED, FILL_ZEROS),
                            "describing a tensor (cuTensorMapEncodeTiled)");
 }
 
