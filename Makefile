@@ -27,11 +27,12 @@ ifneq ($(wildcard $(BUILD)/CMakeCache.txt),)
 GENERATOR :=
 endif
 
-.PHONY: all build build-tests test test-gpu test-emulated-gpu test-python test-python-gpu demo check bench install format clean setup-build setup-test setup-format
+.PHONY: all build build-tests test test-gpu test-emulated-gpu test-python test-python-gpu demo check bench install format clean setup-build setup-test setup-python setup-format
 
 all: build
 
-setup-%:
+# A static pattern: make looks for no other rule for goals that are phony.
+setup-build setup-test setup-python setup-format: setup-%:
 	@scripts/setup.sh $(if $(filter test,$*),build test,$*)
 
 build: setup-build
@@ -48,7 +49,7 @@ build-tests: setup-test
 	cmake --build $(BUILD) -j $(JOBS)
 
 test: build-tests
-	cd $(BUILD) && ctest --output-on-failure -j $(JOBS) $(CTEST_FLAGS)
+	cd $(BUILD) && ctest --output-on-failure --no-tests=error -j $(JOBS) $(CTEST_FLAGS)
 
 # A kernel is built when it is first needed and kept in the user's cache, so the first run takes longer.
 test-gpu: build-tests
