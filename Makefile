@@ -57,7 +57,7 @@ test-gpu: build-tests
 
 # Some minutes: each architecture has tiles of its own, and each variant is compiled.
 test-emulated-gpu: build-tests
-	printf '%s\n' sm90.0 sm90.1 sm90.2 sm90.3 latent 80 86 90 120 | xargs -P $(JOBS) -n 1 sh $(BUILD)/tests/emulator/all_cases.sh
+	printf '%s\n' sm90.0 sm90.1 sm90.2 sm90.3 few latent 80 86 90 120 | xargs -P $(JOBS) -n 1 sh $(BUILD)/tests/emulator/all_cases.sh
 	$(PYTHON) tests/emulator/mistakes.py $(BUILD)/tests/test_cuda_sm90 $(abspath $(BUILD))/tests/emulator src/cuda/kernels
 
 # A private environment, so that nothing of the system's Python changes. What pip installs there is not asked for again.

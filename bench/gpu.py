@@ -19,7 +19,8 @@ times for the backward. Each other answer is compared with float64 on one head f
 time is the median of several groups of launches between two events; ours and the peers take turns, in random order. FILE is written anew after each line.
 
 --decode: few queries of 32 heads on the keys of 8, no mask. GB/s count K and V once (and Q and O), beside what reading as many bytes
-(a sum) and copying half of them reach. Keys lie in one piece or in pages of 16, 64 and 256, shuffled. Calls are replayed by a CUDA
+(a sum) and copying half of them reach. Keys lie in one piece or in pages of 16, 64 and 256 (or of --pages alone),
+shuffled; `by batch` is ours with num_splits -1. Calls are replayed by a CUDA
 graph, each on keys of its own, so that no key is still in L2 from the call before and no host is timed.
 """
 
@@ -337,8 +338,8 @@ class Decode:
         error = (error / norm).sqrt().item()
         return None if error <= 1e-2 else error
 
-    def ours(self, page=0):
-        """(calls, error): the calls of all sets; they run once."""
+    def ours(self, page=0, parts=0, context=None):
+        """(calls, error): the calls of all sets; they run once. parts: num_splits."""
         table, out = None, torch.full_like(self.q, float("nan"))
         if page:
             pages = self.batch * self.keys // page
@@ -347,17 +348,19 @@ class Decode:
         for k, v in self.kv:
             if page:
                 k, v = (t.reshape(-1, page, self.HEADS_K, self.d) for t in (k, v))
-            call = _call.Call(self.q, k, v, block_table=table)
+            call = _call.Call(self.q, k, v, block_table=table, num_splits=parts)
+            call.context = context
             call._set_results(out, None)
             calls.append(call)
-        _call.check(_call.lib.flash_attn_workspace_size(_native.context, calls[0].address, _native.FORWARD, ctypes.byref(size)))
+        context = context or _native.context
+        _call.check(_call.lib.flash_attn_workspace_size(context, calls[0].address, _native.FORWARD, ctypes.byref(size)))
         space = torch.empty(max(1, size.value), device=DEVICE, dtype=torch.uint8)  # without it the graph would hold allocations
 
         def run():
             for call in calls:
                 call.exec.stream = torch.cuda.current_stream().cuda_stream
                 call.exec.workspace, call.exec.workspace_bytes = space.data_ptr(), size.value
-                _call.check(_call.lib.flash_attn_forward(_native.context, call.address, call._exec()))
+                _call.check(_call.lib.flash_attn_forward(context, call.address, call._exec()))
 
         run()
         return run, self.wrong(out, table, page)
@@ -389,7 +392,7 @@ class Decode:
         return lambda: [to.copy_(k) for to, k in pairs], None
 
     def run_of(self, name):
-        own = {"ours": self.ours, "read": self.read, "copy": self.copy, "fa3": self.fa3}
+        own = {"ours": self.ours, "by batch": lambda: self.ours(parts=-1), "read": self.read, "copy": self.copy, "fa3": self.fa3}
         return own[name]() if name in own else self.ours(self.PAGES[name]) if name in self.PAGES else self.peer(PEERS[name])
 
     def graph(self, name):
@@ -416,7 +419,8 @@ def decode_row(cell, names, groups):
 
 def decode(options, seqlens, groups):
     """The table of --decode. Returns its rows."""
-    names = ["read", "copy", "ours", *Decode.PAGES, "flash", "cudnn", *(["fa3"] if options.fa3 else [])]
+    pages = [name for name, size in Decode.PAGES.items() if options.pages in (0, size)]
+    names = ["read", "copy", "ours", "by batch", *pages, "flash", "cudnn", *(["fa3"] if options.fa3 else [])]
     heads, rows = [int(n) for n in options.head_dims.split(",")], []
     largest = 4 * max(seqlens) * max(map(int, options.batches.split(","))) * Decode.HEADS_K * max(heads)
     pool = torch.empty(max(largest, 1 << 29), device=DEVICE, dtype=torch.bfloat16).normal_()
@@ -520,8 +524,8 @@ def main():
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     own_options = options.softcap or options.alibi or options.pages or options.dropout
-    if own_options and (options.varlen or options.fp8 or options.decode):
-        parser.error("--softcap, --alibi, --pages and --dropout are for plain calls: leave out --varlen, --fp8 and --decode")
+    if own_options and (options.varlen or options.fp8 or (options.decode and own_options != options.pages)):
+        parser.error("--softcap, --alibi, --pages and --dropout are for plain calls: leave out --varlen, --fp8 and, but for --pages, --decode")
     if not 0 <= options.dropout < 1 or (options.dropout and (options.flex or options.fa3)):
         parser.error("--dropout is at least 0 and less than 1; --flex and --fa3 have none")
     if not has_card():

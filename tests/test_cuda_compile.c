@@ -35,7 +35,7 @@ static const char *other_nvrtc; /* or NULL: the one that the library finds */
 
 /* The rows of 9.0 on which an option is built. That its text builds shows on the quickest ones; that nothing spills, on those whose
  * registers it may exhaust (decision 0063). */
-enum rows { EVERY_ROW, ROWS_OF_16_BIT, TIGHT_ROWS /* of the forward in 16 bits, which accept spills */, HEAD_DIM_64 /* as all have */ };
+enum rows { EVERY_ROW, ROWS_OF_16_BIT, TIGHT_ROWS /* of the forward in 16 bits, which accept spills */, HEAD_DIM_64 /* as all have */, FEW_ROWS /* of forward_few_sm90 */ };
 
 typedef struct option {
     const char *name;
@@ -169,6 +169,22 @@ static void set_split_pages(flash_attn_problem *p, flash_attn_grads *g)
     set_paged(p, g);
     p->pages.pages_per_seq = 512;
 }
+/* Few queries on Hopper: a block folds all parts, or a group of them. */
+static void set_whole(flash_attn_problem *p, flash_attn_grads *g)
+{
+    set_split_many(p, g);
+    p->num_splits = 0;
+}
+static void set_groups(flash_attn_problem *p, flash_attn_grads *g)
+{
+    set_whole(p, g);
+    p->q.shape[0] = p->k.shape[0] = p->v.shape[0] = 16;
+}
+static void set_whole_pages(flash_attn_problem *p, flash_attn_grads *g)
+{
+    set_split_pages(p, g);
+    p->num_splits = 0;
+}
 /* The backward in one launch, and in three where a row for few queries would take one. */
 static void set_small(flash_attn_problem *p, flash_attn_grads *g)
 {
@@ -192,6 +208,7 @@ static const option options[] = {
     {"slices", true, true, set_slices, HEAD_DIM_64}, {"varlen", true, true, set_varlen, HEAD_DIM_64},
     {"paged", true, false, set_paged, ROWS_OF_16_BIT}, {"split", true, false, set_split, TIGHT_ROWS},
     {"split_many", true, false, set_split_many, ROWS_OF_16_BIT}, {"split_pages", true, false, set_split_pages, HEAD_DIM_64},
+    {"whole", true, false, set_whole, FEW_ROWS}, {"groups", true, false, set_groups, FEW_ROWS}, {"whole_pages", true, false, set_whole_pages, FEW_ROWS},
     {"few_heads_k", true, true, set_few_heads_k, HEAD_DIM_64}, {"uneven_d", true, true, set_uneven, TIGHT_ROWS},
     {"odd_d", true, true, set_odd, ROWS_OF_16_BIT}, {"o_f32", true, true, set_o_f32, HEAD_DIM_64},
     {"deterministic", false, true, set_deterministic, HEAD_DIM_64}, {"small", false, true, set_small, EVERY_ROW},
@@ -226,7 +243,7 @@ static int64_t many_queries(const fa_tune_row *row, flash_attn_dtype dtype)
 static flash_attn_status call_for(const fa_tune_row *row, flash_attn_dtype dtype, const option *with, fa_call *call)
 {
     flash_attn_dtype   wide   = dtype == FLASH_ATTN_F8E4M3 ? FLASH_ATTN_BF16 : dtype;
-    bool               few = row->only == FA_FOR_FEW || row->only == FA_FOR_LATENT; /* then a tile has the queries of four heads */
+    bool               few = row->only == FA_FOR_FEW || row->only == FA_FOR_FEW_TMA || row->only == FA_FOR_LATENT; /* then a tile has the queries of four heads */
     int64_t            most   = row->max_queries + (row->only == FA_FOR_LONG_TMA); /* of FA_FOR_LONG_TMA the fewest */
     int64_t            seqlen = few ? row->tile_q / 4 : row->max_queries ? most : many_queries(row, dtype), d = row->head_dim, heads_q = few ? 16 : 4;
     flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA},
@@ -281,7 +298,7 @@ static void add_combine(key_list *list, const fa_tune_row *row, flash_attn_dtype
         fa_plan_make(&call, arch, NULL, kernel_of(row), &plan) != FLASH_ATTN_OK)
         return;
     for (int i = 0; i < plan.num_launches; i++)
-        if (plan.launch[i].key.kernel == FA_KERNEL_COMBINE)
+        if (plan.launch[i].key.kernel == FA_KERNEL_COMBINE || plan.launch[i].key.kernel == FA_KERNEL_FOLD)
             add_key(list, &plan.launch[i].key, 0);
 }
 
@@ -420,7 +437,11 @@ static bool is_built_with(const fa_tune_row *row, int arch, const option *with)
     if (arch != (of_90 ? 90 : row->arch_min)) /* 12.0 gives a thread more registers: 254 of 255 with dropout */
         return arch == 120 && with->set == set_dropout && !slow;
     if (row->kernel == FA_KERNEL_FORWARD_LATENT_SM90)
-        return with->rows != HEAD_DIM_64 || with->set == set_few_heads_k;
+        return with->rows != FEW_ROWS && (with->rows != HEAD_DIM_64 || with->set == set_few_heads_k);
+    if (row->kernel == FA_KERNEL_FORWARD_FEW_SM90)
+        return all || with->rows == FEW_ROWS || with->set == set_nothing || with->set == set_split || with->set == set_paged;
+    if (with->rows == FEW_ROWS)
+        return false;
     if (arch == 90)
         return with->rows == EVERY_ROW || row->head_dim == 64 || with->rows == ROWS_OF_16_BIT || row->kernel == FA_KERNEL_FORWARD_SM90 ||
                (with->rows == TIGHT_ROWS && !is_backward(row) && row->max_spill_bytes > 0);

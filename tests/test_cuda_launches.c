@@ -224,9 +224,10 @@ static void parts_cover_all_keys(void **state)
         plan_it(&p, FLASH_ATTN_FORWARD, archs[n / 75], &call, &plan);
         const fa_args *args = &plan.args;
         int64_t        most = 0;
+        bool           folds = main_of(&plan)->key.kernel == FA_KERNEL_FORWARD_FEW_SM90;
         for (int64_t length = 1; length <= keys[n % 5]; length++) {
             int64_t part = args->split_keys; /* as forward_work.cuh */
-            for (int d = 0; d < args->part_doublings && part * part < (int64_t)args->part_growth * length; d++)
+            for (int d = 0; d < args->part_doublings && part * part < (int64_t)args->part_growth * length && (!folds || FA_FOLD_PARTS * part < length); d++)
                 part *= 2;
             most = tiles_of(length, part) > most ? tiles_of(length, part) : most;
         }
@@ -237,11 +238,15 @@ static void parts_cover_all_keys(void **state)
             assert_true(args->num_splits <= p.num_splits && args->num_splits == tiles_of(keys[n % 5], args->split_keys));
         assert_int_equal(main_of(&plan)->blocks % main_of(&plan)->cluster, 0);
         assert_true(main_of(&plan)->cluster <= 8);
-        if (main_of(&plan)->key.one_launch)
+        if (main_of(&plan)->key.one_launch && !folds)
             assert_true(main_of(&plan)->cluster * args->run_parts >= args->num_splits);
         assert_int_equal(main_of(&plan)->key.one_launch == 2, args->num_splits > 1 && args->run_parts >= args->num_splits);
         if (plan.num_launches > 1) /* combine: every row has a warp */
             assert_true(plan.launch[1].blocks * (args->row_warps > 1 ? 1 : 4 * FA_COMBINE_WARPS) >= 2 * 16);
+        if (folds)
+            assert_int_equal(main_of(&plan)->key.one_launch == 3, args->num_splits > args->run_parts && args->run_parts > 1);
+        if (p.num_splits < 0)
+            continue; /* the batch counts */
         fa_call twice;
         fa_plan other;
         p.q.shape[0] = p.k.shape[0] = p.v.shape[0] = 40; /* the order of sums is a sequence's own */
@@ -451,11 +456,11 @@ static void calls_go_to_the_forward_that_can_do_them(void **state)
     for (int n = 0; n <= 13; n++) {
         fa_call            call;
         fa_plan            plan;
-        bool               hopper = false;
+        bool               hopper = false, few = false;
         flash_attn_problem p = problem_of((shape){2, 512, 512, 64, 64, 128}, FLASH_ATTN_BF16, FLASH_ATTN_CAUSAL);
         switch (n) {
         case 0: p.num_splits = 1, hopper = true; break;
-        case 1: p.num_splits = 2; break;
+        case 1: p.num_splits = 2, few = true; break;
         case 2: p.cache_batch_idx = numbers, hopper = true; break;
         case 3: p.q.shape[3] = p.k.shape[3] = 32; break;
         case 4: p.v.shape[3] = 32; break;
@@ -477,7 +482,7 @@ static void calls_go_to_the_forward_that_can_do_them(void **state)
             break;
         }
         plan_it(&p, FLASH_ATTN_FORWARD, 90, &call, &plan);
-        if (main_of(&plan)->key.kernel != (hopper ? FA_KERNEL_FORWARD_SM90 : FA_KERNEL_FORWARD_SM80))
+        if (main_of(&plan)->key.kernel != (hopper ? FA_KERNEL_FORWARD_SM90 : few ? FA_KERNEL_FORWARD_FEW_SM90 : FA_KERNEL_FORWARD_SM80))
             fail_msg("call %d goes to %s", n, fa_kernels[main_of(&plan)->key.kernel].name);
     }
 }

@@ -20,6 +20,7 @@ typedef struct asked {
 #define FORWARD FLASH_ATTN_FORWARD
 #define BACKWARD FLASH_ATTN_BACKWARD
 #define OWN_F FA_KERNEL_FORWARD_SM90
+#define FEW_F FA_KERNEL_FORWARD_FEW_SM90
 #define OWN_B FA_KERNEL_BACKWARD_SM90
 #define ANY_F FA_KERNEL_FORWARD_SM80
 #define ANY_B FA_KERNEL_BACKWARD_SM80
@@ -27,7 +28,15 @@ typedef struct asked {
 static const asked calls[] = {
     {"plain", FORWARD, OWN_F, .mask = FLASH_ATTN_NONE},
     {"plain", BACKWARD, OWN_B, .mask = FLASH_ATTN_CAUSAL},
-    {"few queries", FORWARD, ANY_F, .queries = 128},
+    {"few queries", FORWARD, FEW_F, .queries = 128},
+    {"few queries, causal, groups, varlen", FORWARD, FEW_F, .mask = FLASH_ATTN_CAUSAL, .queries = 17, .heads_k = 2, .varlen = true},
+    {"few queries, window, pages, sinks", FORWARD, FEW_F, .mask = FLASH_ATTN_WINDOW, .queries = 5, .heads_k = 2, .pages = true, .sinks = true},
+    {"sixteen rows", FORWARD, ANY_F, .queries = 4, .heads_k = 2},
+    {"few queries, softcap", FORWARD, ANY_F, .queries = 64, .softcap = 30},
+    {"few queries, bias", FORWARD, ANY_F, .queries = 64, .bias = true},
+    {"few queries, ALiBi", FORWARD, ANY_F, .queries = 64, .alibi = true},
+    {"few queries, block mask", FORWARD, ANY_F, .queries = 64, .slices = true},
+    {"few queries, float32", FORWARD, ANY_F, .queries = 64, .f32 = true},
     {"few queries", BACKWARD, ANY_B, .queries = 128},
     {"softcap", FORWARD, OWN_F, .softcap = 50},
     {"softcap", BACKWARD, OWN_B, .softcap = 50},

@@ -127,7 +127,7 @@ flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kerne
 bool              fa_maps_fit(const fa_call *call);
 bool              fa_map_fits(const flash_attn_tensor *t);
 /* forward_latent_sm90: a tile of Q's rows, queries of all heads of a key head, is one box for each 64 columns. */
-bool              fa_latent_q_boxes(const fa_call *call, int tile_q);
+bool              fa_packed_q_boxes(const fa_call *call, int tile_q);
 /* Its blocks are in pairs, each of which asks for a half of the rows of a tile of keys. */
 bool              fa_latent_in_pairs(const fa_call *call, const fa_tune_row *row);
 /* Rows of K and V that one box has: a tile's, or what divides a tile and a page. */

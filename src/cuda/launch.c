@@ -256,12 +256,12 @@ flash_attn_status fa_kernel_get(const fa_place *place, const fa_key *key, fa_ker
     return FLASH_ATTN_OK;
 }
 
-/* Kernels that wait by themselves for the launch in front of theirs: combine, and the forward for few queries. Blocks of 64 rows would settle where a
+/* Kernels that wait by themselves for the launch in front of theirs: combine, fold, and the forwards for few queries. Blocks of 64 rows would settle where a
  * combine of many blocks leaves registers, two on one multiprocessor (decision 0058). */
 static bool begins_early(const fa_key *key, const void *arguments)
 {
     bool few = key->kernel == FA_KERNEL_FORWARD_SM80 && key->variant > 1;
-    return key->arch >= 90 && (key->kernel == FA_KERNEL_COMBINE || (few && (key->tile_q == 16 || ((const fa_args *)arguments)->row_warps <= 1)));
+    return key->arch >= 90 && (key->kernel == FA_KERNEL_COMBINE || key->kernel == FA_KERNEL_FOLD || key->kernel == FA_KERNEL_FORWARD_FEW_SM90 || (few && (key->tile_q == 16 || ((const fa_args *)arguments)->row_warps <= 1)));
 }
 
 flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kernel, int64_t blocks, int cluster,
@@ -322,14 +322,14 @@ bool fa_maps_fit(const fa_call *call)
     return fa_map_fits(&call->q) && fa_map_fits(&call->k) && fa_map_fits(&call->v);
 }
 
-bool fa_latent_q_boxes(const fa_call *call, int tile_q)
+bool fa_packed_q_boxes(const fa_call *call, int tile_q)
 {
     return fa_map_fits(&call->q) && (call->group % tile_q == 0 || tile_q % call->group == 0);
 }
 
 bool fa_latent_in_pairs(const fa_call *call, const fa_tune_row *row)
 {
-    return (call->max_seqlen_q * call->group + row->tile_q - 1) / row->tile_q % 2 == 0;
+    return row->only == FA_FOR_LATENT && (call->max_seqlen_q * call->group + row->tile_q - 1) / row->tile_q % 2 == 0;
 }
 
 int fa_page_piece(const fa_call *call, int tile_k)
@@ -401,13 +401,14 @@ flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, con
     int columns = call->q.dtype == FLASH_ATTN_F8E4M3 && row->head_dim > 64 ? 128 : 64; /* panels_sm90.cuh */
     int rows_k  = fa_page_piece(call, row->tile_k);
     memset(maps, 0, sizeof *maps);
-    if (row->only == FA_FOR_LATENT) { /* V comes with K */
+    if (row->only != FA_FOR_LATENT && row->only != FA_FOR_FEW_TMA) {
+        FA_TRY(make(driver, &call->q, row->tile_q, columns, &maps->q));
+    } else if (fa_packed_q_boxes(call, row->tile_q)) {
         int heads = call->group < row->tile_q ? (int)call->group : row->tile_q;
-        if (fa_latent_q_boxes(call, row->tile_q))
-            FA_TRY(make_map_of(driver, &call->q, (const int[]){3, 2, 1, 0}, (const int[]){heads, row->tile_q / heads}, columns, &maps->q));
-        return make(driver, &call->k, rows_k, columns, &maps->k);
+        FA_TRY(make_map_of(driver, &call->q, (const int[]){3, 2, 1, 0}, (const int[]){heads, row->tile_q / heads}, columns, &maps->q));
     }
-    FA_TRY(make(driver, &call->q, row->tile_q, columns, &maps->q));
+    if (row->only == FA_FOR_LATENT) /* V comes with K */
+        return make(driver, &call->k, rows_k, columns, &maps->k);
     FA_TRY(make(driver, &call->k, rows_k, columns, &maps->k));
     bool squares = !backward && call->q.dtype == FLASH_ATTN_F8E4M3; /* values_sm90.cuh */
     FA_TRY(make(driver, &call->v, squares ? 64 : rows_k, squares ? 64 : columns, &maps->v));

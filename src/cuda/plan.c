@@ -77,7 +77,7 @@ static void use_row(fa_key *key, const fa_tune_row *row)
     key->stages     = row->stages;
     key->min_blocks = row->min_blocks;
     key->variant    = row->variant;
-    if (row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_BACKWARD_SM90) { /* TMA bounds columns: what is smaller takes the same kernel */
+    if (row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_FORWARD_FEW_SM90 || row->kernel == FA_KERNEL_BACKWARD_SM90) { /* TMA bounds columns: what is smaller takes the same kernel */
         key->head_dim = key->head_dim_v = row->head_dim;
         key->even_d   = 0;
         key->deterministic = 0; /* a branch outside its main loop */
@@ -311,20 +311,36 @@ flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const 
     return fa_plan_add(plan, &combine, alone ? blocks : rows);
 }
 
-/* V is K's first columns. Few parts of few tiles: the parts are clusters, which merge them. Else blocks stay where all sequences are alike; where they are not, the
- * hardware deals them out better. */
-static flash_attn_status add_latent(const fa_call *call, fa_plan *plan, fa_key *key, int64_t tiles)
+/* The launch that folds the parts of `main`. */
+static flash_attn_status add_fold(const fa_call *call, fa_plan *plan, const fa_key *main)
 {
-    fa_args *args    = &plan->args;
-    key->one_launch  = fa_latent_merges(tiles, args->num_splits, &plan->chip);
-    bool pairs       = !key->one_launch && fa_latent_in_pairs(call, plan->row);
+    enum { LANES = 16, WIDE = 64 }; /* fold_parts.cuh */
+    fa_key  fold = helper_key(FA_KERNEL_FOLD, main);
+    int64_t rows = call->q.shape[0] * call->q.shape[1] * call->heads_q;
+    fold.dtype   = 0; /* it sees only partial results and o */
+    fold.warps   = FA_COMBINE_WARPS;
+    return fa_plan_add(plan, &fold, ceil_div(rows, FA_COMBINE_WARPS * (main->head_dim_v <= WIDE ? 32 / LANES : 1)));
+}
+
+/* Hopper's own. Few parts of few tiles of latent attention: the parts are clusters, which merge them. Else blocks stay where all sequences are alike; where they are not,
+ * the hardware deals them out better. */
+static flash_attn_status add_packed(const fa_call *call, fa_plan *plan, fa_key *key, int64_t tiles)
+{
+    fa_args *args   = &plan->args;
+    bool     latent = key->kernel == FA_KERNEL_FORWARD_LATENT_SM90;
+    key->one_launch = !key->has_split ? 0 : latent ? fa_packed_merges(tiles, args->num_splits, &plan->chip) : fa_plan_fold(call, plan, tiles);
+    args->run_parts = key->one_launch == 2 ? args->num_splits : key->one_launch == 3 ? FA_FOLD_GROUP : 1;
+    bool    merges = latent && key->one_launch, pairs = !merges && fa_latent_in_pairs(call, plan->row);
+    int64_t blocks = tiles * ceil_div(args->num_splits, args->run_parts);
     key->variant    |= pairs;
     plan->has_maps   = true;
     args->page_piece = fa_page_piece(call, key->tile_k);
-    args->q_boxes    = fa_latent_q_boxes(call, key->tile_q);
-    FA_TRY(add_clusters(plan, key, tiles * args->num_splits, key->one_launch ? args->num_splits : pairs ? 2 : 1));
-    plan->launch[plan->main].stays = !key->one_launch && is_alike(call);
-    return key->has_split && !key->one_launch ? fa_plan_add_combine(call, plan, key) : FLASH_ATTN_OK;
+    args->q_boxes    = fa_packed_q_boxes(call, key->tile_q);
+    FA_TRY(add_clusters(plan, key, blocks, merges ? args->num_splits : pairs ? 2 : 1));
+    plan->launch[plan->main].stays = !merges && is_alike(call);
+    if (!key->has_split || merges || key->one_launch == 2)
+        return FLASH_ATTN_OK;
+    return latent ? fa_plan_add_combine(call, plan, key) : add_fold(call, plan, key);
 }
 
 static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key *key)
@@ -346,8 +362,8 @@ static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key
         key->one_launch = runs > 1 ? 1 : 2;
         return add_clusters(plan, key, tiles * runs, (int)runs);
     }
-    if (key->kernel == FA_KERNEL_FORWARD_LATENT_SM90)
-        return add_latent(call, plan, key, tiles);
+    if (key->kernel == FA_KERNEL_FORWARD_LATENT_SM90 || key->kernel == FA_KERNEL_FORWARD_FEW_SM90)
+        return add_packed(call, plan, key, tiles);
     FA_TRY(fa_plan_add(plan, key, tiles * args->num_splits));
     return key->has_split ? fa_plan_add_combine(call, plan, key) : FLASH_ATTN_OK;
 }
@@ -498,8 +514,15 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
     args->slices        = take(&a, plan->slices_bytes > 0 ? call->slices.count : 0, sizeof(fa_slice));
     args->slice_offsets = take(&a, plan->offsets_bytes > 0 ? call->batch + 1 : 0, sizeof(int));
     if (key->has_split) {
-        args->o_partial   = take(&a, args->num_splits * call->heads_q * tokens * key->head_dim_v, sizeof(float));
-        args->lse_partial = take(&a, args->num_splits * call->heads_q * tokens, sizeof(float));
+        bool    few   = key->kernel == FA_KERNEL_FORWARD_FEW_SM90; /* it has a maximum and a sum; where its blocks have all parts, a place for far rows of one */
+        int64_t parts = few && key->one_launch == 2 ? 1 : few ? ceil_div(args->num_splits, args->run_parts) : args->num_splits, rows = parts * call->heads_q * tokens;
+        args->o_partial   = take(&a, rows * key->head_dim_v, sizeof(float));
+        args->lse_partial = take(&a, few ? 2 * rows : rows, sizeof(float));
+        if (few && key->one_launch > 1) {
+            const fa_launch *main = &plan->launch[plan->main];
+            int64_t          most = (int64_t)plan->chip.multiprocessors * key->min_blocks, blocks = main->stays && main->blocks > most ? most : main->blocks;
+            args->folded_o        = take(&a, FA_FOLD_PLACES * blocks * key->tile_q * key->head_dim_v, sizeof(float));
+        }
     }
     if (turns_v_ahead(key))
         args->v_turned = take(&a, call->batch * call->heads_k * args->tiles_k * key->tile_k, (size_t)key->head_dim_v);

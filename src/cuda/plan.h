@@ -8,13 +8,17 @@ static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t largest(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Tiles whose rows are queries of all heads that share a key head. */
-static inline bool is_packed(const fa_tune_row *row) { return row->only == FA_FOR_FEW || row->only == FA_FOR_LATENT; }
+static inline bool is_packed(const fa_tune_row *row) { return row->only == FA_FOR_FEW || row->only == FA_FOR_FEW_TMA || row->only == FA_FOR_LATENT; }
 
 /* Parts of the keys: args.split_keys, num_splits and how they grow. */
 void fa_plan_choose_splits(const fa_call *call, fa_plan *plan);
 
-/* A latent call's parts, of so many tiles of rows, can be clusters that merge them: few parts, and all run at once. */
-bool fa_latent_merges(int64_t tiles, int64_t parts, const fa_chip *chip);
+/* Parts of so many tiles of packed rows can be clusters of Hopper's that merge them: few parts, and all run at once. */
+bool fa_packed_merges(int64_t tiles, int64_t parts, const fa_chip *chip);
+
+/* Few queries on Hopper: FA_ONE_LAUNCH of the main kernel, by the number of tiles of rows. A block has all parts of one (2), a group of them (3), or a part (0); the bits are
+ * the same. */
+int fa_plan_fold(const fa_call *call, const fa_plan *plan, int64_t tiles);
 
 /* One launch more. An error: more blocks than CUDA allows. */
 flash_attn_status fa_plan_add(fa_plan *plan, const fa_key *key, int64_t blocks);

@@ -4,22 +4,75 @@
 
 #include <math.h>
 
-/* The most parts that a sequence of at most `keys` keys has, where parts grow with its own length (forward_work.cuh). */
-static int64_t most_parts(const fa_args *args, int64_t part, int64_t keys)
+/* The most parts that a sequence of at most `keys` keys has, where parts grow with its own length (forward_work.cuh) beyond `before` of them. */
+static int64_t most_parts(const fa_args *args, int64_t part, int64_t keys, int64_t before)
 {
     int64_t most = 0;
     for (int n = 0; n <= args->part_doublings; n++, part *= 2) {
-        int64_t longest = n == args->part_doublings || part * part / args->part_growth > keys ? keys : part * part / args->part_growth;
-        most            = largest(most, ceil_div(longest, part));
+        int64_t longest = largest(args->part_growth > 0 ? part * part / args->part_growth : 0, before * part);
+        most            = largest(most, ceil_div(n == args->part_doublings || longest > keys ? keys : longest, part));
     }
     return most;
 }
 
+/* A part's keys in a sequence of so many, likewise. */
+static int64_t part_of(const fa_args *args, int64_t keys, int64_t before)
+{
+    int64_t part = args->split_keys;
+    for (int n = 0; n < args->part_doublings && part * part < args->part_growth * keys && before * part < keys; n++)
+        part *= 2;
+    return part;
+}
+
 /* As measured: of clusters as large as a tile has parts some multiprocessors are not part, and who asks for more than fit waits for a second round. */
-bool fa_latent_merges(int64_t tiles, int64_t parts, const fa_chip *chip)
+bool fa_packed_merges(int64_t tiles, int64_t parts, const fa_chip *chip)
 {
     enum { MOST_PARTS = 8 };
     return parts > 1 && parts <= MOST_PARTS && tiles * parts <= chip->multiprocessors * 3 / 4;
+}
+
+/* Microseconds of a call of few queries on Hopper whose blocks have `keys` keys each, as measured on an H200 (decision 0074); where another GPU is slower in all of these
+ * alike, what is chosen by them is the same. Memory's time for the keys or a block's for its own, whichever is more, and results that are folded from memory. */
+static double time_of_few(const fa_call *call, const fa_plan *plan, int64_t tiles, int64_t keys)
+{
+    static const double KEY = 3.8e-3, KEY_OF_COLUMN = 5e-5, OF_MEMORY = 0.93, NOT_HIDDEN = 0.1, FOLD = 2.5, COLUMN_OF_RESULT = 1.7e-6;
+    const fa_tune_row  *row = plan->row;
+    int64_t most = plan->args.max_seqlen_k, results = ceil_div(most, keys), slots = (int64_t)plan->chip.multiprocessors * row->min_blocks;
+    double  read = 2e-3 * (double)(call->batch * most * call->heads_k * (call->head_dim + call->head_dim_v)) / (OF_MEMORY * plan->chip.gigabytes);
+    double  key  = KEY * row->tile_q / 64 + KEY_OF_COLUMN * row->head_dim, walk = (double)(ceil_div(tiles * results, slots) * (keys < most ? keys : most)) * key;
+    double  columns = (double)(call->batch * call->max_seqlen_q * call->heads_q * call->head_dim_v), time = fmax(read, walk) + NOT_HIDDEN * fmin(read, walk);
+    return results > 1 ? time + FOLD + columns * (double)results * COLUMN_OF_RESULT : time;
+}
+
+/* Keys of a part, so that a call of few queries takes the least time whatever else is in the batch. */
+static int64_t fastest_part_of_few(const fa_call *call, const fa_plan *plan)
+{
+    enum { MOST = 256 };
+    int64_t tile_k = plan->row->tile_k, tiles = ceil_div(call->max_seqlen_q * call->group, plan->row->tile_q) * call->heads_k * call->batch, best = plan->args.max_seqlen_k;
+    double  least = time_of_few(call, plan, tiles, best);
+    for (int64_t wanted = 2; wanted <= MOST; wanted += 1 + wanted / 16) {
+        int64_t part = largest(ceil_div(plan->args.tiles_k, wanted), 1) * tile_k;
+        double  time = time_of_few(call, plan, tiles, part);
+        if (time < least) {
+            least = time;
+            best  = part;
+        }
+    }
+    return best;
+}
+
+int fa_plan_fold(const fa_call *call, const fa_plan *plan, int64_t tiles)
+{
+    enum { MOST_COLUMNS = 128, PARTS = 0, WHOLE = 2, GROUPS = 3 };
+    static const double FOLD_OF_BLOCK = 1.3; /* a part */
+    int64_t keys = plan->args.max_seqlen_k, part = part_of(&plan->args, keys, FA_FOLD_PARTS), group = FA_FOLD_GROUP * part;
+    if (call->num_splits != 0 || plan->row->head_dim > MOST_COLUMNS)
+        return PARTS;
+    double parts  = time_of_few(call, plan, tiles, part), whole = time_of_few(call, plan, tiles, keys) + FOLD_OF_BLOCK * (double)ceil_div(keys, part);
+    double groups = keys > group ? time_of_few(call, plan, tiles, group) + FOLD_OF_BLOCK * FA_FOLD_GROUP : INFINITY;
+    if (whole < fmin(parts, groups))
+        return WHOLE;
+    return groups < parts ? GROUPS : PARTS;
 }
 
 /*
@@ -38,7 +91,7 @@ static int64_t fastest_part(const fa_call *call, const fa_tune_row *row, const f
     for (int64_t wanted = 1; wanted <= MOST; wanted += 1 + wanted / 16) {
         int64_t each = ceil_div(args->tiles_k, wanted), parts = ceil_div(args->tiles_k, largest(each, 1));
         double  work = ceil_div(tiles * parts, chip->multiprocessors) * (TILE * each + ITEM), time = fmax(work, read) + NOT_HIDDEN * fmin(work, read);
-        if (fa_latent_merges(tiles, parts, chip))
+        if (fa_packed_merges(tiles, parts, chip))
             time += MERGE + rows * MERGED_ROW_OF_PART * parts;
         else if (parts > 1)
             time += COMBINE + rows * (ROW + ROW_OF_PART * parts);
@@ -50,13 +103,19 @@ static int64_t fastest_part(const fa_call *call, const fa_tune_row *row, const f
     return best * row->tile_k;
 }
 
+/* Few queries in the portable kernel: so many that its blocks keep memory busy without parts, as measured on an H200 (decision 0074). */
+static bool has_enough_tiles(const fa_call *call, const fa_tune_row *row, const fa_chip *chip)
+{
+    return row->only == FA_FOR_FEW && ceil_div(call->max_seqlen_q * call->group, row->tile_q) * call->heads_k * call->batch >= 3 * (int64_t)chip->multiprocessors;
+}
+
 /*
  * Parts of the keys, by absolute position. A caller's number is taken as it is. Otherwise only calls with few queries
  * are split, into parts of a length that depends on the number of heads and on the sequence's own length alone, never on the batch or on how
  * many multiprocessors there are, for the order of sums must not: with 32 keys for each head, a context of 4096 keys gives
  * 128 blocks at batch 1, about one for each multiprocessor of a large GPU. Where rows are packed, parts grow with the root of
  * the length, for each has a begin and an end, and leaves a result that grows with its rows (decision 0058). A caller who asks for -1 lets
- * the batch count too, where that is worth something: latent attention has the most rows and the largest results.
+ * the batch count too.
  */
 void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
 {
@@ -64,20 +123,24 @@ void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
     const fa_tune_row *row  = plan->row;
     fa_args           *args = &plan->args;
     int64_t keys = args->max_seqlen_k, part = keys, heads = is_packed(row) ? call->heads_k : call->heads_q;
-    bool    fastest = call->num_splits < 0 && row->only == FA_FOR_LATENT, by_shape = call->num_splits <= 0 && !fastest;
+    bool    folds = row->only == FA_FOR_FEW_TMA, fastest = call->num_splits < 0 && (folds || row->only == FA_FOR_LATENT), by_shape = call->num_splits <= 0 && !fastest;
     if (fastest)
-        part = fastest_part(call, row, &plan->chip, args);
+        part = folds ? fastest_part_of_few(call, plan) : fastest_part(call, row, &plan->chip, args);
     else if (call->num_splits > 1)
         part = ceil_div(keys, call->num_splits);
+    else if (call->num_splits < 0 && has_enough_tiles(call, row, &plan->chip))
+        return;
     else if (by_shape && call->max_seqlen_q <= row->tile_q)
         part = heads <= 8 ? 256 : heads >= 64 ? 2048 : 32 * heads;
+    if (by_shape && folds && row->tile_q == 64)
+        part /= 2;
     if (by_shape && is_packed(row)) {
         args->part_growth    = row->only == FA_FOR_LATENT ? GROWTH_OF_LATENT : row->tile_q > 16 ? GROWTH_OF_MANY_ROWS : GROWTH;
-        args->part_doublings = DOUBLINGS;
+        args->part_doublings = folds ? DOUBLINGS + 1 : DOUBLINGS;
     }
     part = ceil_div(part, row->tile_k) * row->tile_k;
     if (keys == 0 || part >= keys)
         return;
     args->split_keys = (int)part;
-    args->num_splits = (int)most_parts(args, part, keys);
+    args->num_splits = (int)most_parts(args, part, keys, folds ? FA_FOLD_PARTS : 0);
 }

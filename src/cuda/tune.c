@@ -45,6 +45,19 @@ const fa_tune_row fa_tune_rows[] = {
      "FP8, long: V turned round once, ahead of it (decision 0059)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 256, FA_ON_ANY, FA_FOR_TMA, 0, 128, 64, 12, 3, 1, 0, 0,
      "FP8: 64 keys in three stages, beside O in 24 bits (decision 0059)"},
+    /* What is spilled is for the end of a part, and for far rows; not in the loop. */
+    {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 64, 128, 8, 3, 2, 2, 16,
+     "few queries: the heads of a key head in one tile, two blocks a multiprocessor (decision 0074)"},
+    {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 128, 128, 12, 6, 1, 2, 16,
+     "few queries, more rows: two consumers share each tile of keys (decision 0074)"},
+    {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 64, 64, 8, 3, 2, 2, 16,
+     "few queries: the heads of a key head in one tile, two blocks a multiprocessor (decision 0074)"},
+    {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 128, 128, 12, 3, 1, 2, 96,
+     "few queries, more rows: two consumers share each tile of keys (decision 0074)"},
+    {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 64, 64, 8, 3, 1, 2, 0,
+     "few queries: the heads of a key head in one tile (decision 0074)"},
+    {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 128, 64, 12, 2, 1, 2, 0,
+     "few queries, more rows: two consumers share each tile of keys (decision 0074)"},
     {90, 90, FA_KERNEL_FORWARD_LATENT_SM90, FA_IN_16_BIT, 576, FA_ON_ANY, FA_FOR_LATENT, 0, 64, 48, 16, 3, 1, 2, 32,
      "V is K's first columns: a warpgroup makes S and P of 64 rows, two have a half of O's columns each; three slots of 48 keys (decision 0070)"},
     {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_FEW, 16, 16, 128, 4, 3, 2, 9, 0,
@@ -186,6 +199,18 @@ bool fa_tune_takes_tma(const fa_call *call)
            call->scale > 0 && fa_maps_fit(call);
 }
 
+/* What forward_few_sm90 asks for: queries that forward_sm90 leaves to others, more than 16 rows, which are enough for tensor cores; a scale above 0, strides that a
+ * tensor map describes, pages of a multiple of eight keys; no softcap, bias, ALiBi, dropout and slices. */
+static bool takes_few(const fa_tune_row *row, const fa_call *call, const fa_key *key)
+{
+    enum { MOST_QUERIES = 128, FEW_ROWS = 16, SWIZZLE_ROWS = 8 };
+    int64_t rows = call->max_seqlen_q * call->group;
+    return (call->max_seqlen_q <= MOST_QUERIES || call->num_splits > 1) && rows > FEW_ROWS && (row->tile_q > 64 || rows <= 64) && call->head_dim > 32 && call->head_dim_v > 32 &&
+           call->scale > 0 && key->aligned && fa_map_fits(&call->k) && fa_map_fits(&call->v) &&
+           !(key->has_softcap || key->has_bias || key->has_alibi || key->has_dropout || key->has_slices) &&
+           (!key->has_paged || (call->k.shape[0] > 0 && fa_page_piece(call, row->tile_k) >= SWIZZLE_ROWS));
+}
+
 /* What forward_latent_sm90 asks for: V is the first columns of K's rows, of which there are more than 256; a scale above 0, strides that a tensor map
  * describes, pages of a multiple of eight keys; no softcap, bias, ALiBi, dropout and slices. */
 static bool takes_latent(const fa_tune_row *row, const fa_call *call, const fa_key *key)
@@ -219,6 +244,8 @@ static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *ke
                  (!(key->has_softcap || key->has_alibi || key->has_dropout || key->has_paged) || has_own_options(row, call));
     if (row->only == FA_FOR_LATENT)
         return takes_latent(row, call, key);
+    if (row->only == FA_FOR_FEW_TMA)
+        return takes_few(row, call, key);
     if (row->only >= FA_FOR_TMA && !fa_tune_takes_tma(call))
         return false;
     if (row->only == FA_FOR_FEW)

@@ -84,11 +84,13 @@ int cuDeviceTotalMem_v2(size_t *bytes, int device)
 
 int cuDeviceGetAttribute(int *value, int attribute, int device)
 {
-    enum { MULTIPROCESSORS = 16, L2_BYTES = 38, MAJOR = 75, MINOR = 76, MAX_SHARED = 97, TENSOR_MAPS = 127 };
+    enum { MULTIPROCESSORS = 16, MEMORY_KHZ = 36, MEMORY_BITS = 37, L2_BYTES = 38, MAJOR = 75, MINOR = 76, MAX_SHARED = 97, TENSOR_MAPS = 127 };
     int arch = number("EMULATOR_ARCH", 90);
     (void)device;
     switch (attribute) {
     case MULTIPROCESSORS: *value = number("EMULATOR_MULTIPROCESSORS", 132); break;
+    case MEMORY_KHZ: *value = 1000000; break;
+    case MEMORY_BITS: *value = 100 * number("EMULATOR_MULTIPROCESSORS", 132); break; /* 25 GB/s a multiprocessor */
     case L2_BYTES: *value = 50 << 20; break;
     case MAJOR: *value = arch / 10; break;
     case MINOR: *value = arch % 10; break;

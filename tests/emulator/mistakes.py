@@ -3,7 +3,7 @@
 
     mistakes.py TEST EMULATOR_FOLDER KERNEL_FOLDER [WORDS]
 
-TEST: test_cuda_sm90, beside which test_cuda_latent lies; WORDS: only mistakes whose names hold them. Exit status 1 if one is not found, or a text no longer
+TEST: test_cuda_sm90, beside which test_cuda_latent and test_cuda_few lie; WORDS: only mistakes whose names hold them. Exit status 1 if one is not found, or a text no longer
 has the lines that a mistake changes.
 """
 import os
@@ -13,6 +13,8 @@ import tempfile
 
 FORWARD, BACKWARD, PRODUCTS = "forward_sm90.cu", "backward_sm90.cu", "backward_products_sm90.cuh"
 LATENT, LATENT_BLOCK, LATENT_PRODUCER = "forward_latent_sm90.cu", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
+FEW, FOLD, GROUPED = "forward_few_sm90.cu", "fold.cu", "grouped_sm90.cuh"
+PROGRAMS = dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few")  # else TEST
 
 # Which shapes of which test show it.
 WHOLE = ("whole tiles", "every_shape*")
@@ -26,6 +28,8 @@ FEW_BACK = ("few have queries", "every_backward*")
 LATENT_TWO = ("two queries", "every_shape*")
 LATENT_PAGES = ("pages of 64, pairs", "every_shape*")
 LATENT_ONE_PIECE = ("pages of 48", "every_shape*") # two producers fetch nothing
+FEW_MANY = ("many tiles in one part", "every_shape*")
+FEW_BITS = ("none", "a_sequence_alone*")
 
 WAIT_FOR_O = "    wgmma_wait<0>();\n    hold(c.o);\n    hold(c.p);\n"
 WAIT_FOR_S = "    wgmma_wait<1>();\n    hold(s);\n"
@@ -94,7 +98,15 @@ MISTAKES = [
      "            if (producer() != 2)\n                barrier_wait(q_empty(), items & 1 ^ 1);\n", LATENT_PAGES),
     ("the planner overwrites items of a producer of pages", LATENT_PRODUCER, "        barrier_arrive(done(k));\n    }\n}\n\n#endif",
      "        for (int n = 0; producer() == 0 && n < PRODUCERS; n++)\n            barrier_arrive(done(k));\n    }\n}\n\n#endif", ("pages of 16, most", "every_shape*")),
-    ("the latent planner overwrites items", LATENT_PRODUCER, "        barrier_wait(done(k), freed(k));\n", "", ("prefill", "every_shape*")),
+    ("the planner of packed rows overwrites items", GROUPED, "        barrier_wait(done(k), freed(k));\n", "", FEW_MANY),
+    ("a block of all parts that goes on to tiles that are nobody's", GROUPED, "(FA_FOLDS && FA_ONE_LAUNCH > 1 ? runs_of(args) : args.num_splits)", "args.num_splits", FEW_BITS),
+    ("few queries' Q overwritten while it is read", FEW, "            barrier_wait(q_empty(), freed<1>(items++));\n", "            items++;\n", FEW_MANY),
+    ("few queries' V given back before O is made", FEW, "    wgmma_wait<0>();\n    hold(c.o);\n    hold(c.p);\n    release(v_empty(c.tile));", "    release(v_empty(c.tile));\n    wgmma_wait<0>();\n    hold(c.o);\n    hold(c.p);",
+     FEW_MANY),
+    ("what was kept of the group before is folded again", FEW, "    c.kept[0] = !ends;\n", "    c.kept[0] = true;\n", FEW_BITS),
+    ("groups that a block does not end", FEW, "tile * FA_TILE_K / w.part_keys % FA_FOLD_GROUP == 0);", "false);", FEW_BITS),
+    ("groups that fold.cu does not end", FOLD, "((last - i) & (group - 1)) == 0", "last == i", FEW_BITS),
+    ("a part's far rows that are not computed again", FEW, "        take_far_rows(args, w, c, max, sum, far, tile);\n", "        ;\n", FEW_BITS),
 ]
 
 
@@ -102,8 +114,8 @@ def run(test, emulator, folder, shapes):
     """What the test says with the kernels of `folder` in place of the library's own; None if it passes."""
     environment = dict(os.environ, LD_LIBRARY_PATH=emulator, XDG_CACHE_HOME=os.path.join(folder, "cache"), EMULATOR_TMA="1",
                        EMULATOR_MULTIPROCESSORS="4", FLASH_ATTN_KERNEL_DIR=folder)
-    latent = any(os.path.exists(os.path.join(folder, file)) for file in (LATENT, LATENT_BLOCK, LATENT_PRODUCER))
-    program = os.path.join(os.path.dirname(test), "test_cuda_latent") if latent else test
+    changed = next(file for file in os.listdir(folder) if file != "cache")
+    program = os.path.join(os.path.dirname(test), PROGRAMS[changed]) if changed in PROGRAMS else test
     done = subprocess.run([program, "--shapes", *shapes], env=environment, capture_output=True, text=True, timeout=600)
     said = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "FAILED " in line or "emulated GPU:" in line]
     return None if done.returncode == 0 else said[0] if said else f"status {done.returncode}"

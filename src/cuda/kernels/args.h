@@ -50,7 +50,9 @@ typedef struct fa_args {
 
     /* Workspace. "token" is a row of q counted over all entries: entry * q_rows + row. tokens = q_entries * q_rows. */
     float *o_partial;   /* [num_splits][heads_q][tokens][FA_HEAD_DIM_V]; an empty part's rows need not be written */
-    float *lse_partial; /* [num_splits][heads_q][tokens], natural log, -inf where the part saw nothing: always written */
+    float *lse_partial; /* [num_splits][heads_q][tokens], natural log, -inf where the part saw nothing: always written. forward_few_sm90:
+                           float2, maximum in log2 and sum, of O unscaled; with FA_ONE_LAUNCH 2 one part's, of far rows alone, with 3 a
+                           group's */
     float *delta;       /* [heads_q][tokens]: rowsum(dO * O), by backward_rowsum.cu */
     float *dq_accum;    /* [heads_q][tokens][FA_HEAD_DIM] sum of dS K without the scale; zeroed by backward_rowsum.cu,
                            FA_ONE_LAUNCH: by the cluster that adds to it; backward_sm90: by nobody */
@@ -98,12 +100,13 @@ typedef struct fa_args {
     int apart_q, apart_k, apart_v, apart_dout; /* backward_sm90: rows from a batch entry to the next */
     unsigned char *q_tiles, *k_tiles;      /* K7, by k7_quantise.cu: [batch][heads][tiles][tile's rows * FA_HEAD_DIM], as v_turned */
     float *largest;                        /* K7, by k7_largest: |x| of each head, batch * (heads_q + 2 heads_k); zeroed by launch.c */
-    int run_parts;                         /* forward_sm80, few queries: neighbouring parts that a block takes, one after the other; else 1 */
+    int run_parts;                         /* forward_sm80, few queries, forward_few_sm90: neighbouring parts that a block takes, one after the other; else 1 */
     float cap_slope, cap_unit;             /* Hopper's own with softcap: -2 scale_log2 / softcap; forward 2 softcap in log2 units (scores_sm90.cuh),
                                               backward softcap in log2 units (backward_products_sm90.cuh) */
     int page_piece;                        /* forward_sm90: rows of K and V that are fetched at once; divides page and tile */
     int apart_dk, apart_dv;                /* backward_sm90: as apart_q; -1: no map */
-    int q_boxes;                           /* forward_latent_sm90: a tile's rows of Q are one box of a map: heads, then queries */
+    int q_boxes;                           /* forward_latent_sm90, forward_few_sm90: a tile's rows of Q are one box of a map: heads, then queries */
+    float *folded_o;                       /* forward_few_sm90, FA_ONE_LAUNCH 2 and 3: [blocks][FA_FOLD_PLACES][FA_TILE_Q][FA_HEAD_DIM_V], O that a block has folded */
 } fa_args;
 
 /*
@@ -112,7 +115,7 @@ typedef struct fa_args {
  *                       = tiles_q * num_splits * heads_q * batch
  *   forward_sm80, few queries   tile of q, key head, run of parts, batch; FA_ONE_LAUNCH: run of parts, tile of q, key head, batch, a cluster's
  *                       blocks being the runs of one tile. = tiles_q * heads_k * ceil(num_splits / run_parts) * batch
- *   forward_latent_sm90 items, as the blocks of forward_sm80 for few queries; or as many blocks as run at once, each with several
+ *   forward_latent_sm90, forward_few_sm90   items, as the blocks of forward_sm80 for few queries; or as many blocks as run at once, each with several
  *   backward_rowsum     tile of q, head, batch
  *   backward_*          tile of k, block of the group, key head, batch = tiles_k * group_blocks * heads_k * batch
  *   backward_sm90 and its backward_rowsum and backward_convert_sm90: tile of all_tiles_k or all_tiles_q, head
@@ -121,6 +124,7 @@ typedef struct fa_args {
  *                       then with FA_HAS_DBIAS dbias_extent[0] * [1] * [2] rows of dbias -> dbias_out
  *   backward_dsinks     head: one block sums over all rows, in a fixed order
  *   values_sm90         tile of k, key head, entry = tiles_k * heads_k * batch
+ *   fold                FOLD_ROWS rows a warp: tokens * heads_q rows
  *   combine             row_warps warps a row, or one for up to four rows, a grid's warps apart: tokens * heads_q rows
  */
 #define FA_COMBINE_WARPS 8

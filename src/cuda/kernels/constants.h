@@ -41,7 +41,12 @@
     X(has_dbias, FA_HAS_DBIAS)         /* backward: gradient of the bias wanted */                             \
     X(has_kv_accum, FA_HAS_KV_ACCUM)   /* backward: dK, dV of a group of heads added in float dk_accum, dv_accum */ \
     X(deterministic, FA_DETERMINISTIC) /* backward: dQ added in key-tile order */                              \
-    X(one_launch, FA_ONE_LAUNCH)       /* backward: delta and the caller's dQ are made in the main kernel; forward_sm80, forward_latent_sm90: a tile's blocks merge its parts, 2: it has one */
+    X(one_launch, FA_ONE_LAUNCH)       /* backward: delta and the caller's dQ are made in the main kernel; the forwards for packed rows: a tile's blocks merge its parts, 2: it has one; forward_few_sm90: 2: a block has all parts of a tile, 3: a group */
+
+/* forward_few_sm90 (fold_parts.cuh): neighbouring parts that are folded by themselves; longer parts are wanted from more than so many on */
+#define FA_FOLD_GROUP 4
+#define FA_FOLD_PARTS 8
+#define FA_FOLD_PLACES 3
 
 /* FA_DTYPE*: flash_attn_dtype's values */
 #define FA_F32 0

@@ -29,14 +29,6 @@
 #include "merge_parts.cuh"
 #include "store_sm90.cuh"
 
-/* What all lanes of this warp have written is there, and what they were to read has been. */
-FA_DEVICE void tell(unsigned barrier, bool told = true)
-{
-    __syncwarp();
-    if (told)
-        release(barrier);
-}
-
 /* ---- scores: one warpgroup ---- */
 
 /* Of rows h = 0, 1 of a thread: the maximum of dot products that is followed; the sum of its exponentials. */
@@ -55,17 +47,7 @@ FA_DEVICE void give_back(unsigned empty)
 /* The tile's rows of Q, by this warpgroup's threads. */
 FA_DEVICE void copy_queries(const fa_args &args, const work &w, int slot)
 {
-    constexpr int CHUNKS = PANELS * 8; /* of 16 bytes, of a row */
-    auto rows = queries_from(args, w);
-    int  used = rows_used(args, w);
-    for (int n = threadIdx.x - 128; n < FA_TILE_Q * CHUNKS; n += 128) {
-        int      row = n / CHUNKS, chunk = n % CHUNKS;
-        unsigned to  = q_at(slot, chunk / 8) + row * 128 + (((chunk ^ row) % 8) << 4);
-        copy_async(to, row < used ? rows.row(row) + chunk * 8 : (const fa_element *)args.q.data, row < used && chunk * 8 < args.head_dim);
-    }
-    copy_commit();
-    copy_wait<0>();
-    fence_async();
+    copy_rows_of_q<64 * PANELS, 128>(args, w, threadIdx.x - 128, [=](int panel) { return q_at(slot, panel); });
     named_sync(SCORES, 128);
 }
 
@@ -99,23 +81,6 @@ template <int FROM, int TO> FA_DEVICE void start_scores(float (&s)[S_COUNT], uns
     }
     if (TO == STEPS)
         wgmma_commit();
-}
-
-/* S of keys that a row does not see becomes -inf. */
-FA_DEVICE void mask_scores(const fa_args &args, const work &w, float (&s)[S_COUNT], int tile)
-{
-    int col = tile * FA_TILE_K + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        row_limits limits = row_limits_of(window_of(args), w.seq, w.keys, query_of(args, w, fragment_row() + 8 * h));
-        int        first = limits.first - col, last = limits.last - col;
-#pragma unroll
-        for (int j = 0; j < FA_TILE_K / 8; j++)
-#pragma unroll
-            for (int e = 0; e < 2; e++)
-                if (8 * j + e > last || 8 * j + e < first)
-                    s[4 * j + 2 * h + e] = -infinity();
-    }
 }
 
 /* Line 9 begins: the maxima that the rows have now; what O and the sums grow by is for the values to know. */
@@ -168,8 +133,6 @@ FA_DEVICE void store_p(const float (&s)[S_COUNT], int slot)
     }
 }
 
-FA_DEVICE bool is_masked(fa_range clean, int tile) { return tile < clean.begin || tile >= clean.end; }
-
 /* All tiles of an item; `at`: Q's slot, and then the one behind the last tile's. The tensor cores have a queue of some seven products a warp: while these are made,
  * nobody waits for the fence (200 cycles), and the values' first products are in time behind S if their turn is told of as many ahead. */
 FA_DEVICE void walk(const fa_args &args, const work &w, row_sums &r, place &at, int tiles)
@@ -200,7 +163,7 @@ FA_DEVICE void walk(const fa_args &args, const work &w, row_sums &r, place &at, 
         wgmma_wait<0>();
         hold(s);
         if (is_masked(clean, tile))
-            mask_scores(args, w, s, tile);
+            mask_scores(args, w, s, 0, tile);
         follow_maxima(s, r, args.scale_log2, before);
         exponentials(s, r, args.scale_log2, 0);
         exponentials(s, r, args.scale_log2, 1);
@@ -291,55 +254,12 @@ FA_DEVICE void follow(float (&o)[2][O_COUNT], int slot)
         o[n / O_COUNT][n % O_COUNT] *= factor[n / 2 % 2];
 }
 
-/* In an edge tile P is 0 for rows that do not see a key, but 0 * NaN is NaN: this warpgroup's columns of V must hold nothing there that is not finite, and zeros
- * in rows that are nobody's. S of the tile has been made. What is taken away add_nonfinite gives to the rows that see it. */
-FA_DEVICE void clear_values(item &own, int group, int slot, int tile)
-{
-    const work   &w = own.w;
-    constexpr int STRIDE = 128 * 16;
-    int           begin = w.keys.begin - tile * FA_TILE_K, end = w.keys.end - tile * FA_TILE_K;
-    int           thread = threadIdx.x % 128;
-    unsigned      from = values_at(group, slot) + thread * 16;
-#pragma unroll 1
-    for (int offset = 0; offset < HALF_BYTES; offset += STRIDE) {
-        int row = (offset + thread * 16) / 128 % FA_TILE_K;
-        if (row < begin || row >= end)
-            shared_store(from + offset, make_uint4(0, 0, 0, 0));
-    }
-    if (FA_MASK != FA_MASK_NONE && holds_nonfinite<HALF_BYTES, STRIDE>(from)) {
-        clear_nonfinite_of_lane<HALF_BYTES, STRIDE>(from);
-        own.cleared = 1;
-    }
-    fence_async();
-    named_sync(ALONE + group, 128);
-}
-
 /* The two warpgroups as redo_far_rows and add_nonfinite want them. */
 struct both_values {
     static constexpr int WARPS = 8;
     static __device__ __forceinline__ int  thread() { return threadIdx.x - 256; }
     static __device__ __forceinline__ void sync() { named_sync(VALUES, 32 * WARPS); }
 };
-
-/* A part's O of row h, 16 columns of four neighbouring lanes after the other: of two lanes one stores four of the first eight, the other four of the rest. A store
- * writes whole sectors, for halves of sectors take as long. */
-FA_DEVICE void store_part(float *to, const float (&o)[O_COUNT], int h, float scale)
-{
-    bool odd = threadIdx.x % 2;
-    to += odd * 8 + threadIdx.x % 4 / 2 * 4;
-#pragma unroll
-    for (int j = 0; j < O_COUNT / 4; j += 2) {
-        float mine[2], got[2];
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            float first = o[4 * j + 2 * h + e] * scale, second = o[4 * (j + 1) + 2 * h + e] * scale;
-            mine[e] = odd ? second : first;
-            got[e]  = __shfl_xor_sync(~0u, odd ? first : second, 1);
-        }
-        if (!(scale < 0.0f))
-            *(float4 *)(to + 8 * j) = odd ? make_float4(got[0], got[1], mine[0], mine[1]) : make_float4(mine[0], mine[1], got[0], got[1]);
-    }
-}
 
 /* O = O / l (line 12); rows that saw nothing: 0. */
 FA_DEVICE void store_result(const fa_args &args, item &own, const float (&o)[2][O_COUNT], int group)
@@ -389,7 +309,7 @@ FA_DEVICE void value_all(const fa_args &args, int group)
                 follow(o, at.slot);
             int tile = right_tile(own.w) - n;
             if (is_masked(own.w.clean, tile))
-                clear_values(own, group, at.slot, tile);
+                clear_values<HALF_BYTES, 128>(own, values_at(group, at.slot), threadIdx.x % 128, tile, ALONE + group);
             barrier_wait(turn(at.slot), parity);
             multiply_values(o, group, at.slot);
             give_back(empty(at.slot, group));

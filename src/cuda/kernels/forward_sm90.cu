@@ -51,7 +51,7 @@ constexpr int Q_BYTES = FA_TILE_Q * FA_HEAD_DIM * ELEMENT_BYTES, K_BYTES = FA_TI
               V_BYTES = FA_TILE_K * FA_HEAD_DIM_V * ELEMENT_BYTES, Q_GROUP = 64 * panel_bytes(FA_HEAD_DIM); /* a consumer's rows */
 constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + FA_STAGES * K_BYTES;
 /* Turning V round takes time: one stage more where there is memory. */
-constexpr int V_STAGES = FA_STAGES + (FP8 && !BESIDE_ANOTHER && V_AT + (FA_STAGES + 1) * V_BYTES + KEPT_BYTES + 2048 <= 227 * 1024 ? 1 : 0);
+constexpr int K_STAGES = FA_STAGES, V_STAGES = FA_STAGES + (FP8 && !BESIDE_ANOTHER && V_AT + (FA_STAGES + 1) * V_BYTES + KEPT_BYTES + 2048 <= 227 * 1024 ? 1 : 0);
 constexpr int BARRIERS_AT = V_AT + V_STAGES * V_BYTES;
 constexpr int BARRIERS = 2 * Q_STAGES + 2 * WORKS + 2 * FA_STAGES + 3 * V_STAGES, WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
 

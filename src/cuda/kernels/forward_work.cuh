@@ -7,6 +7,10 @@
 #include "tile.cuh"
 
 constexpr bool PACKED    = FA_VARIANT > 1;                  /* rows of a tile: query by query, each of all heads of a key head */
+#ifndef FA_FOLDS /* forward_few_sm90: parts are folded (fold_parts.cuh); with FA_ONE_LAUNCH 2 a block has all of a tile's, with 3 a group of them */
+#define FA_FOLDS 0
+#endif
+constexpr bool TO_PARTS = FA_HAS_SPLIT && !(FA_FOLDS && FA_ONE_LAUNCH == 2); /* results are partial ones */
 constexpr int  KEY_WARPS = PACKED ? FA_VARIANT / 2 : 1;     /* warps that share a row, each with its own keys */
 
 /* K or V as a block sees it. */
@@ -45,12 +49,16 @@ FA_DEVICE float scale_log2_of(const fa_args &args, const work &w)
     return args.scale_log2 * descale_of_scores(args, w.b, w.kv_head);
 }
 
+/* A block has neighbouring parts. */
+FA_DEVICE int runs_of(const fa_args &args) { return args.run_parts == 1 ? args.num_splits : (args.num_splits + args.run_parts - 1) / args.run_parts; }
+constexpr bool RUN_BY_RUN = FA_HAS_SPLIT && FA_ONE_LAUNCH && !FA_FOLDS; /* neighbouring blocks have a tile's runs, else its number changes first */
+
 /* Of block n, as args.h counts them. WALK_ROWS: so many neighbouring rows, whole tiles, walk the keys together: those that any of them sees. */
 template <int WALK_ROWS = FA_TILE_Q> FA_DEVICE work work_of(const fa_args &args, unsigned n = blockIdx.x)
 {
     work     w;
     int      tile;
-    int      runs = args.run_parts == 1 ? args.num_splits : (args.num_splits + args.run_parts - 1) / args.run_parts;
+    int      runs = runs_of(args);
     auto     take = [&](unsigned count) { /* the next digit of the block's number */
         if (count == 1) /* a division is a hundred cycles */
             return 0;
@@ -60,11 +68,11 @@ template <int WALK_ROWS = FA_TILE_Q> FA_DEVICE work work_of(const fa_args &args,
     };
     w.split = 0;
     if (PACKED) {
-        if (FA_HAS_SPLIT && FA_ONE_LAUNCH)
+        if (RUN_BY_RUN)
             w.split = take(runs);
         tile   = take(args.tiles_q);
         w.head = take(args.heads_k);
-        if (FA_HAS_SPLIT && !FA_ONE_LAUNCH)
+        if (FA_HAS_SPLIT && !RUN_BY_RUN)
             w.split = take(runs);
         w.split *= args.run_parts;
     } else {
@@ -96,7 +104,7 @@ template <int WALK_ROWS = FA_TILE_Q> FA_DEVICE work work_of(const fa_args &args,
     w.parts      = PACKED ? fa_min_int(args.run_parts, args.num_splits - w.split) : 1;
     if (FA_HAS_SPLIT) {
         int part = args.split_keys;
-        for (int n = 0; n < args.part_doublings && (fa_i64)part * part < (fa_i64)args.part_growth * w.seq.seqlen_k; n++)
+        for (int n = 0; n < args.part_doublings && (fa_i64)part * part < (fa_i64)args.part_growth * w.seq.seqlen_k && (!FA_FOLDS || FA_FOLD_PARTS * part < w.seq.seqlen_k); n++)
             part *= 2;
         w.part_keys = part;
         all.begin   = fa_max_int(all.begin, w.split * part);
@@ -199,30 +207,34 @@ struct rows_of_places {
 /* Row of o_partial and lse_partial for query i. */
 FA_DEVICE fa_i64 partial_row(const fa_args &args, const work &w, int head, int i)
 {
-    return ((fa_i64)w.split * args.heads_q + head) * args.q_entries * args.q_rows +
+    int n = FA_FOLDS && FA_ONE_LAUNCH == 3 ? w.split / FA_FOLD_GROUP : w.split;
+    return ((fa_i64)n * args.heads_q + head) * args.q_entries * args.q_rows +
            (fa_i64)w.seq.q_entry * args.q_rows + w.seq.q_row + i;
 }
 
-FA_DEVICE void store_lse(const fa_args &args, const work &w, int head, int i, float lse)
+/* Of a part that is folded a maximum in log2, and 1 for its sum. */
+template <bool PART = TO_PARTS> FA_DEVICE void store_lse(const fa_args &args, const work &w, int head, int i, float lse)
 {
-    if (FA_HAS_SPLIT)
+    if (PART && FA_FOLDS)
+        ((float2 *)args.lse_partial)[partial_row(args, w, head, i)] = make_float2(lse * FA_LOG2E, 1.0f);
+    else if (PART)
         args.lse_partial[partial_row(args, w, head, i)] = lse;
     else if (args.lse.data)
         ((float *)args.lse.data)[w.seq.q_entry * args.lse.stride[0] + head * args.lse.stride[1] +
                                  (w.seq.q_row + i) * args.lse.stride[2]] = lse;
 }
 
-FA_DEVICE float sink_log2_of(const fa_args &args, int head)
+template <bool PART = TO_PARTS> FA_DEVICE float sink_log2_of(const fa_args &args, int head)
 {
-    if (FA_HAS_SPLIT || !args.sinks.data)
+    if (PART || !args.sinks.data)
         return -infinity();
     return load_element(args.sinks.data, head * args.sinks.stride[1], args.sinks.dtype) * FA_LOG2E;
 }
 
 /* Index of O's element (i, col), or of o_partial's. */
-FA_DEVICE fa_i64 o_place(const fa_args &args, const work &w, int head, int i, int col)
+template <bool PART = TO_PARTS> FA_DEVICE fa_i64 o_place(const fa_args &args, const work &w, int head, int i, int col)
 {
-    return FA_HAS_SPLIT ? partial_row(args, w, head, i) * FA_HEAD_DIM_V + col
+    return PART ? partial_row(args, w, head, i) * FA_HEAD_DIM_V + col
                         : w.seq.q_entry * args.o.stride[0] + (w.seq.q_row + i) * args.o.stride[1] +
                               head * args.o.stride[2] + col * args.o.stride[3];
 }
@@ -235,7 +247,7 @@ struct whole_block {
 };
 
 /* Far rows once more, a warp a row. */
-template <class WHO = whole_block> static __device__ __noinline__ void redo_far_rows(const fa_args &args, const work &w)
+template <class WHO = whole_block, bool PART = TO_PARTS> static __device__ __noinline__ void redo_far_rows(const fa_args &args, const work &w)
 {
     WHO::sync();
     for (int row = WHO::thread() / 32; row < w.rows; row += WHO::WARPS) {
@@ -246,14 +258,13 @@ template <class WHO = whole_block> static __device__ __noinline__ void redo_far_
         double        o[COLS], peak, total;
         float         lse;
         far_row<COLS>(args, w, head, i, o, peak, total);
-        float scale = end_far_row(peak, total, sink_log2_of(args, head), lse) * (FA_HAS_DROPOUT ? args.dropout.keep_scale : 1.0f) *
+        float scale = end_far_row(peak, total, sink_log2_of<PART>(args, head), lse) * (FA_HAS_DROPOUT ? args.dropout.keep_scale : 1.0f) *
                       descale_of(args.descale_v, w.b, w.kv_head);
         if (threadIdx.x % 32 == 0)
-            store_lse(args, w, head, i, lse);
+            store_lse<PART>(args, w, head, i, lse);
         for (int c = 0, col = threadIdx.x % 32; c < COLS; c++, col += 32)
             if (col < args.head_dim_v)
-                store_element(FA_HAS_SPLIT ? args.o_partial : args.o.data, o_place(args, w, head, i, col),
-                              FA_HAS_SPLIT ? FA_F32 : FA_DTYPE_O, (float)o[c] * scale);
+                store_element(PART ? args.o_partial : args.o.data, o_place<PART>(args, w, head, i, col), PART ? FA_F32 : FA_DTYPE_O, (float)o[c] * scale);
     }
 }
 
@@ -275,8 +286,8 @@ template <class WHO = whole_block> static __device__ __noinline__ void add_nonfi
                 (!FA_HAS_DROPOUT || fa_dropout_keeps(&args.dropout, w.b * args.heads_q + head, i, j)))
                 total += value;
         }
-        void *o     = FA_HAS_SPLIT ? args.o_partial : args.o.data;
-        int   dtype = FA_HAS_SPLIT ? FA_F32 : FA_DTYPE_O;
+        void *o     = TO_PARTS ? args.o_partial : args.o.data;
+        int   dtype = TO_PARTS ? FA_F32 : FA_DTYPE_O;
         if (!finite(total))
             store_element(o, at, dtype, load_element(o, at, dtype) + total);
     }

@@ -79,10 +79,6 @@ FA_DEVICE unsigned found(int k) { return barrier_at(7 * SLOTS + 1 + k % WORKS); 
 FA_DEVICE unsigned summed(int k) { return barrier_at(7 * SLOTS + 1 + WORKS + k % WORKS); }
 FA_DEVICE unsigned done(int k) { return barrier_at(7 * SLOTS + 1 + 2 * WORKS + k % WORKS); }
 
-/* Waiting for item k and, with the other parity, for its place to be free, which it is at first. */
-FA_DEVICE unsigned filled(int k) { return k / WORKS & 1; }
-FA_DEVICE unsigned freed(int k) { return filled(k) ^ 1; }
-
 /* Named ones: threads of one warpgroup of the values' alone; of both; of the scores'. */
 enum { ALONE = 1, VALUES = 3, SCORES = 4 };
 
@@ -105,8 +101,6 @@ FA_DEVICE void start_barriers()
     barrier_init_done();
 }
 
-/* Tile n of a work, from the right. */
-FA_DEVICE int right_tile(const work &w) { return (w.keys.end - 1) / FA_TILE_K; }
-FA_DEVICE int tiles_of(const work &w) { return w.keys.begin < w.keys.end ? right_tile(w) + 1 - w.first_tile : 0; }
+#include "grouped_sm90.cuh"
 
 #endif

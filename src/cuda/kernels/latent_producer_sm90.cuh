@@ -4,39 +4,9 @@
 
 #include "latent_block_sm90.cuh"
 
-/* ---- planner: one thread ---- */
-
-/* Item k of this block is piece of work n; true if there is one. */
-FA_DEVICE bool find_item(const fa_args &args, int k, unsigned n)
-{
-    bool  more   = n < (unsigned)args.tiles_q * args.heads_k * args.num_splits * args.batch;
-    item &next   = item_at(k);
-    next.none    = !more;
-    next.cleared = next.far = 0;
-    if (more)
-        next.w = work_of<PAIRS ? 2 * FA_TILE_Q : FA_TILE_Q>(args, n);
-    return more;
-}
-
-/* Where all sequences are alike blocks stay, and go on with the item that is as far on as there are blocks; else each has one. The first has been found. */
-FA_DEVICE void plan(const fa_args &args)
-{
-    unsigned n = blockIdx.x;
-    int      k = 0;
-    for (bool more = !item_at(0).none; more; more = find_item(args, k, n += gridDim.x)) {
-        barrier_arrive(found(k++));
-        barrier_wait(done(k), freed(k));
-    }
-    barrier_arrive(found(k));
-}
-
 /* ---- producers: one thread; of keys in pages three, of warps 0, 2 and 3, each of which has other pieces of a tile ---- */
 
 FA_DEVICE int producer() { return FA_HAS_PAGED && threadIdx.x >= 64 ? (int)threadIdx.x / 32 - 1 : 0; }
-
-/* Q by TMA, where 64 rows are so many whole queries of a group's heads, or heads of one query: a box has what is neighbours. Rows that are nobody's hold
- * anything, and nobody stores them. Otherwise the scores' warpgroup copies rows itself, to the same place. */
-FA_DEVICE bool has_boxes(const fa_args &args) { return args.q_boxes; }
 
 /* Rows of K that lie side by side. Page -1, as any that is out of range: TMA brings zeros. */
 struct key_piece {
@@ -88,7 +58,7 @@ FA_DEVICE void expect(place at, int part, int bytes)
 /* The item's Q, `items` having been before it: of each part three panels. */
 FA_DEVICE void fetch_queries(const fa_args &args, const fa_map &map, const work &w, place at, int items)
 {
-    int query = w.seq.q_row + w.first_q, head = w.head + w.first_row - w.first_q * args.group;
+    int query = w.seq.q_row + w.first_q, head = first_head(args, w);
 #pragma unroll
     for (int part = 0; part < 3; part++) {
         constexpr int OF_PART = KEPT / 2;

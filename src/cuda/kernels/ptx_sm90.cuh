@@ -94,10 +94,18 @@ FA_DEVICE bool elected()
  * all bytes of the box are counted. */
 FA_DEVICE void tma_load(unsigned to, const fa_map &map, unsigned barrier, int column, int row, int head, int entry)
 {
+#ifdef FA_STREAMS /* what is loaded is not wanted again: L2 lets it go before other lines */
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+                 "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(entry), "l"(policy)
+                 : "memory");
+#else
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
                  "[%2];" ::"r"(to),
                  "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(entry)
                  : "memory");
+#endif
 }
 
 /* As tma_load, for both blocks of a cluster of two: the same box to the same address of each one's shared memory, counted at each one's barrier. */
