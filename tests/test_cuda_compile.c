@@ -439,7 +439,7 @@ static bool is_built_with(const fa_tune_row *row, int arch, const option *with)
     if (row->kernel == FA_KERNEL_FORWARD_LATENT_SM90)
         return with->rows != FEW_ROWS && (with->rows != HEAD_DIM_64 || with->set == set_few_heads_k);
     if (row->kernel == FA_KERNEL_FORWARD_FEW_SM90)
-        return all || with->rows == FEW_ROWS || with->set == set_nothing || with->set == set_split || with->set == set_paged;
+        return with->rows == FEW_ROWS || with->set == set_nothing || with->set == set_split || with->set == set_paged || (is_mask(with) && row->head_dim == 64);
     if (with->rows == FEW_ROWS)
         return false;
     if (arch == 90)
