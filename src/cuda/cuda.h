@@ -126,9 +126,9 @@ flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kerne
  * swizzle, or of FP8's panels. 16-bit elements and FP8; fa_maps_fit says whether the strides can be described. */
 bool              fa_maps_fit(const fa_call *call);
 bool              fa_map_fits(const flash_attn_tensor *t);
-/* forward_latent_sm90: a tile of Q's rows, queries of all heads of a key head, is one box for each 64 columns. */
+/* forward_latent_sm90, forward_few_sm90: a tile of Q's rows, queries of all heads of a key head, is one box for each 64 columns. */
 bool              fa_packed_q_boxes(const fa_call *call, int tile_q);
-/* Its blocks are in pairs, each of which asks for a half of the rows of a tile of keys. */
+/* forward_latent_sm90's blocks are in pairs, each of which asks for a half of the rows of a tile of keys. */
 bool              fa_latent_in_pairs(const fa_call *call, const fa_tune_row *row);
 /* Rows of K and V that one box has: a tile's, or what divides a tile and a page. */
 int               fa_page_piece(const fa_call *call, int tile_k);

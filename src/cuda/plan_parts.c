@@ -4,6 +4,9 @@
 
 #include <math.h>
 
+/* Of rows that heads of a key head share. */
+static int64_t packed_tiles(const fa_call *call, const fa_tune_row *row) { return ceil_div(call->max_seqlen_q * call->group, row->tile_q) * call->heads_k * call->batch; }
+
 /* The most parts that a sequence of at most `keys` keys has, where parts grow with its own length (forward_work.cuh) beyond `before` of them. */
 static int64_t most_parts(const fa_args *args, int64_t part, int64_t keys, int64_t before)
 {
@@ -48,7 +51,7 @@ static double time_of_few(const fa_call *call, const fa_plan *plan, int64_t tile
 static int64_t fastest_part_of_few(const fa_call *call, const fa_plan *plan)
 {
     enum { MOST = 256 };
-    int64_t tile_k = plan->row->tile_k, tiles = ceil_div(call->max_seqlen_q * call->group, plan->row->tile_q) * call->heads_k * call->batch, best = plan->args.max_seqlen_k;
+    int64_t tile_k = plan->row->tile_k, tiles = packed_tiles(call, plan->row), best = plan->args.max_seqlen_k;
     double  least = time_of_few(call, plan, tiles, best);
     for (int64_t wanted = 2; wanted <= MOST; wanted += 1 + wanted / 16) {
         int64_t part = largest(ceil_div(plan->args.tiles_k, wanted), 1) * tile_k;
@@ -86,7 +89,7 @@ static int64_t fastest_part(const fa_call *call, const fa_tune_row *row, const f
     static const double TILE = 1.12, ITEM = 0.76, OF_MEMORY = 0.9, NOT_HIDDEN = 0.05, COMBINE = 1.43, ROW = 1.14e-3, ROW_OF_PART = 1.2e-3, MERGE = 1.0, MERGED_ROW_OF_PART = 1e-3;
     double  read = 2e-3 * (double)(call->batch * args->max_seqlen_k * call->heads_k) * (double)call->head_dim / (OF_MEMORY * chip->gigabytes);
     int64_t rows = call->max_seqlen_q * call->heads_q * call->batch, best = 1;
-    int64_t tiles = ceil_div(call->max_seqlen_q * call->group, row->tile_q) * call->heads_k * call->batch;
+    int64_t tiles = packed_tiles(call, row);
     double  least = INFINITY;
     for (int64_t wanted = 1; wanted <= MOST; wanted += 1 + wanted / 16) {
         int64_t each = ceil_div(args->tiles_k, wanted), parts = ceil_div(args->tiles_k, largest(each, 1));
@@ -104,9 +107,9 @@ static int64_t fastest_part(const fa_call *call, const fa_tune_row *row, const f
 }
 
 /* Few queries in the portable kernel: so many that its blocks keep memory busy without parts, as measured on an H200 (decision 0074). */
-static bool has_enough_tiles(const fa_call *call, const fa_tune_row *row, const fa_chip *chip)
+static bool has_enough_tiles(const fa_call *call, const fa_plan *plan)
 {
-    return row->only == FA_FOR_FEW && ceil_div(call->max_seqlen_q * call->group, row->tile_q) * call->heads_k * call->batch >= 3 * (int64_t)chip->multiprocessors;
+    return plan->row->only == FA_FOR_FEW && packed_tiles(call, plan->row) >= 3 * (int64_t)plan->chip.multiprocessors;
 }
 
 /*
@@ -128,7 +131,7 @@ void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
         part = folds ? fastest_part_of_few(call, plan) : fastest_part(call, row, &plan->chip, args);
     else if (call->num_splits > 1)
         part = ceil_div(keys, call->num_splits);
-    else if (call->num_splits < 0 && has_enough_tiles(call, row, &plan->chip))
+    else if (call->num_splits < 0 && has_enough_tiles(call, plan))
         return;
     else if (by_shape && call->max_seqlen_q <= row->tile_q)
         part = heads <= 8 ? 256 : heads >= 64 ? 2048 : 32 * heads;

@@ -199,26 +199,29 @@ bool fa_tune_takes_tma(const fa_call *call)
            call->scale > 0 && fa_maps_fit(call);
 }
 
-/* What forward_few_sm90 asks for: queries that forward_sm90 leaves to others, more than 16 rows, which are enough for tensor cores; a scale above 0, strides that a
- * tensor map describes, pages of a multiple of eight keys; no softcap, bias, ALiBi, dropout and slices. */
-static bool takes_few(const fa_tune_row *row, const fa_call *call, const fa_key *key)
+/* What Hopper's kernels for packed rows ask for: a scale above 0, strides of K that a tensor map describes, pages of a multiple of eight keys; no softcap, bias, ALiBi,
+ * dropout and slices. */
+static bool takes_packed(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
-    enum { MOST_QUERIES = 128, FEW_ROWS = 16, SWIZZLE_ROWS = 8 };
-    int64_t rows = call->max_seqlen_q * call->group;
-    return (call->max_seqlen_q <= MOST_QUERIES || call->num_splits > 1) && rows > FEW_ROWS && (row->tile_q > 64 || rows <= 64) && call->head_dim > 32 && call->head_dim_v > 32 &&
-           call->scale > 0 && key->aligned && fa_map_fits(&call->k) && fa_map_fits(&call->v) &&
-           !(key->has_softcap || key->has_bias || key->has_alibi || key->has_dropout || key->has_slices) &&
+    enum { SWIZZLE_ROWS = 8 };
+    return call->scale > 0 && key->aligned && fa_map_fits(&call->k) && !(key->has_softcap || key->has_bias || key->has_alibi || key->has_dropout || key->has_slices) &&
            (!key->has_paged || (call->k.shape[0] > 0 && fa_page_piece(call, row->tile_k) >= SWIZZLE_ROWS));
 }
 
-/* What forward_latent_sm90 asks for: V is the first columns of K's rows, of which there are more than 256; a scale above 0, strides that a tensor map
- * describes, pages of a multiple of eight keys; no softcap, bias, ALiBi, dropout and slices. */
+/* What forward_few_sm90 asks for besides: queries that forward_sm90 leaves to others, more than 16 rows, which are enough for tensor cores. */
+static bool takes_few(const fa_tune_row *row, const fa_call *call, const fa_key *key)
+{
+    enum { MOST_QUERIES = 128, FEW_ROWS = 16 };
+    int64_t rows = call->max_seqlen_q * call->group;
+    return (call->max_seqlen_q <= MOST_QUERIES || call->num_splits > 1) && rows > FEW_ROWS && (row->tile_q > 64 || rows <= 64) && call->head_dim > 32 && call->head_dim_v > 32 &&
+           fa_map_fits(&call->v) && takes_packed(row, call, key);
+}
+
+/* What forward_latent_sm90 asks for besides: V is the first columns of K's rows, of which there are more than 256. */
 static bool takes_latent(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
-    enum { NARROW = 256, SWIZZLE_ROWS = 8 };
-    return fa_values_in_keys(call) && call->head_dim > NARROW && call->head_dim_v <= FA_LATENT_COLUMNS_V && call->scale > 0 && key->aligned && fa_map_fits(&call->k) &&
-           !(key->has_softcap || key->has_bias || key->has_alibi || key->has_dropout || key->has_slices) &&
-           (!key->has_paged || (call->k.shape[0] > 0 && fa_page_piece(call, row->tile_k) >= SWIZZLE_ROWS));
+    enum { NARROW = 256 };
+    return fa_values_in_keys(call) && call->head_dim > NARROW && call->head_dim_v <= FA_LATENT_COLUMNS_V && takes_packed(row, call, key);
 }
 
 /* Rows of all heads of a key head fit into one tile, or into fewer than the heads are; where there is no other row for few queries, always. */

@@ -43,7 +43,8 @@
     X(deterministic, FA_DETERMINISTIC) /* backward: dQ added in key-tile order */                              \
     X(one_launch, FA_ONE_LAUNCH)       /* backward: delta and the caller's dQ are made in the main kernel; the forwards for packed rows: a tile's blocks merge its parts, 2: it has one; forward_few_sm90: 2: a block has all parts of a tile, 3: a group */
 
-/* forward_few_sm90 (fold_parts.cuh): neighbouring parts that are folded by themselves; longer parts are wanted from more than so many on */
+/* forward_few_sm90 (fold_parts.cuh): neighbouring parts that are folded by themselves; parts of a sequence before they become longer;
+ * places in args.folded_o that a block has */
 #define FA_FOLD_GROUP 4
 #define FA_FOLD_PARTS 8
 #define FA_FOLD_PLACES 3
