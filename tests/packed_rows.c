@@ -94,22 +94,23 @@ static on_device *make_host(void)
 }
 
 static bool o_is_f32;
+static int  columns, columns_v, queries = QUERIES; /* of the problem */
 
 static flash_attn_problem problem_at(on_device *at, int batch)
 {
     flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA}, .mask = FLASH_ATTN_CAUSAL};
-    int64_t            d = kernel->head_dim, dv = kernel->head_dim_v;
-    p.q = (flash_attn_tensor){at->q, FLASH_ATTN_BF16, 0, {batch, QUERIES, HEADS, d}, {0}};
+    int64_t            d = columns, dv = columns_v;
+    p.q = (flash_attn_tensor){at->q, FLASH_ATTN_BF16, 0, {batch, queries, HEADS, d}, {0}};
     p.k = (flash_attn_tensor){at->k, FLASH_ATTN_BF16, 0, {PAGES, PAGE, 1, d}, {0}};
     p.v = (flash_attn_tensor){kernel->latent ? at->k : at->v, FLASH_ATTN_BF16, 0, {PAGES, PAGE, 1, dv}, {PAGE * d, d, d, 1}};
-    p.o = (flash_attn_tensor){at->o, o_is_f32 ? FLASH_ATTN_F32 : FLASH_ATTN_BF16, 0, {batch, QUERIES, HEADS, dv}, {0}};
+    p.o = (flash_attn_tensor){at->o, o_is_f32 ? FLASH_ATTN_F32 : FLASH_ATTN_BF16, 0, {batch, queries, HEADS, dv}, {0}};
     p.pages     = (flash_attn_pages){.table = at->table, .pages_per_seq = PER_SEQ};
     p.seqused_k = at->used;
     return p;
 }
 
 /* Bytes of a sequence's O. */
-static size_t of_one(void) { return (o_is_f32 ? sizeof(float) : sizeof(uint16_t)) * (size_t)(QUERIES * HEADS * kernel->head_dim_v); }
+static size_t of_one(void) { return (o_is_f32 ? sizeof(float) : sizeof(uint16_t)) * (size_t)(queries * HEADS * columns_v); }
 
 static void run_with(on_device *device, const on_device *host, int batch, uint16_t *got)
 {
@@ -145,27 +146,43 @@ static void page_ids_out_of_range_are_bounded(void **state)
 }
 
 /* Few sequences may be parted among blocks where of many each block has a whole one. far: one row's logits are beyond what float holds apart. */
-static void a_sequence_alone_has_the_bits_that_it_has_in_a_batch(void **state)
+static void compare_batches(bool far)
 {
-    (void)state;
-    need_hopper();
     on_device *host = make_host(), *device = gpu->alloc(sizeof *device);
     assert_non_null(device);
     o_is_f32 = true; /* bfloat16 would hide the order of sums */
     int many = kernel->latent ? 2 : getenv("EMULATOR_MULTIPROCESSORS") ? 24 : MANY; /* an emulated GPU is busy with fewer */
-    for (int far = 0; far < 2; far++) {
-        int row = (QUERIES - 2) * HEADS + 2, d = kernel->head_dim;
-        for (int i = 0; far && i < d; i++)
-            host->q[row * d + i] += 100 << 7; /* 2^100 times as large */
-        run_with(device, host, many, first);
-        const int fewer[] = {1, 2, many / 2};
-        for (int n = 0; n < (kernel->latent ? 2 : 3); n++) {
-            run_with(device, host, fewer[n], got);
-            assert_memory_equal(got, first, (size_t)fewer[n] * of_one());
-        }
+    int row  = (queries - 2) * HEADS + 2;
+    for (int i = 0; far && i < columns; i++)
+        host->q[row * columns + i] += 100 << 7; /* 2^100 times as large */
+    run_with(device, host, many, first);
+    const int fewer[] = {1, 2, many / 2};
+    for (int n = 0; n < (kernel->latent ? 2 : 3); n++) {
+        run_with(device, host, fewer[n], got);
+        assert_memory_equal(got, first, (size_t)fewer[n] * of_one());
     }
     o_is_f32 = false;
     gpu->free(device);
+}
+
+static void a_sequence_alone_has_the_bits_that_it_has_in_a_batch(void **state)
+{
+    (void)state;
+    need_hopper();
+    compare_batches(false);
+    compare_batches(true);
+    static const struct {
+        int columns, queries;
+    } others[] = {{256, 2}, {256, 3}, {64, 2}, {64, 3}, {128, 2}}; /* 48 rows of a key head, or 72, of which tiles have 128 */
+    int count = kernel->latent ? 0 : getenv("EMULATOR_MULTIPROCESSORS") ? 1 : sizeof others / sizeof *others;
+    for (int n = 0; n < count; n++) {
+        columns = columns_v = others[n].columns;
+        queries = others[n].queries;
+        compare_batches(true);
+    }
+    columns   = kernel->head_dim;
+    columns_v = kernel->head_dim_v;
+    queries   = QUERIES;
 }
 
 static bool is_nan(uint16_t bf16) { return (bf16 & 0x7FFF) > 0x7F80; }
@@ -181,9 +198,9 @@ static void nan_in_a_key_reaches_only_who_sees_it(void **state)
     for (int n = 0; n < 2; n++) {
         make_host();
         int key = USED - 1 + n;
-        host->k[(host->table[key / PAGE] * PAGE + key % PAGE) * kernel->head_dim + kernel->head_dim / 2] = 0x7FC0;
+        host->k[(host->table[key / PAGE] * PAGE + key % PAGE) * columns + columns / 2] = 0x7FC0;
         run_with(device, host, 2, got);
-        int all = QUERIES * HEADS * kernel->head_dim_v, seen = n == 0 ? all / QUERIES * (QUERIES - 1) : all; /* of the first sequence, as before */
+        int all = QUERIES * HEADS * columns_v, seen = n == 0 ? all / QUERIES * (QUERIES - 1) : all; /* of the first sequence, as before */
         assert_memory_equal(got, first, sizeof *got * (size_t)seen);
         assert_memory_equal(got + all, first + all, of_one());
         for (int i = seen; i < all; i++)
@@ -204,11 +221,11 @@ static void nan_in_a_value_reaches_only_who_sees_it(void **state)
     run_with(device, host, 2, first);
     for (int n = 0; n < 3; n++) { /* seen by the last query, by nobody, by all */
         make_host();
-        int key = n == 2 ? 70 : USED - 1 + n, column = kernel->head_dim_v - 1, sees = n == 0 ? QUERIES - 1 : n == 1 ? QUERIES : 0;
-        host->v[(host->table[key / PAGE] * PAGE + key % PAGE) * kernel->head_dim + column] = 0x7FC0;
+        int key = n == 2 ? 70 : USED - 1 + n, column = columns_v - 1, sees = n == 0 ? QUERIES - 1 : n == 1 ? QUERIES : 0;
+        host->v[(host->table[key / PAGE] * PAGE + key % PAGE) * columns + column] = 0x7FC0;
         run_with(device, host, 2, got);
-        for (int i = 0; i < 2 * QUERIES * HEADS * kernel->head_dim_v; i++) {
-            bool reached = i < QUERIES * HEADS * kernel->head_dim_v && i / (HEADS * kernel->head_dim_v) >= sees && i % kernel->head_dim_v == column;
+        for (int i = 0; i < 2 * QUERIES * HEADS * columns_v; i++) {
+            bool reached = i < QUERIES * HEADS * columns_v && i / (HEADS * columns_v) >= sees && i % columns_v == column;
             if (reached ? !is_nan(got[i]) : got[i] != first[i])
                 fail_msg("NaN in key %d: element %d is %#x, was %#x", key, i, got[i], first[i]);
         }
@@ -227,7 +244,9 @@ static void find_hopper(void)
 
 int packed_rows_test(const packed_rows *which, int argc, char **argv)
 {
-    kernel = which;
+    kernel    = which;
+    columns   = which->head_dim;
+    columns_v = which->head_dim_v;
     for (int n = 1; n < argc; n++)
         if (strcmp(argv[n], "--shapes") == 0 && n + 1 < argc)
             only_shapes = argv[++n];

@@ -6,13 +6,14 @@
 #define W FLASH_ATTN_WINDOW
 #define GROUP(q, k) .heads_q = (q), .heads_k = (k)
 #define D(d) .head_dim = (d), .head_dim_v = (d)
-/* More than 16 rows of a key head, tiles of 64 and, of more, of 128; an even and an odd number of tiles of keys, tails, one part and several, rows of several heads and
+/* More than eight rows of a key head, tiles of 64 and, of more, of 128; an even and an odd number of tiles of keys, tails, one part and several, rows of several heads and
  * queries in a tile, keys that are nobody's (NaN in the case's memory). head_dim 128 where a shape names none. */
 static const test_case shapes[] = {
     {.name = "16 queries", .batch = 2, .seqlen_q = 16, .seqlen_k = 256, GROUP(8, 2), .num_splits = 1},
     {.name = "16 queries, parts", .batch = 2, .seqlen_q = 16, .seqlen_k = 1100, GROUP(8, 2), .mask = C},
     {.name = "16 queries, 64 columns", .batch = 2, .seqlen_q = 16, .seqlen_k = 300, GROUP(8, 2), D(64), .mask = C},
     {.name = "16 queries, 256 columns", .batch = 2, .seqlen_q = 16, .seqlen_k = 300, GROUP(8, 2), D(256), .mask = C},
+    {.name = "nine rows", .batch = 3, .seqlen_q = 3, .seqlen_k = 330, GROUP(6, 2), .mask = C},
     {.name = "four queries, a tail", .batch = 2, .seqlen_q = 4, .seqlen_k = 147, GROUP(16, 2), .mask = C},
     {.name = "one query of 64 heads", .batch = 3, .seqlen_q = 1, .seqlen_k = 500, .heads_q = 64},
     {.name = "one query of 256 heads", .seqlen_q = 1, .seqlen_k = 200, .heads_q = 256},

@@ -344,22 +344,23 @@ int fa_page_piece(const fa_call *call, int tile_k)
 }
 
 /* Boxes of `columns`, and of `boxes` in the next two dimensions; one swizzle. What lies past the end of a dimension is read as zeros. strides: in bytes, but the first dimension's.
- * L2 fetches 256 bytes at once where rows begin at multiples of that; elsewhere (latent attention's have 1152) half of these would be another box's, which cost up to 7% of a call
- * that waits for memory (decision 0070, sixth round). */
+ * wide: L2 fetches 256 bytes at once, where rows begin at multiples of that. Elsewhere (latent attention's have 1152) half of these would be another box's, and a call that
+ * waits for memory takes 5 to 8% longer for it in any case (decisions 0070, sixth round, and 0074, second). */
 static flash_attn_status encode(const fa_driver *driver, const flash_attn_tensor *t, int rank, const uint64_t *dims, const uint64_t *strides,
-                                const int boxes[2], int columns, fa_map *map)
+                                const int boxes[2], int columns, bool wide, fa_map *map)
 {
     enum { UINT8 = 0, FLOAT16 = 6, BFLOAT16 = 9, NOT_INTERLEAVED = 0, SWIZZLE_64B = 2, SWIZZLE_128B = 3, L2_AS_ASKED = 0, L2_256_BYTES = 3, FILL_ZEROS = 0 };
     static const int type_of[] = {[FLASH_ATTN_F16] = FLOAT16, [FLASH_ATTN_BF16] = BFLOAT16, [FLASH_ATTN_F8E4M3] = UINT8};
     const unsigned   box[] = {(unsigned)columns, (unsigned)boxes[0], (unsigned)boxes[1], 1, 1}, element[] = {1, 1, 1, 1, 1};
-    bool             narrow = (size_t)columns * fa_dtype_bytes(t->dtype) == 64, aligned = strides[0] % 256 == 0;
+    bool             narrow = (size_t)columns * fa_dtype_bytes(t->dtype) == 64;
     return fa_driver_check(driver,
                            driver->cuTensorMapEncodeTiled(map, type_of[t->dtype], (unsigned)rank, t->data, dims, strides, box, element,
-                                                          NOT_INTERLEAVED, narrow ? SWIZZLE_64B : SWIZZLE_128B, aligned ? L2_256_BYTES : L2_AS_ASKED, FILL_ZEROS),
+                                                          NOT_INTERLEAVED, narrow ? SWIZZLE_64B : SWIZZLE_128B,
+                                                          wide && strides[0] % 256 == 0 ? L2_256_BYTES : L2_AS_ASKED, FILL_ZEROS),
                            "describing a tensor (cuTensorMapEncodeTiled)");
 }
 
-static flash_attn_status make_map_of(const fa_driver *driver, const flash_attn_tensor *t, const int order[4], const int boxes[2], int columns, fa_map *map)
+static flash_attn_status make_map_of(const fa_driver *driver, const flash_attn_tensor *t, const int order[4], const int boxes[2], int columns, bool wide, fa_map *map)
 {
     uint64_t dims[4], strides[3];
     for (int i = 0; i < 4; i++) {
@@ -369,13 +370,13 @@ static flash_attn_status make_map_of(const fa_driver *driver, const flash_attn_t
         if (i > 0) /* of a dimension of 1 any will do */
             strides[i - 1] = dims[i] > 1 ? fa_dtype_bytes(t->dtype) * (uint64_t)t->stride[order[i]] : 16;
     }
-    return encode(driver, t, 4, dims, strides, boxes, columns, map);
+    return encode(driver, t, 4, dims, strides, boxes, columns, wide, map);
 }
 
 /* Dimensions from the fastest: column, row, head, batch entry. */
-static flash_attn_status make_map(const fa_driver *driver, const flash_attn_tensor *t, int rows, int columns, fa_map *map)
+static flash_attn_status make_map(const fa_driver *driver, const flash_attn_tensor *t, int rows, int columns, bool wide, fa_map *map)
 {
-    return make_map_of(driver, t, (const int[]){3, 1, 2, 0}, (const int[]){rows, 1}, columns, map);
+    return make_map_of(driver, t, (const int[]){3, 1, 2, 0}, (const int[]){rows, 1}, columns, wide, map);
 }
 
 /*
@@ -384,41 +385,41 @@ static flash_attn_status make_map(const fa_driver *driver, const flash_attn_tens
  * then the end of the dimension is the sequence's. The fourth dimension is asked for at that end's row, of all entries one behind the other, and the
  * fifth at FA_RAGGED_ROWS, whose stride is 2^35 bytes less a row: 2^65 is 0 in the 64 bits of an address, and what is left is -FA_RAGGED_ROWS rows.
  */
-static flash_attn_status make_ragged_map(const fa_driver *driver, const flash_attn_tensor *t, int rows, int columns, fa_map *map)
+static flash_attn_status make_ragged_map(const fa_driver *driver, const flash_attn_tensor *t, int rows, int columns, bool wide, fa_map *map)
 {
     const uint64_t row = 2 * (uint64_t)row_stride(t), any = 0x7FFF0000;
     const uint64_t dims[]    = {(uint64_t)t->shape[3], FA_RAGGED_ROWS, (uint64_t)t->shape[2], any, any};
     const uint64_t strides[] = {row, t->shape[2] > 1 ? 2 * (uint64_t)t->stride[2] : 16, row, (UINT64_C(1) << 35) - row};
     if (t->shape[0] == 0 || t->shape[1] == 0 || t->shape[2] == 0)
         return FLASH_ATTN_OK;
-    return encode(driver, t, 5, dims, strides, (const int[]){rows, 1}, columns, map);
+    return encode(driver, t, 5, dims, strides, (const int[]){rows, 1}, columns, wide, map);
 }
 
 flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, const fa_tune_row *row, fa_maps *maps)
 {
-    bool backward = call->pass == FLASH_ATTN_BACKWARD;
-    flash_attn_status (*make)(const fa_driver *, const flash_attn_tensor *, int, int, fa_map *) = backward ? make_ragged_map : make_map;
+    bool backward = call->pass == FLASH_ATTN_BACKWARD, wide = row->only != FA_FOR_FEW_TMA;
+    flash_attn_status (*make)(const fa_driver *, const flash_attn_tensor *, int, int, bool, fa_map *) = backward ? make_ragged_map : make_map;
     int columns = call->q.dtype == FLASH_ATTN_F8E4M3 && row->head_dim > 64 ? 128 : 64; /* panels_sm90.cuh */
     int rows_k  = fa_page_piece(call, row->tile_k);
     memset(maps, 0, sizeof *maps);
     if (row->only != FA_FOR_LATENT && row->only != FA_FOR_FEW_TMA) {
-        FA_TRY(make(driver, &call->q, row->tile_q, columns, &maps->q));
+        FA_TRY(make(driver, &call->q, row->tile_q, columns, wide, &maps->q));
     } else if (fa_packed_q_boxes(call, row->tile_q)) {
         int heads = call->group < row->tile_q ? (int)call->group : row->tile_q;
-        FA_TRY(make_map_of(driver, &call->q, (const int[]){3, 2, 1, 0}, (const int[]){heads, row->tile_q / heads}, columns, &maps->q));
+        FA_TRY(make_map_of(driver, &call->q, (const int[]){3, 2, 1, 0}, (const int[]){heads, row->tile_q / heads}, columns, wide, &maps->q));
     }
     if (row->only == FA_FOR_LATENT) /* V comes with K */
-        return make(driver, &call->k, rows_k, columns, &maps->k);
-    FA_TRY(make(driver, &call->k, rows_k, columns, &maps->k));
+        return make(driver, &call->k, rows_k, columns, wide, &maps->k);
+    FA_TRY(make(driver, &call->k, rows_k, columns, wide, &maps->k));
     bool squares = !backward && call->q.dtype == FLASH_ATTN_F8E4M3; /* values_sm90.cuh */
-    FA_TRY(make(driver, &call->v, squares ? 64 : rows_k, squares ? 64 : columns, &maps->v));
+    FA_TRY(make(driver, &call->v, squares ? 64 : rows_k, squares ? 64 : columns, wide, &maps->v));
     if (!backward)
         return FLASH_ATTN_OK;
     if (fa_map_gradient_rows(&call->dk) >= 0)
-        FA_TRY(make(driver, &call->dk, 64, columns, &maps->dk));
+        FA_TRY(make(driver, &call->dk, 64, columns, wide, &maps->dk));
     if (fa_map_gradient_rows(&call->dv) >= 0)
-        FA_TRY(make(driver, &call->dv, 64, columns, &maps->dv));
-    return make(driver, &call->dout, row->tile_q, columns, &maps->dout);
+        FA_TRY(make(driver, &call->dv, 64, columns, wide, &maps->dv));
+    return make(driver, &call->dout, row->tile_q, columns, wide, &maps->dout);
 }
 
 flash_attn_status fa_upload(const fa_place *place, const fa_kernel *upload, void *to, const void *from, size_t bytes)

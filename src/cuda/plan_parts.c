@@ -34,17 +34,20 @@ bool fa_packed_merges(int64_t tiles, int64_t parts, const fa_chip *chip)
     return parts > 1 && parts <= MOST_PARTS && tiles * parts <= chip->multiprocessors * 3 / 4;
 }
 
-/* Microseconds of a call of few queries on Hopper whose blocks have `keys` keys each, as measured on an H200 (decision 0074); where another GPU is slower in all of these
- * alike, what is chosen by them is the same. Memory's time for the keys or a block's for its own, whichever is more, and results that are folded from memory. */
-static double time_of_few(const fa_call *call, const fa_plan *plan, int64_t tiles, int64_t keys)
+/* Microseconds of a call of few queries on Hopper whose blocks have `keys` keys each and fold at so many ends of parts, as measured on an H200 (decision 0074); where another
+ * GPU is slower in all of these alike, what is chosen by them is the same. Memory's time for the keys or a block's for its own, whichever is more, and results that are
+ * folded from memory. */
+static double time_of_few(const fa_call *call, const fa_plan *plan, int64_t tiles, int64_t keys, int64_t ends)
 {
-    static const double KEY = 3.8e-3, KEY_OF_COLUMN = 5e-5, OF_MEMORY = 0.93, NOT_HIDDEN = 0.1, FOLD = 2.5, COLUMN_OF_RESULT = 1.7e-6;
-    const fa_tune_row  *row = plan->row;
-    int64_t most = plan->args.max_seqlen_k, results = ceil_div(most, keys), slots = (int64_t)plan->chip.multiprocessors * row->min_blocks;
+    static const double KEY = 3.8e-3, KEY_OF_COLUMN = 5e-5, OF_MEMORY = 0.96, NOT_HIDDEN = 0.1, FOLD = 2.5, COLUMN_OF_RESULT = 1.7e-6, FLOAT_OF_END = 8e-5, ALONE = 3.0;
+    const fa_tune_row *row = plan->row;
+    int64_t most = plan->args.max_seqlen_k, results = ceil_div(most, keys), blocks = tiles * results, slots = (int64_t)plan->chip.multiprocessors * row->min_blocks;
     double  read = 2e-3 * (double)(call->batch * most * call->heads_k * (call->head_dim + call->head_dim_v)) / (OF_MEMORY * plan->chip.gigabytes);
-    double  key  = KEY * row->tile_q / 64 + KEY_OF_COLUMN * row->head_dim, walk = (double)(ceil_div(tiles * results, slots) * (keys < most ? keys : most)) * key;
-    double  columns = (double)(call->batch * call->max_seqlen_q * call->heads_q * call->head_dim_v), time = fmax(read, walk) + NOT_HIDDEN * fmin(read, walk);
-    return results > 1 ? time + FOLD + columns * (double)results * COLUMN_OF_RESULT : time;
+    double  key  = KEY * row->tile_q / 64 + KEY_OF_COLUMN * row->head_dim, end = FLOAT_OF_END * (double)ends * row->tile_q * row->head_dim;
+    bool    alone = row->min_blocks > 1 && blocks <= plan->chip.multiprocessors; /* no other block's work lies beside its ends */
+    double  walk = (double)ceil_div(blocks, slots) * ((double)(keys < most ? keys : most) * key + (alone ? 0 : end)), time = fmax(read, walk) + NOT_HIDDEN * fmin(read, walk);
+    double  columns = (double)(call->batch * call->max_seqlen_q * call->heads_q * call->head_dim_v);
+    return time + (alone ? ALONE * end : 0) + (results > 1 ? FOLD + columns * (double)results * COLUMN_OF_RESULT : 0);
 }
 
 /* Keys of a part, so that a call of few queries takes the least time whatever else is in the batch. */
@@ -52,10 +55,10 @@ static int64_t fastest_part_of_few(const fa_call *call, const fa_plan *plan)
 {
     enum { MOST = 256 };
     int64_t tile_k = plan->row->tile_k, tiles = packed_tiles(call, plan->row), best = plan->args.max_seqlen_k;
-    double  least = time_of_few(call, plan, tiles, best);
+    double  least = time_of_few(call, plan, tiles, best, 0);
     for (int64_t wanted = 2; wanted <= MOST; wanted += 1 + wanted / 16) {
         int64_t part = largest(ceil_div(plan->args.tiles_k, wanted), 1) * tile_k;
-        double  time = time_of_few(call, plan, tiles, part);
+        double  time = time_of_few(call, plan, tiles, part, 0);
         if (time < least) {
             least = time;
             best  = part;
@@ -66,13 +69,12 @@ static int64_t fastest_part_of_few(const fa_call *call, const fa_plan *plan)
 
 int fa_plan_fold(const fa_call *call, const fa_plan *plan, int64_t tiles)
 {
-    enum { MOST_COLUMNS = 128, PARTS = 0, WHOLE = 2, GROUPS = 3 };
-    static const double FOLD_OF_BLOCK = 1.3; /* a part */
+    enum { PARTS = 0, WHOLE = 2, GROUPS = 3 };
     int64_t keys = plan->args.max_seqlen_k, part = part_of(&plan->args, keys, FA_FOLD_PARTS), group = FA_FOLD_GROUP * part;
-    if (call->num_splits != 0 || plan->row->head_dim > MOST_COLUMNS)
+    if (call->num_splits != 0)
         return PARTS;
-    double parts  = time_of_few(call, plan, tiles, part), whole = time_of_few(call, plan, tiles, keys) + FOLD_OF_BLOCK * (double)ceil_div(keys, part);
-    double groups = keys > group ? time_of_few(call, plan, tiles, group) + FOLD_OF_BLOCK * FA_FOLD_GROUP : INFINITY;
+    double parts  = time_of_few(call, plan, tiles, part, 0), whole = time_of_few(call, plan, tiles, keys, ceil_div(keys, part));
+    double groups = keys > group ? time_of_few(call, plan, tiles, group, FA_FOLD_GROUP) : INFINITY;
     if (whole < fmin(parts, groups))
         return WHOLE;
     return groups < parts ? GROUPS : PARTS;
@@ -122,7 +124,7 @@ static bool has_enough_tiles(const fa_call *call, const fa_plan *plan)
  */
 void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
 {
-    enum { GROWTH = 32, GROWTH_OF_MANY_ROWS = 64, GROWTH_OF_LATENT = 256, DOUBLINGS = 3 };
+    enum { GROWTH = 32, GROWTH_OF_MANY_ROWS = 64, GROWTH_OF_MOST_ROWS = 256, GROWTH_OF_LATENT = 256, DOUBLINGS = 3 };
     const fa_tune_row *row  = plan->row;
     fa_args           *args = &plan->args;
     int64_t keys = args->max_seqlen_k, part = keys, heads = is_packed(row) ? call->heads_k : call->heads_q;
@@ -135,10 +137,8 @@ void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
         return;
     else if (by_shape && call->max_seqlen_q <= row->tile_q)
         part = heads <= 8 ? 256 : heads >= 64 ? 2048 : 32 * heads;
-    if (by_shape && folds && row->tile_q == 64)
-        part /= 2;
     if (by_shape && is_packed(row)) {
-        args->part_growth    = row->only == FA_FOR_LATENT ? GROWTH_OF_LATENT : row->tile_q > 16 ? GROWTH_OF_MANY_ROWS : GROWTH;
+        args->part_growth    = row->only == FA_FOR_LATENT ? GROWTH_OF_LATENT : row->tile_q == 128 ? GROWTH_OF_MOST_ROWS : row->tile_q > 16 ? GROWTH_OF_MANY_ROWS : GROWTH;
         args->part_doublings = folds ? DOUBLINGS + 1 : DOUBLINGS;
     }
     part = ceil_div(part, row->tile_k) * row->tile_k;

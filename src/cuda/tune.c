@@ -45,17 +45,16 @@ const fa_tune_row fa_tune_rows[] = {
      "FP8, long: V turned round once, ahead of it (decision 0059)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 256, FA_ON_ANY, FA_FOR_TMA, 0, 128, 64, 12, 3, 1, 0, 0,
      "FP8: 64 keys in three stages, beside O in 24 bits (decision 0059)"},
-    /* What is spilled is for the end of a part, and for far rows; not in the loop. */
-    {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 64, 128, 8, 3, 2, 2, 16,
+    {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 64, 128, 8, 3, 2, 2, 0,
      "few queries: the heads of a key head in one tile, two blocks a multiprocessor (decision 0074)"},
-    {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 128, 128, 12, 6, 1, 2, 16,
+    {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 128, 128, 12, 6, 1, 2, 0,
      "few queries, more rows: two consumers share each tile of keys (decision 0074)"},
-    {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 64, 64, 8, 3, 2, 2, 16,
+    {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 64, 64, 8, 3, 2, 2, 0,
      "few queries: the heads of a key head in one tile, two blocks a multiprocessor (decision 0074)"},
-    {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 128, 128, 12, 3, 1, 2, 96,
-     "few queries, more rows: two consumers share each tile of keys (decision 0074)"},
-    {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 64, 64, 8, 3, 1, 2, 0,
-     "few queries: the heads of a key head in one tile (decision 0074)"},
+    {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 128, 128, 12, 3, 1, 2, 8,
+     "few queries, more rows: two consumers share each tile of keys; what is spilled is for far rows (decision 0074)"},
+    {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 64, 64, 8, 3, 1, 2, 24,
+     "few queries: the heads of a key head in one tile; what is spilled is for far rows (decision 0074)"},
     {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 128, 64, 12, 2, 1, 2, 0,
      "few queries, more rows: two consumers share each tile of keys (decision 0074)"},
     {90, 90, FA_KERNEL_FORWARD_LATENT_SM90, FA_IN_16_BIT, 576, FA_ON_ANY, FA_FOR_LATENT, 0, 64, 48, 16, 3, 1, 2, 32,
@@ -208,10 +207,11 @@ static bool takes_packed(const fa_tune_row *row, const fa_call *call, const fa_k
            (!key->has_paged || (call->k.shape[0] > 0 && fa_page_piece(call, row->tile_k) >= SWIZZLE_ROWS));
 }
 
-/* What forward_few_sm90 asks for besides: queries that forward_sm90 leaves to others, more than 16 rows, which are enough for tensor cores. */
+/* What forward_few_sm90 asks for besides: queries that forward_sm90 leaves to others, more than eight rows, of which the kernel for any GPU leaves large
+ * results (decision 0074, second round). */
 static bool takes_few(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
-    enum { MOST_QUERIES = 128, FEW_ROWS = 16 };
+    enum { MOST_QUERIES = 128, FEW_ROWS = 8 };
     int64_t rows = call->max_seqlen_q * call->group;
     return (call->max_seqlen_q <= MOST_QUERIES || call->num_splits > 1) && rows > FEW_ROWS && (row->tile_q > 64 || rows <= 64) && call->head_dim > 32 && call->head_dim_v > 32 &&
            fa_map_fits(&call->v) && takes_packed(row, call, key);

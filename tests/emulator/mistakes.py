@@ -106,6 +106,7 @@ MISTAKES = [
     ("what was kept of the group before is folded again", FEW, "    c.kept[0] = !ends;\n", "    c.kept[0] = true;\n", FEW_BITS),
     ("groups that a block does not end", FEW, "tile * FA_TILE_K / w.part_keys % FA_FOLD_GROUP == 0);", "false);", FEW_BITS),
     ("groups that fold.cu does not end", FOLD, "((last - i) & (group - 1)) == 0", "last == i", FEW_BITS),
+    ("O that was kept, read from another thread's place", FEW, "place_of(args, GROUP), c.o, of_all", "place_of(args, GROUP) + CONSUMING, c.o, of_all", FEW_BITS),
     ("a part's far rows that are not computed again", FEW, "        take_far_rows(args, w, c, max, sum, far, tile);\n", "        ;\n", FEW_BITS),
 ]
 

@@ -19,8 +19,9 @@
  * is stored.
  *
  * Long keys are parted by their number alone, and a row's parts are folded in one order (fold_parts.cuh). With FA_ONE_LAUNCH 2 a block has all parts of its tile: where one
- * ends, O is folded into what those before left, in memory; with 3 it has a group of them. Results of groups, or with 0 of parts, fold.cu folds.
- * Shared memory: a tile of Q, FA_STAGES tiles of K and of V (panels as in panels_sm90.cuh), barriers, items.
+ * ends, O is folded into what those before left; with 3 it has a group of them. Results of groups, or with 0 of parts, fold.cu folds.
+ * Shared memory: a tile of Q, FA_STAGES tiles of K and of V (panels as in panels_sm90.cuh), barriers, items; where a block has several parts, O of what has been folded of
+ * a group in place of the last tiles, if two stages are left, else in memory.
  */
 #define FA_FOLDS 1
 #define FA_STREAMS
@@ -33,7 +34,7 @@ constexpr bool PAIRS = false; /* of blocks: grouped_sm90.cuh */
 constexpr bool WHOLE = FA_HAS_SPLIT && FA_ONE_LAUNCH == 2, FOLDS_PARTS = FA_HAS_SPLIT && FA_ONE_LAUNCH > 1;
 constexpr int  CONSUMERS = FA_WARPS / 4 - 1, CONSUMING = 128 * CONSUMERS; /* CONSUMING: their threads */
 constexpr int  PANEL = FA_TILE_Q * 128, Q_PANELS = FA_HEAD_DIM / 64, STEPS = FA_HEAD_DIM / 16;  /* of Q; STEPS: of Q K^T */
-constexpr bool KEEPS_Q = FA_HEAD_DIM <= (FOLDS_PARTS ? 64 : 128); /* in registers, where there are as many besides O */
+constexpr bool KEEPS_Q = FA_HEAD_DIM <= 128; /* in registers, where there are as many besides O */
 static_assert(FA_TILE_Q == 64 * CONSUMERS && PACKED, "a consumer owns 64 rows");
 static_assert(FA_DTYPE == FA_F16 || FA_DTYPE == FA_BF16, "two bytes an element");
 static_assert(FA_HEAD_DIM % 64 == 0 && FA_HEAD_DIM_V % 64 == 0 && !MODIFIED, "tiles are made of panels; scores are dot products");
@@ -43,7 +44,11 @@ constexpr bool MOVES_REGISTERS = FA_MIN_BLOCKS > 1 || CONSUMERS > 1;
 constexpr int  PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = FA_MIN_BLOCKS > 1 ? 216 : 232;
 
 constexpr int Q_BYTES = Q_PANELS * PANEL, K_BYTES = FA_TILE_K * FA_HEAD_DIM * 2, V_BYTES = FA_TILE_K * FA_HEAD_DIM_V * 2;
-constexpr int K_STAGES = FA_STAGES, V_STAGES = FA_STAGES, K_AT = Q_BYTES, V_AT = K_AT + K_STAGES * K_BYTES, BARRIERS_AT = V_AT + V_STAGES * V_BYTES;
+constexpr int O_BYTES = FA_TILE_Q * FA_HEAD_DIM_V * 4, STAGES_BYTES = FA_STAGES * (K_BYTES + V_BYTES);
+constexpr bool KEEPS_HERE = FOLDS_PARTS && STAGES_BYTES - O_BYTES >= 2 * (K_BYTES + V_BYTES); /* a tile is multiplied while the next one comes */
+constexpr int KEPT_BYTES = KEEPS_HERE ? O_BYTES : 0, LEFT_BYTES = STAGES_BYTES - KEPT_BYTES;
+constexpr int K_STAGES = LEFT_BYTES / (K_BYTES + V_BYTES), V_STAGES = (LEFT_BYTES - K_STAGES * K_BYTES) / V_BYTES;
+constexpr int K_AT = Q_BYTES, V_AT = K_AT + K_STAGES * K_BYTES, KEPT_AT = V_AT + V_STAGES * V_BYTES, BARRIERS_AT = KEPT_AT + KEPT_BYTES;
 constexpr int WORKS = 2, PRODUCERS = FA_HAS_PAGED ? 3 : 2, NUM_BARRIERS = 2 + 2 * K_STAGES + 2 * V_STAGES + 2 * WORKS;
 constexpr int ITEMS_AT = (BARRIERS_AT + 8 * NUM_BARRIERS + 15) / 16 * 16;
 
@@ -255,11 +260,14 @@ static __device__ __noinline__ void redo_far_part(const fa_args &args, const wor
     __syncwarp();
 }
 
-/* A block's places in memory for O of what has been folded, of a group and of the groups before, and one for far rows: four of a thread's, then the next thread's. */
+/* Places for O, four floats of a thread's, then the next thread's: what has been folded of a group, which each part's end reads and writes, and in memory the groups before,
+ * and one for far rows. */
 enum { GROUP, GROUPS, SPARE };
 
 FA_DEVICE float4 *place_of(const fa_args &args, int which)
 {
+    if (KEEPS_HERE && which == GROUP)
+        return (float4 *)(shared + KEPT_AT) + all_consumers::thread();
     return (float4 *)(args.folded_o + ((fa_i64)blockIdx.x * FA_FOLD_PLACES + which) * FA_TILE_Q * FA_HEAD_DIM_V) + all_consumers::thread();
 }
 
@@ -283,6 +291,17 @@ FA_DEVICE void fold_kept(const float4 *place, float (&o)[O_COUNT], const float (
     }
 }
 
+/* A part, or a group, into what has been folded: then max and sum are those of all. */
+FA_DEVICE void fold_sums(row_fold (&all)[2], float (&max)[2], float (&sum)[2], float (&of_all)[2], float (&of_part)[2])
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        fold_row(all[h], max[h], sum[h], of_all[h], of_part[h]);
+        max[h] = all[h].max;
+        sum[h] = all[h].sum;
+    }
+}
+
 /* A part has far rows: its warp computes them again, and who has them takes them from memory, O by way of where it is kept, for registers have no numbers. Rare. */
 FA_DEVICE void take_far_rows(const fa_args &args, const work &w, consumer &c, float (&max)[2], float (&sum)[2], const bool (&is_far)[2], int tile)
 {
@@ -290,10 +309,10 @@ FA_DEVICE void take_far_rows(const fa_args &args, const work &w, consumer &c, fl
 #pragma unroll 1
     for (int n = 0; n < 16; n++)
         far |= ((n < 8 ? votes[0] : votes[1]) >> (n % 8 * 4) & 1) << n;
-    int part = tile * FA_TILE_K / w.part_keys;
-    redo_far_part(args, w, {fa_max_int(w.keys.begin, part * w.part_keys), fa_min_int(w.keys.end, (part + 1) * w.part_keys)}, 64 * c.group + threadIdx.x % 128 / 32 * 16, far);
+    int     part  = tile * FA_TILE_K / w.part_keys;
     float4 *place = place_of(args, SPARE);
     keep(place, c.o);
+    redo_far_part(args, w, {fa_max_int(w.keys.begin, part * w.part_keys), fa_min_int(w.keys.end, (part + 1) * w.part_keys)}, 64 * c.group + threadIdx.x % 128 / 32 * 16, far);
 #pragma unroll 1
     for (int h = 0; h < 2; h++) {
         int row = row_of_thread(c, h), i = query_of(args, w, row);
@@ -338,31 +357,28 @@ template <bool LAST> FA_DEVICE void end_part(const fa_args &args, const work &w,
 #pragma unroll
         for (int n = 0; n < O_COUNT; n++)
             c.o[n] = max[n / 2 % 2] == -infinity() ? 0.0f : c.o[n];
-    bool ends  = WHOLE && (LAST ? c.kept[1] : tile * FA_TILE_K / w.part_keys % FA_FOLD_GROUP == 0); /* the group, of which few tiles have several */
-    int  which = GROUP;
-#pragma unroll 1
-    for (;; which = GROUPS) { /* the part into the group, and where that ends it into the groups before */
+    bool ends = WHOLE && (LAST ? c.kept[1] : tile * FA_TILE_K / w.part_keys % FA_FOLD_GROUP == 0); /* the group, of which few tiles have several */
+    fold_sums(c.sums, max, sum, of_all, of_part);
+    if (c.kept[0])
+        fold_kept(place_of(args, GROUP), c.o, of_all, of_part);
+    if (WHOLE && ends) {
+        fold_sums(c.total, max, sum, of_all, of_part);
+        if (c.kept[1])
+            fold_kept(place_of(args, GROUPS), c.o, of_all, of_part);
+    }
+    if constexpr (LAST) {
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            row_fold all = which == GROUPS ? c.total[h] : c.sums[h];
-            fold_row(all, max[h], sum[h], of_all[h], of_part[h]);
-            (which == GROUPS ? c.total[h] : c.sums[h]) = all;
-            max[h] = all.max;
-            sum[h] = all.sum;
-        }
-        if (which == GROUPS ? c.kept[1] : c.kept[0])
-            fold_kept(place_of(args, which), c.o, of_all, of_part);
-        if (!ends || which == GROUPS)
-            break;
+        for (int h = 0; h < 2; h++)
+            c.sums[h] = {max[h], sum[h]};
+        return;
     }
     c.kept[0] = !ends;
-    c.kept[1] |= ends;
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-        c.sums[h] = LAST ? row_fold{max[h], sum[h]} : ends ? row_fold() : c.sums[h];
-    if constexpr (LAST)
-        return;
-    keep(place_of(args, which), c.o);
+    if (WHOLE && ends) {
+        c.kept[1] = true;
+        c.sums[0] = c.sums[1] = row_fold();
+        keep(place_of(args, GROUPS), c.o);
+    } else
+        keep(place_of(args, GROUP), c.o);
 #pragma unroll
     for (int n = 0; n < O_COUNT; n++)
         c.o[n] = 0.0f;
