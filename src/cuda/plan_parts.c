@@ -39,7 +39,8 @@ bool fa_packed_merges(int64_t tiles, int64_t parts, const fa_chip *chip)
  * folded from memory. */
 static double time_of_few(const fa_call *call, const fa_plan *plan, int64_t tiles, int64_t keys, int64_t ends)
 {
-    static const double KEY = 3.8e-3, KEY_OF_COLUMN = 5e-5, OF_MEMORY = 0.96, NOT_HIDDEN = 0.1, FOLD = 2.5, COLUMN_OF_RESULT = 1.7e-6, FLOAT_OF_END = 8e-5, ALONE = 3.0;
+    static const double KEY = 3.8e-3, KEY_OF_COLUMN = 5e-5, OF_MEMORY = 0.96, NOT_HIDDEN = 0.1, FOLD = 2.5, ROUND_OF_FOLD = 0.8, COLUMN_OF_RESULT = 1.7e-6, FLOAT_OF_END = 8e-5, ALONE = 3.0;
+    enum { RESULTS_OF_ROUND = 8 }; /* fold.cu's AT_ONCE */
     const fa_tune_row *row = plan->row;
     int64_t most = plan->args.max_seqlen_k, results = ceil_div(most, keys), blocks = tiles * results, slots = (int64_t)plan->chip.multiprocessors * row->min_blocks;
     double  read = 2e-3 * (double)(call->batch * most * call->heads_k * (call->head_dim + call->head_dim_v)) / (OF_MEMORY * plan->chip.gigabytes);
@@ -47,7 +48,8 @@ static double time_of_few(const fa_call *call, const fa_plan *plan, int64_t tile
     bool    alone = row->min_blocks > 1 && blocks <= plan->chip.multiprocessors; /* no other block's work lies beside its ends */
     double  walk = (double)ceil_div(blocks, slots) * ((double)(keys < most ? keys : most) * key + (alone ? 0 : end)), time = fmax(read, walk) + NOT_HIDDEN * fmin(read, walk);
     double  columns = (double)(call->batch * call->max_seqlen_q * call->heads_q * call->head_dim_v);
-    return time + (alone ? ALONE * end : 0) + (results > 1 ? FOLD + columns * (double)results * COLUMN_OF_RESULT : 0);
+    double  fold = FOLD + ROUND_OF_FOLD * (double)(ceil_div(results, RESULTS_OF_ROUND) - 1) + columns * (double)results * COLUMN_OF_RESULT;
+    return time + (alone ? ALONE * end : 0) + (results > 1 ? fold : 0);
 }
 
 /* Keys of a part, so that a call of few queries takes the least time whatever else is in the batch. */
