@@ -15,6 +15,7 @@ typedef struct asked {
     float             softcap;
     bool              alibi, bias, dbias, sinks, dropout, slices, varlen, used, deterministic, pages, f32_dout, f32;
     int               queries; /* 0: 512 */
+    int               splits;
 } asked;
 
 #define FORWARD FLASH_ATTN_FORWARD
@@ -32,6 +33,9 @@ static const asked calls[] = {
     {"few queries, causal, groups, varlen", FORWARD, FEW_F, .mask = FLASH_ATTN_CAUSAL, .queries = 17, .heads_k = 2, .varlen = true},
     {"few queries, window, pages, sinks", FORWARD, FEW_F, .mask = FLASH_ATTN_WINDOW, .queries = 5, .heads_k = 2, .pages = true, .sinks = true},
     {"sixteen rows", FORWARD, FEW_F, .queries = 4, .heads_k = 2},
+    {"sixteen rows of few tiles", FORWARD, FEW_F, .queries = 2, .heads_k = 1},
+    {"sixteen rows of few tiles, by the batch", FORWARD, ANY_F, .queries = 2, .heads_k = 1, .splits = -1},
+    {"sixteen rows, by the batch", FORWARD, FEW_F, .queries = 4, .heads_k = 2, .splits = -1},
     {"eight rows", FORWARD, ANY_F, .queries = 2, .heads_k = 2},
     {"few queries, softcap", FORWARD, ANY_F, .queries = 64, .softcap = 30},
     {"few queries, bias", FORWARD, ANY_F, .queries = 64, .bias = true},
@@ -87,6 +91,7 @@ static flash_attn_status normalise(const asked *x, int head_dim, fa_call *call)
     flash_attn_dtype   dtype   = x->f32 ? FLASH_ATTN_F32 : FLASH_ATTN_BF16;
     int64_t            heads_k = x->heads_k ? x->heads_k : HEADS, queries = x->queries ? x->queries : KEYS, batch = BATCH, rows = KEYS;
     flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA}, .mask = x->mask, .softcap = x->softcap, .deterministic = x->deterministic, .o = {.dtype = dtype}};
+    p.num_splits = x->splits;
     if (x->varlen) {
         p.batch        = BATCH;
         p.cu_seqlens_q = p.cu_seqlens_k = numbers;

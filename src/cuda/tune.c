@@ -208,13 +208,13 @@ static bool takes_packed(const fa_tune_row *row, const fa_call *call, const fa_k
            (!key->has_paged || (call->k.shape[0] > 0 && fa_page_piece(call, row->tile_k) >= SWIZZLE_ROWS));
 }
 
-/* What forward_few_sm90 asks for besides: queries that forward_sm90 leaves to others, more than eight rows, of which the kernel for any GPU leaves large
- * results (decision 0074, second round). */
+/* What forward_few_sm90 asks for besides: queries that forward_sm90 leaves to others, more than eight rows, of which the kernel for any GPU leaves large results; up to 16
+ * are faster there all the same where few blocks are busy, which only a call may count that lets the batch count (decision 0074, second round). */
 static bool takes_few(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
-    enum { MOST_QUERIES = 128, FEW_ROWS = 8 };
-    int64_t rows = call->max_seqlen_q * call->group;
-    return (call->max_seqlen_q <= MOST_QUERIES || call->num_splits > 1) && rows > FEW_ROWS && (row->tile_q > 64 || rows <= 64) && call->head_dim > 32 && call->head_dim_v > 32 &&
+    enum { MOST_QUERIES = 128, FEW_ROWS = 8, ROWS_OF_ANY = 16, FEW_TILES = 32 };
+    int64_t rows = call->max_seqlen_q * call->group, fewest = call->num_splits < 0 && call->batch * call->heads_k < FEW_TILES ? ROWS_OF_ANY : FEW_ROWS;
+    return (call->max_seqlen_q <= MOST_QUERIES || call->num_splits > 1) && rows > fewest && (row->tile_q > 64 || rows <= 64) && call->head_dim > 32 && call->head_dim_v > 32 &&
            fa_map_fits(&call->v) && takes_packed(row, call, key);
 }
 
