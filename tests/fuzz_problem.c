@@ -3,13 +3,14 @@
  * judged as a case; a spoilt one must be refused with everything untouched, or be harmless. After each, a known good
  * call must work.
  *
- *     fuzz_problem [--seconds N] [--seed N] [--tier NAME] [--dtype NAME] [--gpu] [--hopper] [--latent]
+ *     fuzz_problem [--seconds N] [--seed N] [--tier NAME] [--dtype NAME] [--gpu] [--hopper] [--latent] [--few]
  *
  * runs seeds 1, 2, 3, ... (from --seed on) for so many seconds, 0 meaning for ever; without --seconds, the one seed.
  * --tier, --dtype: every problem on this tier and of this type, f8e4m3 too, in place of those that were drawn.
  * --gpu: valid ones alone, on CUDA device 0, real or emulated; each new combination of options compiles a kernel.
  * --hopper: the same of such as Hopper's own kernels take, which are longer, some in the deterministic mode.
  * --latent: V is K's first columns, as in multi-head latent attention; forward, on the CPU or with --gpu.
+ * --few: up to 128 queries on long keys, heads in groups, as when a sequence is decoded; likewise.
  * Built with clang -fsanitize=fuzzer -DFLASH_ATTN_FUZZ it is a libFuzzer target instead.
  */
 #include "case_gpu.h"
@@ -168,6 +169,27 @@ static void take_latent_shape(bytes *b, test_case *c)
     }
 }
 
+/* Decoding, drafted tokens, pieces of a prompt: what forward_few_sm90 takes, and whose keys are parted. */
+static void take_few_shape(bytes *b, test_case *c)
+{
+    static const int groups[] = {1, 2, 3, 4, 5, 8, 16, 28};
+    c->batch      = 1 + below(b, one_in(b, 3) ? 14 : 4);
+    c->heads_q    = c->heads_k * groups[below(b, 8)];
+    c->seqlen_q   = one_in(b, 4) ? 1 + below(b, 128) : 1 + below(b, 20);
+    c->seqlen_k   = one_in(b, 4) ? length(b, 200) : 1 + below(b, 2500);
+    c->head_dim   = one_in(b, 2) ? 64 << below(b, 3) : 8 * (5 + below(b, 28));
+    c->head_dim_v = one_in(b, 4) ? 8 * (5 + below(b, 28)) : c->head_dim;
+    c->num_splits = one_in(b, 3) ? below(b, 10) - 1 : 0;
+    c->alibi      = false;
+    c->softcap = c->dropout = 0;
+    c->forward_only = true;
+    leave_own_kernels_options(b, c);
+    while ((int64_t)c->batch * c->heads_q * c->seqlen_q * c->seqlen_k > 300000 && c->seqlen_q > 1) {
+        c->batch    = (c->batch + 1) / 2;
+        c->seqlen_q = c->seqlen_q * 3 / 4;
+    }
+}
+
 static void describe(const test_case *c, flash_attn_dtype dtype, const tier *t, int threads)
 {
     printf("  %s on %s, %d threads: b %d, sq %d, sk %d, hq %d, hk %d, d %d, dv %d, mask %d (%d, %d), scale %g, softcap "
@@ -246,7 +268,7 @@ static void spoil(bytes *b, flash_attn_problem *p, flash_attn_grads *g, int batc
 static const case_memory *gpu_memory;     /* NULL: the CPU */
 static const tier        *one_tier;       /* NULL: any */
 static int                one_dtype = -1; /* likewise */
-static bool               hopper, latent;
+static bool               hopper, latent, few;
 
 typedef enum outcome { RIGHT, REFUSED, UNSUPPORTED, WRONG, NUM_OUTCOMES } outcome;
 
@@ -316,7 +338,9 @@ static outcome run_bytes(bytes b)
         dtype = one_in(&b, 4) ? FLASH_ATTN_F8E4M3 : FLASH_ATTN_BF16;
     if (latent)
         take_latent_shape(&b, &c);
-    if (latent && gpu_memory && dtype == FLASH_ATTN_F32)
+    if (few)
+        take_few_shape(&b, &c);
+    if ((latent || few) && gpu_memory && dtype == FLASH_ATTN_F32)
         dtype = FLASH_ATTN_BF16;
     case_instance *x = case_build(&c, dtype, CASE_RANDOM | CASE_BACKWARD | (spoilt ? CASE_NO_EXPECT : 0), seed, why, sizeof why);
     outcome        result;
@@ -416,6 +440,8 @@ int main(int argc, char **argv)
             n++;
         } else if (strcmp(argv[n], "--latent") == 0) {
             latent = true;
+        } else if (strcmp(argv[n], "--few") == 0) {
+            few = true;
         } else if (strcmp(argv[n], "--gpu") == 0 || strcmp(argv[n], "--hopper") == 0) {
             char why[200];
             hopper     = hopper || strcmp(argv[n], "--hopper") == 0;
@@ -425,7 +451,7 @@ int main(int argc, char **argv)
                 return 0;
             }
         } else {
-            fprintf(stderr, "usage: fuzz_problem [--seconds N] [--seed N] [--tier NAME] [--dtype NAME] [--gpu] [--hopper] [--latent]\n");
+            fprintf(stderr, "usage: fuzz_problem [--seconds N] [--seed N] [--tier NAME] [--dtype NAME] [--gpu] [--hopper] [--latent] [--few]\n");
             return 2;
         }
     }
