@@ -119,6 +119,15 @@ static void leave_own_kernels_options(bytes *b, test_case *c)
         c->layout = LAYOUT_CONTIGUOUS;
 }
 
+/* Nor have those for packed rows, which are forwards, softcap, ALiBi and dropout. */
+static void leave_packed_rows_options(bytes *b, test_case *c)
+{
+    leave_own_kernels_options(b, c);
+    c->alibi   = false;
+    c->softcap = c->dropout = 0;
+    c->forward_only = true;
+}
+
 /* What has more than 128 queries, whole 16 bytes a row, 16 bits or FP8, and neither bias nor block mask; many sequences in one of four. */
 static void take_hoppers_shape(bytes *b, test_case *c)
 {
@@ -158,10 +167,7 @@ static void take_latent_shape(bytes *b, test_case *c)
     c->heads_q    = c->heads_k * heads[below(b, 8)];
     c->seqlen_q   = one_in(b, 4) ? 1 + below(b, 150) : 1 + below(b, 5);
     c->seqlen_k   = one_in(b, 4) ? length(b, 200) : 1 + below(b, 900);
-    c->alibi      = false;
-    c->softcap = c->dropout = 0;
-    c->forward_only = true;
-    leave_own_kernels_options(b, c);
+    leave_packed_rows_options(b, c);
     while ((int64_t)c->batch * c->heads_q * c->seqlen_q * c->seqlen_k > 100000 && c->seqlen_k > 1) {
         c->batch    = (c->batch + 1) / 2;
         c->seqlen_q = (3 * c->seqlen_q + 3) / 4;
@@ -180,10 +186,7 @@ static void take_few_shape(bytes *b, test_case *c)
     c->head_dim   = one_in(b, 2) ? 64 << below(b, 3) : 8 * (5 + below(b, 28));
     c->head_dim_v = one_in(b, 4) ? 8 * (5 + below(b, 28)) : c->head_dim;
     c->num_splits = one_in(b, 3) ? below(b, 10) - 1 : 0;
-    c->alibi      = false;
-    c->softcap = c->dropout = 0;
-    c->forward_only = true;
-    leave_own_kernels_options(b, c);
+    leave_packed_rows_options(b, c);
     while ((int64_t)c->batch * c->heads_q * c->seqlen_q * c->seqlen_k > 300000 && c->seqlen_q > 1) {
         c->batch    = (c->batch + 1) / 2;
         c->seqlen_q = c->seqlen_q * 3 / 4;
