@@ -320,6 +320,34 @@ static void latent_parts_follow_the_batch_if_asked(void **state)
     }
 }
 
+/* 32 heads on 8 on an H200, no mask: which blocks were fastest, or within 5% of it, for few queries by default (decision 0074, second round). */
+static void parts_of_few_queries_are_folded_where_it_was_measured_fastest(void **state)
+{
+    (void)state;
+    enum { PARTS = 0, WHOLE = 2, GROUPS = 3 };
+    static const fa_chip h200 = {132, 4917};
+    static const struct {
+        int head_dim, queries, batch, keys, blocks_have;
+    } calls[] = {
+        {128, 16, 1, 1024, PARTS},  {128, 16, 1, 16384, PARTS}, {128, 16, 8, 1024, PARTS},   {128, 16, 8, 4096, PARTS}, {128, 16, 8, 16384, GROUPS}, {128, 16, 64, 1024, WHOLE}, {128, 16, 64, 16384, WHOLE},
+        {128, 64, 1, 16384, PARTS}, {128, 64, 8, 1024, WHOLE},  {128, 64, 64, 4096, WHOLE},  {64, 16, 8, 1024, PARTS},  {64, 16, 8, 4096, PARTS},    {64, 16, 8, 16384, GROUPS}, {64, 16, 64, 4096, WHOLE},
+        {64, 64, 1, 4096, PARTS},   {64, 64, 8, 4096, WHOLE},   {256, 16, 1, 4096, PARTS},   {256, 16, 8, 4096, GROUPS}, {256, 16, 64, 1024, WHOLE}, {256, 64, 64, 1024, WHOLE},
+    };
+    for (size_t n = 0; n < sizeof calls / sizeof *calls; n++) {
+        flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA}, .o = {.dtype = FLASH_ATTN_BF16}};
+        fa_call            call;
+        fa_plan            plan;
+        p.q = of(FLASH_ATTN_BF16, calls[n].batch, calls[n].queries, 32, calls[n].head_dim);
+        p.k = p.v = of(FLASH_ATTN_BF16, calls[n].batch, calls[n].keys, 8, calls[n].head_dim);
+        assert_int_equal(fa_normalise(&p, NULL, FORWARD, FA_PLAN, &call), FLASH_ATTN_OK);
+        assert_int_equal(fa_plan_make(&call, 90, &h200, NULL, &plan), FLASH_ATTN_OK);
+        const fa_key *key = &plan.launch[plan.main].key;
+        assert_int_equal(key->kernel, FEW_F);
+        if (!key->has_split || key->one_launch != calls[n].blocks_have)
+            fail_msg("head_dim %d, %d queries, %d x %d: %d, not %d", calls[n].head_dim, calls[n].queries, calls[n].batch, calls[n].keys, key->one_launch, calls[n].blocks_have);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -328,6 +356,7 @@ int main(void)
         cmocka_unit_test(latent_calls_take_their_own_kernel_on_hopper),
         cmocka_unit_test(a_plan_without_data_knows_a_latent_cache),
         cmocka_unit_test(latent_parts_follow_the_batch_if_asked),
+        cmocka_unit_test(parts_of_few_queries_are_folded_where_it_was_measured_fastest),
         cmocka_unit_test(heads_too_wide_are_refused_with_the_width_that_is_not),
     };
     return cmocka_run_group_tests_name("cuda_plan", tests, NULL, NULL);
