@@ -32,6 +32,7 @@ static const test_case shapes[] = {
     {.name = "blocks that stay, no boxes of Q", .batch = 9, .seqlen_q = 20, .seqlen_k = 200, GROUP(6, 2), .mask = C},
     {.name = "one key", .seqlen_q = 20, .seqlen_k = 1, GROUP(8, 2)},
     {.name = "no key", .seqlen_q = 20, .seqlen_k = 0, GROUP(8, 2)},
+    {.name = "no key, parts by the batch", .seqlen_q = 20, .seqlen_k = 0, GROUP(8, 2), .num_splits = -1},
     {.name = "more queries than keys", .seqlen_q = 90, .seqlen_k = 40, GROUP(4, 2), .mask = C},
     {.name = "window", .seqlen_q = 100, .seqlen_k = 400, GROUP(4, 2), .mask = W, .window_left = 130, .window_right = 20},
     {.name = "window of one", .seqlen_q = 70, .seqlen_k = 70, GROUP(2, 1), .mask = W},

@@ -13,6 +13,7 @@ static const test_case shapes[] = {
     {.name = "one query, parts", .batch = 2, .seqlen_q = 1, .seqlen_k = 1000, .heads_q = 20, .mask = C},
     {.name = "one key", .seqlen_q = 2, .seqlen_k = 1, .heads_q = 8},
     {.name = "no key", .seqlen_q = 2, .seqlen_k = 0, .heads_q = 8},
+    {.name = "no key, parts by the batch", .seqlen_q = 2, .seqlen_k = 0, .heads_q = 8, .num_splits = -1},
     {.name = "two queries", .batch = 2, .seqlen_q = 2, .seqlen_k = 333, .heads_q = 48, .mask = C},
     {.name = "queries and heads that divide nothing", .seqlen_q = 7, .seqlen_k = 200, .heads_q = 21, .mask = C},
     {.name = "more queries than keys", .seqlen_q = 90, .seqlen_k = 40, .heads_q = 4, .mask = C},

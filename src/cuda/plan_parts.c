@@ -131,6 +131,8 @@ void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
     fa_args           *args = &plan->args;
     int64_t keys = args->max_seqlen_k, part = keys, heads = is_packed(row) ? call->heads_k : call->heads_q;
     bool    folds = row->only == FA_FOR_FEW_TMA, fastest = call->num_splits < 0 && (folds || row->only == FA_FOR_LATENT), by_shape = call->num_splits <= 0 && !fastest;
+    if (keys == 0)
+        return;
     if (fastest)
         part = folds ? fastest_part_of_few(call, plan) : fastest_part(call, row, &plan->chip, args);
     else if (call->num_splits > 1)
@@ -144,7 +146,7 @@ void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
         args->part_doublings = folds ? DOUBLINGS + 1 : DOUBLINGS;
     }
     part = ceil_div(part, row->tile_k) * row->tile_k;
-    if (keys == 0 || part >= keys)
+    if (part >= keys)
         return;
     args->split_keys = (int)part;
     args->num_splits = (int)most_parts(args, part, keys, folds ? FA_FOLD_PARTS : 0);
