@@ -267,8 +267,8 @@ typedef struct flash_attn_problem {
                               it o may differ in its last bits, for P may then be made in a faster way of the same
                               accuracy. Backward: read, required. */
 
-    float           scale;   /* 0: 1 / sqrt(d). Any finite number; for a true zero give -0.0f */
-    float           softcap; /* 0: off; otherwise > 0 */
+    float           scale;   /* 0: 1 / sqrt(d). Any number up to 2e38 in size; for a true zero give -0.0f */
+    float           softcap; /* 0: off; otherwise > 0, and at least scale / 2e38 */
     flash_attn_mask mask;
     int32_t         window_left, window_right; /* with WINDOW: keys to the left and right of the diagonal, -1: no limit.
                                                   Otherwise 0 or -1. */
@@ -348,7 +348,7 @@ FLASH_ATTN_API flash_attn_status flash_attn_workspace_size(flash_attn_context *c
                                                            size_t *bytes);
 
 /* Do ahead all that a first call would do (choose, compile, load), so that later calls are quick and a CUDA graph can
- * capture them. Data pointers may be NULL; no tensor is touched. */
+ * capture them. Data pointers may be NULL, and count as aligned to 16 bytes then; no tensor is touched. */
 FLASH_ATTN_API flash_attn_status flash_attn_prepare(flash_attn_context *context, const flash_attn_problem *problem,
                                                     flash_attn_pass pass);
 

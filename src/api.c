@@ -153,9 +153,10 @@ static void assume_longest(fa_call *call)
 /* A plan has addresses of its own where the caller gave none. A backward's gradients it never has. */
 static flash_attn_status check_given_memory(const flash_attn_problem *problem, fa_call call)
 {
-    const void        *given[] = {problem->q.data, problem->k.data, problem->v.data, problem->o.data, problem->lse.data};
-    flash_attn_tensor *views[] = {&call.q, &call.k, &call.v, &call.o, &call.lse};
-    for (int i = 0; i < 5; i++)
+    const void        *given[] = {problem->q.data, problem->k.data, problem->v.data, problem->o.data, problem->lse.data, problem->bias.data, problem->alibi_slopes.data,
+                                  problem->sinks.data, problem->descale.q.data, problem->descale.k.data, problem->descale.v.data};
+    flash_attn_tensor *views[] = {&call.q, &call.k, &call.v, &call.o, &call.lse, &call.bias, &call.alibi_slopes, &call.sinks, &call.descale_q, &call.descale_k, &call.descale_v};
+    for (size_t i = 0; i < sizeof views / sizeof *views; i++)
         if (!given[i])
             views[i]->data = NULL;
     return call.pass == FLASH_ATTN_FORWARD ? fa_check_memory(&call, NULL, 0) : FLASH_ATTN_OK;

@@ -8,7 +8,7 @@
 /* What a checked append is about. */
 typedef struct sizes {
     int64_t batch, rows_new, capacity; /* rows_new 0: no new keys */
-    int64_t rows_q, positions;         /* positions 0: no rotation */
+    int64_t rows_q, positions;         /* positions: of the rotary tables, if there are any */
 } sizes;
 
 /* What backends count in 32 bits: rows of [batch, rows, heads, head_dim]. */
@@ -136,7 +136,7 @@ static flash_attn_status check_sequence(const flash_attn_append *a, const sizes 
                        b, held, size->capacity - size->rows_new, size->rows_new, size->capacity);
     int64_t rows_q = a->q_at_end && size->rows_q > 0 ? 1 : size->rows_q;
     int64_t steps  = rows_q > size->rows_new ? rows_q : size->rows_new;
-    if (size->positions > 0 && steps > 0 && held - leftpad + steps > size->positions)
+    if (a->rotary.cos.data && steps > 0 && held - leftpad + steps > size->positions)
         return fa_fail(FLASH_ATTN_INVALID,
                        "rotary.cos.shape[0] is %" PRId64 ", expected at least %" PRId64
                        ", the positions that sequence %" PRId64 " reaches",
@@ -216,8 +216,8 @@ static flash_attn_status check_memory(const flash_attn_append *a, const sizes *s
                 {"k_new", with_keys ? a->k_new : none, false},
                 {"v_new", with_keys ? a->v_new : none, false},
                 {"q", with_queries && !itself ? a->q : none, false},
-                {"rotary.cos", size->positions > 0 ? a->rotary.cos : none, false},
-                {"rotary.sin", size->positions > 0 ? a->rotary.sin : none, false},
+                {"rotary.cos", a->rotary.cos.data ? a->rotary.cos : none, false},
+                {"rotary.sin", a->rotary.cos.data ? a->rotary.sin : none, false},
                 {"cache_seqlens", fa_array_view(a->cache_seqlens, size->batch, FLASH_ATTN_F32), false},
                 {"cache_batch_idx", fa_array_view(with_keys ? a->cache_batch_idx : NULL, size->batch, FLASH_ATTN_F32), false},
                 {"leftpad_k", fa_array_view(a->leftpad_k, size->batch, FLASH_ATTN_F32), false},
@@ -227,12 +227,20 @@ static flash_attn_status check_memory(const flash_attn_append *a, const sizes *s
     return fa_check_overlap(regions, (int)(sizeof regions / sizeof *regions));
 }
 
+/* Arrays of int32. */
+static flash_attn_status check_array_alignment(const flash_attn_append *a)
+{
+    const fa_array arrays[] = {{"cache_seqlens", a->cache_seqlens}, {"cache_batch_idx", a->cache_batch_idx}, {"leftpad_k", a->leftpad_k}, {"pages.table", a->pages.table}};
+    return fa_check_alignment(arrays, sizeof arrays / sizeof *arrays);
+}
+
 flash_attn_status fa_normalise_append(const flash_attn_append *append, flash_attn_append *out)
 {
     if (!append)
         return fa_fail(FLASH_ATTN_INVALID, "append is NULL, expected what to append");
     FA_TRY(FA_CHECK_RESERVED("append.reserved", append->reserved));
     FA_TRY(fa_check_device(append->device));
+    FA_TRY(check_array_alignment(append));
     *out           = *append;
     bool with_keys = append->k_new.data != NULL, with_queries = append->q.data != NULL;
     if (!with_keys && append->v_new.data)

@@ -41,6 +41,13 @@ flash_attn_status fa_view_output_layout(const char *name, flash_attn_tensor *t, 
 
 bool fa_view_is_empty(const flash_attn_tensor *t);
 
+/* Arrays of int32, or of structs of them, start at multiples of 4. NULL: not given. */
+typedef struct fa_array {
+    const char *name;
+    const void *data;
+} fa_array;
+flash_attn_status fa_check_alignment(const fa_array *arrays, size_t count);
+
 /* Reserved words that a newer header may use. */
 #define FA_CHECK_RESERVED(name, words) fa_check_reserved(name, words, (int)(sizeof(words) / sizeof *(words)))
 flash_attn_status fa_check_reserved(const char *name, const uint64_t *reserved, int count);

@@ -13,8 +13,9 @@ static double merged_lse(const flash_attn_partial *parts, int32_t num_parts, int
         return 0.0;
     for (int32_t n = 0; n < num_parts; n++) {
         float lse = *(const float *)fa_at(&parts[n].lse, b, h, i, 0);
-        if (!(lse <= highest)) /* a NaN stays */
-            highest = lse;
+        if (isnan(lse))
+            return (double)NAN;
+        highest = lse > highest ? lse : highest;
     }
     if (highest == -INFINITY)
         return -INFINITY;

@@ -4,6 +4,7 @@
 #include <inttypes.h>
 
 #define MAX_SPLITS 256
+#define LARGEST_SCALE 2e38f /* times log2(e) it is finite, as scores for exp2 have it */
 
 static flash_attn_status normalise_mask(const flash_attn_problem *p, fa_call *call)
 {
@@ -48,12 +49,16 @@ flash_attn_status fa_normalise_options(const flash_attn_problem *p, fa_call *cal
 {
     if (!isfinite(p->scale))
         return fa_fail(FLASH_ATTN_INVALID, "scale is %g, expected a finite number", (double)p->scale);
+    if (fabsf(p->scale) > LARGEST_SCALE)
+        return fa_fail(FLASH_ATTN_INVALID, "scale is %g, expected at most %g in size", (double)p->scale, (double)LARGEST_SCALE);
     call->scale = p->scale;
     if (p->scale == 0.0f)
         call->scale = signbit(p->scale) ? 0.0f : (float)(1.0 / sqrt((double)call->head_dim));
     if (!isfinite(p->softcap) || p->softcap < 0.0f)
         return fa_fail(FLASH_ATTN_INVALID, "softcap is %g, expected 0 for none or a finite number above",
                        (double)p->softcap);
+    if (p->softcap > 0 && fabs((double)call->scale / p->softcap) > LARGEST_SCALE)
+        return fa_fail(FLASH_ATTN_INVALID, "softcap is %g, expected 0 for none or at least scale / %g", (double)p->softcap, (double)LARGEST_SCALE);
     call->softcap = p->softcap;
     if (p->num_splits < -1 || p->num_splits > MAX_SPLITS)
         return fa_fail(FLASH_ATTN_INVALID, "num_splits is %d, expected -1 to %d", p->num_splits, MAX_SPLITS);

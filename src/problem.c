@@ -97,6 +97,8 @@ static flash_attn_status normalise_keys(const flash_attn_problem *p, fa_call *ca
         FA_TRY(fa_check_extent("k.shape[0] (num_pages)", shape[0], 0, INT32_MAX));
         FA_TRY(fa_check_extent("k.shape[1] (page_size)", shape[1], 1, FA_MAX_SEQLEN));
     } else {
+        if (p->cache_batch_idx)
+            FA_TRY(fa_check_extent("k.shape[0] (entries of the cache)", shape[0], 0, INT32_MAX));
         FA_TRY(fa_check_extent(cu ? "k.shape[1] (total_k)" : "k.shape[1] (seqlen_k)", shape[1], 0,
                                cu ? INT32_MAX : FA_MAX_SEQLEN));
     }
@@ -213,7 +215,7 @@ static flash_attn_status normalise_gradients(const flash_attn_problem *p, const 
     FA_TRY(normalise_gradient("grads.dk", &grads->dk, call->k.shape, allowed, plan, &call->dk));
     FA_TRY(normalise_gradient("grads.dv", &grads->dv, call->v.shape, allowed, plan, &call->dv));
 
-    if (!call->bias.data && grads->dbias.data)
+    if (!fa_view_given(&p->bias, true) && grads->dbias.data)
         return fa_fail(FLASH_ATTN_INVALID, "grads.dbias is given, expected none without bias");
     if (!call->sinks.data && grads->dsinks.data)
         return fa_fail(FLASH_ATTN_INVALID, "grads.dsinks is given, expected none without sinks");
@@ -231,26 +233,18 @@ static flash_attn_status normalise_gradients(const flash_attn_problem *p, const 
     return FLASH_ATTN_OK;
 }
 
-/* Arrays of int32. */
 static flash_attn_status check_array_alignment(const flash_attn_problem *p)
 {
-    const struct {
-        const char    *name;
-        const int32_t *array;
-    } arrays[] = {{"cu_seqlens_q", p->cu_seqlens_q},
-                  {"cu_seqlens_k", p->cu_seqlens_k},
-                  {"seqused_q", p->seqused_q},
-                  {"seqused_k", p->seqused_k},
-                  {"leftpad_k", p->leftpad_k},
-                  {"cache_batch_idx", p->cache_batch_idx},
-                  {"pages.table", p->pages.table},
-                  {"slices.offsets", p->slices.offsets},
-                  {"slices.list", (const int32_t *)(const void *)p->slices.list}};
-    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++)
-        if ((uintptr_t)arrays[i].array % sizeof(int32_t) != 0)
-            return fa_fail(FLASH_ATTN_INVALID, "%s %p is misaligned, expected a multiple of 4", arrays[i].name,
-                           (const void *)arrays[i].array);
-    return FLASH_ATTN_OK;
+    const fa_array arrays[] = {{"cu_seqlens_q", p->cu_seqlens_q},
+                               {"cu_seqlens_k", p->cu_seqlens_k},
+                               {"seqused_q", p->seqused_q},
+                               {"seqused_k", p->seqused_k},
+                               {"leftpad_k", p->leftpad_k},
+                               {"cache_batch_idx", p->cache_batch_idx},
+                               {"pages.table", p->pages.table},
+                               {"slices.offsets", p->slices.offsets},
+                               {"slices.list", p->slices.list}};
+    return fa_check_alignment(arrays, sizeof arrays / sizeof *arrays);
 }
 
 flash_attn_status fa_check_memory(const fa_call *call, const void *workspace, size_t workspace_bytes)
@@ -283,7 +277,7 @@ flash_attn_status fa_check_memory(const fa_call *call, const void *workspace, si
         {"leftpad_k", fa_array_view(call->leftpad_k, batch, FLASH_ATTN_F32), false},
         {"cache_batch_idx", fa_array_view(call->cache_batch_idx, batch, FLASH_ATTN_F32), false},
         {"pages.table", fa_table_view(&call->pages, batch), false},
-        {"slices.list", fa_array_view(call->slices.list, call->slices.count * SLICE_INTS, FLASH_ATTN_F32), false},
+        {"slices.list", fa_array_view(call->slices.list, (int64_t)call->slices.count * SLICE_INTS, FLASH_ATTN_F32), false},
         {"slices.offsets", fa_array_view(call->slices.offsets, batch + 1, FLASH_ATTN_F32), false},
         {"exec.workspace", fa_array_view(workspace, (int64_t)workspace_bytes, FLASH_ATTN_F8E4M3), true},
     };

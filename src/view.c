@@ -205,3 +205,11 @@ flash_attn_status fa_view_output_layout(const char *name, flash_attn_tensor *t, 
     }
     return FLASH_ATTN_OK;
 }
+
+flash_attn_status fa_check_alignment(const fa_array *arrays, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        if ((uintptr_t)arrays[i].data % sizeof(int32_t) != 0)
+            return fa_fail(FLASH_ATTN_INVALID, "%s %p is misaligned, expected a multiple of 4", arrays[i].name, arrays[i].data);
+    return FLASH_ATTN_OK;
+}

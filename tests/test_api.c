@@ -94,6 +94,18 @@ static void plans_need_no_data(void **state)
         }
 }
 
+/* What has no data lies nowhere, however large it is. */
+static void a_plan_of_large_inputs_shares_no_memory_with_results(void **state)
+{
+    (void)state;
+    flash_attn_explanation explanation;
+    flash_attn_problem     p = {.q.shape = {1, 8192, 1, 1}, .k.shape = {1, 262144, 1, 1}, .v.shape = {1, 262144, 1, 1}, .bias.shape = {1, 1, 8192, 262144}};
+    p.o.data = malloc(8192 * sizeof(float));
+    assert_non_null(p.o.data);
+    ASSERT_OK(flash_attn_explain(NULL, &p, FLASH_ATTN_FORWARD, &explanation));
+    free(p.o.data);
+}
+
 static void a_plan_of_results_on_inputs_is_refused(void **state)
 {
     (void)state;
@@ -477,6 +489,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_status_has_a_name),
         cmocka_unit_test(plans_need_no_data),
+        cmocka_unit_test(a_plan_of_large_inputs_shares_no_memory_with_results),
         cmocka_unit_test(a_plan_of_results_on_inputs_is_refused),
         cmocka_unit_test(a_workspace_must_be_large_enough_and_suffices),
         cmocka_unit_test(workspace_does_not_depend_on_lengths),

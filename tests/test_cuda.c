@@ -358,11 +358,16 @@ static void a_workspace_one_byte_short_is_refused_and_nothing_written(void **sta
     poison(&p);
     unsigned char *before = result_of(&p);
     add_workspace(&p);
-    assert_true(p.workspace_bytes > 0);
-    p.workspace_bytes--;
+    size_t planned = p.workspace_bytes, enough = 0; /* planned for data that may lie anywhere */
+    assert_true(planned > 0);
+    p.workspace_bytes = 1;
+    assert_int_equal(forward_on(&p, NULL), FLASH_ATTN_NO_MEMORY);
+    const char *said = strstr(flash_attn_last_error(), "expected at least ");
+    assert_true(said && sscanf(said, "expected at least %zu", &enough) == 1 && enough <= planned);
+    p.workspace_bytes = enough - 1;
     assert_int_equal(forward_on(&p, NULL), FLASH_ATTN_NO_MEMORY);
     expect_same(&p, before);
-    p.workspace_bytes++;
+    p.workspace_bytes = enough;
     expect_ok(forward_on(&p, NULL));
     free(before);
     free_plain(&p);
@@ -385,6 +390,25 @@ static void a_misaligned_workspace_is_as_good(void **state)
     expect_same(&p, expected);
     p.workspace = own;
     free(expected);
+    free_plain(&p);
+}
+
+/* Planned without data, which counts as aligned; the call's is not, and takes another kernel. */
+static void a_planned_workspace_suffices_wherever_data_lie(void **state)
+{
+    (void)state;
+    need_gpu();
+    plain p              = make_plain(1, 1, 255, 1, 1, 64, 4);
+    p.problem.num_splits = 4;
+    p.problem.lse        = (flash_attn_tensor){0};
+    flash_attn_problem planned = p.problem;
+    planned.q.data = planned.k.data = planned.v.data = planned.o.data = NULL;
+    expect_ok(flash_attn_workspace_size(NULL, &planned, FLASH_ATTN_FORWARD, &p.workspace_bytes));
+    p.workspace                  = gpu->alloc(p.workspace_bytes);
+    flash_attn_tensor *tensors[] = {&p.problem.q, &p.problem.k, &p.problem.v, &p.problem.o};
+    for (int n = 0; n < 4; n++)
+        tensors[n]->data = (char *)tensors[n]->data + 2;
+    expect_ok(forward_on(&p, NULL));
     free_plain(&p);
 }
 
@@ -584,6 +608,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(offsets_beyond_32_bits_are_right),
         cmocka_unit_test(a_workspace_one_byte_short_is_refused_and_nothing_written),
         cmocka_unit_test(a_misaligned_workspace_is_as_good),
+        cmocka_unit_test(a_planned_workspace_suffices_wherever_data_lie),
         cmocka_unit_test(the_forward_repeats_bit_by_bit),
         cmocka_unit_test(a_sequence_has_the_same_bits_alone_and_in_a_batch),
         cmocka_unit_test(a_device_that_is_not_there_is_said),

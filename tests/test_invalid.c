@@ -275,6 +275,8 @@ static flash_attn_status call(const world *w, base kind)
       memset(P.lse.data, 0, 8))                                                                                        \
     X(PADDED, scale_nan, INVALID, "scale is nan", P.scale = NAN)                                                       \
     X(PADDED, scale_infinite, INVALID, "scale is -inf", P.scale = -INFINITY)                                           \
+    X(PADDED, scale_too_large, INVALID, "scale is -2.4e+38", P.scale = -2.4e38f)                                       \
+    X(PADDED, softcap_too_small, INVALID, "softcap is 1e-39", P.softcap = 1e-39f)                                      \
     X(PADDED, softcap_nan, INVALID, "softcap is", P.softcap = NAN)                                                     \
     X(PADDED, softcap_negative, INVALID, "softcap is -1", P.softcap = -1.0f)                                           \
     X(PADDED, softcap_infinite, INVALID, "softcap is inf", P.softcap = INFINITY)                                       \
@@ -311,6 +313,8 @@ static flash_attn_status call(const world *w, base kind)
     X(VARLEN, cu_two_entries, INVALID, "q.shape[0]", P.q.shape[0] = 2)                                                 \
     X(VARLEN, cu_k_two_entries, INVALID, "k.shape", P.k.shape[0] = P.v.shape[0] = 2)                                   \
     X(VARLEN, cu_with_pages, INVALID, "cu_seqlens_k", P.pages.table = w->m->table; P.pages.pages_per_seq = 1)          \
+    X(CACHED, index_into_too_many, INVALID, "k.shape[0] (entries of the cache) is 4294967296",                         \
+      P.k.shape[0] = P.v.shape[0] = INT64_C(4294967296))                                                               \
     X(VARLEN, cu_with_index, INVALID, "cache_batch_idx", P.cache_batch_idx = w->m->index)                              \
     X(VARLEN, bias_below_longest, INVALID, "bias.shape[3] is 6, expected at least 7", P.bias.shape[3] = 6)             \
     X(VARLEN, bias_rows_below_longest, INVALID, "bias.shape[2] is 4", P.bias.shape[2] = 4)                             \
@@ -406,6 +410,9 @@ static flash_attn_status call(const world *w, base kind)
     X(APPEND, rotary_sin_missing, INVALID, "rotary.sin", A.rotary.sin.data = NULL)                                     \
     X(APPEND, rotary_sin_shape, INVALID, "rotary.sin.shape", A.rotary.sin.shape[0] = 15)                               \
     X(APPEND, rotary_too_wide, INVALID, "half of head_dim", A.rotary.cos.shape[1] = A.rotary.sin.shape[1] = 5)         \
+    X(APPEND, rotary_without_positions, INVALID, "rotary.cos.shape[0] is 0",                                           \
+      A.rotary.cos.shape[0] = A.rotary.sin.shape[0] = 0)                                                               \
+    X(APPEND, append_array_misaligned, INVALID, "cache_seqlens", A.cache_seqlens = (void *)AT(A.cache_seqlens, 2))     \
     X(APPEND, rotary_too_short, INVALID, "rotary.cos.shape[0] is 10",                                                  \
       A.rotary.cos.shape[0] = A.rotary.sin.shape[0] = 10)                                                              \
     X(APPEND, rotary_dtype, INVALID, "rotary.cos.dtype", A.rotary.cos.dtype = FLASH_ATTN_F16)                          \

@@ -149,6 +149,10 @@ static void nan_stays_in_its_row(void **state)
     lse[0][3] = -INFINITY; /* beside an empty part too */
     assert_int_equal(flash_attn_merge(NULL, devices[0], parts, 2, &result, NULL), FLASH_ATTN_OK);
     assert_true(isnan(merged_lse[3]) && isnan(merged_o[3 * HQ * DV]));
+    lse[0][3] = NAN; /* in either order */
+    lse[1][3] = -INFINITY;
+    assert_int_equal(flash_attn_merge(NULL, devices[0], parts, 2, &result, NULL), FLASH_ATTN_OK);
+    assert_true(isnan(merged_lse[3]) && isnan(merged_o[3 * HQ * DV]));
 }
 
 /* Parts of any dtype and stride: 16-bit inputs, result [b, h, s, d] in bfloat16. */

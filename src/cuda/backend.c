@@ -17,7 +17,7 @@ static flash_attn_status upload_lists(const fa_place *place, const fa_call *call
 static int64_t blocks_of(const fa_place *place, const fa_launch *launch)
 {
     int64_t at_once = (int64_t)place->device->chip.multiprocessors * launch->key.min_blocks / launch->cluster * launch->cluster;
-    return launch->stays && launch->blocks > at_once ? at_once : launch->blocks;
+    return at_once > 0 && launch->stays && launch->blocks > at_once ? at_once : launch->blocks;
 }
 
 static flash_attn_status launch_all(const fa_place *place, const fa_call *call, fa_plan *plan)
@@ -62,12 +62,17 @@ static flash_attn_status run_in_own_memory(const fa_place *place, const fa_call 
     return status;
 }
 
+/* The kernel that the options ask for by its name. A backward's leaves the forward as it is. */
+static const char *forced_kernel(const fa_cuda *cuda, const fa_call *call)
+{
+    const char *name = cuda->forced_kernel;
+    return name && call->pass == FLASH_ATTN_FORWARD && strncmp(name, "backward_", 9) == 0 ? NULL : name;
+}
+
 /* A GPU that takes no tensor maps (the emulated one of the tests) runs the portable kernels. */
 static flash_attn_status make_plan(const fa_cuda *cuda, const fa_device *device, const fa_call *call, fa_plan *plan)
 {
-    const char *name = cuda->forced_kernel;
-    if (name && call->pass == FLASH_ATTN_FORWARD && strncmp(name, "backward_", 9) == 0)
-        name = NULL; /* a backward's name leaves the forward as it is */
+    const char *name = forced_kernel(cuda, call);
     if (!name && !device->has_tensor_maps)
         name = fa_kernels[call->pass == FLASH_ATTN_FORWARD ? FA_KERNEL_FORWARD_SM80 : FA_KERNEL_BACKWARD_SM80].name;
     return fa_plan_make(call, device->built_for, &device->chip, name, plan);
@@ -112,22 +117,38 @@ flash_attn_status fa_cuda_workspace(flash_attn_context *context, int32_t device,
     FA_TRY(fa_device_get(cuda, device, &at));
     FA_TRY(make_plan(cuda, at, call, &plan));
     *bytes = workspace_for(&plan);
+    if (forced_kernel(cuda, call))
+        return FLASH_ATTN_OK;
+    fa_call anywhere = *call; /* the call's data may lie where no row is aligned: that is another kernel */
+    anywhere.q.data  = (char *)anywhere.q.data + fa_dtype_bytes(call->q.dtype);
+    if (make_plan(cuda, at, &anywhere, &plan) == FLASH_ATTN_OK && *bytes < workspace_for(&plan))
+        *bytes = workspace_for(&plan);
     return FLASH_ATTN_OK;
 }
 
-/* A plan without gradients stands for all of them, but a backward may not want the bias's: that is another kernel. */
-static int variants_of(const fa_call *call, fa_call variants[2])
+/* A plan without gradients stands for all of them, but a backward may not want the bias's or the sinks': these are other kernels. */
+enum { MOST_VARIANTS = 4 };
+
+static int variants_of(const fa_call *call, fa_call variants[MOST_VARIANTS])
 {
-    variants[0] = variants[1] = *call;
-    variants[1].dbias.data    = NULL;
-    return call->dbias.data ? 2 : 1;
+    int count = 0;
+    for (int without_sinks = 0; without_sinks <= (call->dsinks.data != NULL); without_sinks++)
+        for (int without_bias = 0; without_bias <= (call->dbias.data != NULL); without_bias++) {
+            fa_call *variant = &variants[count++];
+            *variant         = *call;
+            if (without_sinks)
+                variant->dsinks.data = NULL;
+            if (without_bias)
+                variant->dbias.data = NULL;
+        }
+    return count;
 }
 
 static flash_attn_status prepare_at(const fa_place *place, const fa_call *call)
 {
     fa_plan    plan;
     fa_kernel *kernel;
-    fa_call    variants[2];
+    fa_call    variants[MOST_VARIANTS];
     int        count = variants_of(call, variants);
     for (int v = 0; v < count; v++) {
         FA_TRY(make_plan(place->cuda, place->device, &variants[v], &plan));
@@ -214,10 +235,10 @@ static flash_attn_status export_kernel(fa_cuda *cuda, const fa_key *key, const c
 static flash_attn_status compile_plans(fa_cuda *cuda, const fa_call *call, int arch, const char *folder)
 {
     fa_plan plan;
-    fa_call variants[2];
+    fa_call variants[MOST_VARIANTS];
     int     count = variants_of(call, variants);
     for (int v = 0; v < count; v++) {
-        FA_TRY(fa_plan_make(&variants[v], arch, NULL, cuda->forced_kernel, &plan));
+        FA_TRY(fa_plan_make(&variants[v], arch, NULL, forced_kernel(cuda, call), &plan));
         for (int i = 0; i < plan.num_launches; i++)
             FA_TRY(export_kernel(cuda, &plan.launch[i].key, folder));
     }
