@@ -470,8 +470,9 @@ static int run_all(ladder_run *run)
 
 int bench_ladder(const ladder_request *request)
 {
-    ladder_run run    = {.request = request, .table = stdout};
-    int        status = read_names(&run);
+    static cli_staged staged;
+    ladder_run        run    = {.request = request, .table = stdout};
+    int               status = read_names(&run);
     if (status == CLI_GO_ON)
         status = cli_gpu_open(request->device, &run.gpu);
     if (status != CLI_GO_ON)
@@ -479,13 +480,18 @@ int bench_ladder(const ladder_request *request)
     if (request->json && strcmp(request->json, "-") == 0) {
         run.json.file = stdout;
         run.table     = stderr;
-    } else if (request->json && !(run.json.file = fopen(request->json, "w"))) {
+    } else if (request->json && !(cli_stage(request->json, &staged) && (run.json.file = fopen(staged.path, "w")))) {
         cli_gpu_close(run.gpu);
         return cli_fail("bench: %s cannot be written", request->json);
     }
     status = run_all(&run);
-    if (run.json.file && run.json.file != stdout && !cli_close(run.json.file) && status == CLI_GO_ON)
-        status = cli_fail("bench: %s could not be written", request->json);
+    if (run.json.file && run.json.file != stdout) {
+        bool good = cli_close(run.json.file);
+        if (status == CLI_GO_ON && !(good && cli_take_place(&staged)))
+            status = cli_fail("bench: %s could not be written", request->json);
+        if (status != CLI_GO_ON)
+            cli_drop(&staged);
+    }
     cli_gpu_close(run.gpu);
     return status != CLI_GO_ON ? status : run.num_wrong ? CLI_CHECK_FAILED : CLI_OK;
 }

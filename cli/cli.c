@@ -155,3 +155,31 @@ int cli_check_place(const char *flag, const char *path)
     free(folder);
     return good ? CLI_GO_ON : cli_fail("--%s %s: %s", flag, path, strerror(errno));
 }
+
+bool cli_stage(const char *path, cli_staged *staged)
+{
+    struct stat status;
+    struct stat itself;
+    bool        there = stat(path, &status) == 0, link = !there && lstat(path, &itself) == 0;
+    char       *place = there ? realpath(path, NULL) : NULL; /* of a link that leads nowhere yet writing makes the file */
+    bool        direct = link || (there && (!S_ISREG(status.st_mode) || !place));
+    int         length = snprintf(staged->place, sizeof staged->place, "%s", place && !direct ? place : path);
+    free(place);
+    if (length < 0 || (size_t)length >= sizeof staged->place)
+        return false;
+    if (direct)
+        snprintf(staged->path, sizeof staged->path, "%s", staged->place);
+    else
+        snprintf(staged->path, sizeof staged->path, "%s.part%ld", staged->place, (long)getpid());
+    return true;
+}
+
+static bool is_direct(const cli_staged *staged) { return strcmp(staged->path, staged->place) == 0; }
+
+bool cli_take_place(const cli_staged *staged) { return is_direct(staged) || rename(staged->path, staged->place) == 0; }
+
+void cli_drop(const cli_staged *staged)
+{
+    if (!is_direct(staged))
+        unlink(staged->path);
+}

@@ -52,6 +52,15 @@ bool cli_same_file(const char *x, const char *y);
 /* Whether an option's file can be put there, to know it before anything is computed. CLI_GO_ON or CLI_REFUSED. */
 int cli_check_place(const char *option, const char *path);
 
+/* A file that is written beside its place, and takes it when all is known to be good. A link's place is where it leads; what is no plain file (a device, a pipe) has no
+ * beside and is written directly. */
+typedef struct cli_staged {
+    char place[4096], path[4096 + 32];
+} cli_staged;
+bool cli_stage(const char *path, cli_staged *staged); /* false: the name is too long */
+bool cli_take_place(const cli_staged *staged);        /* errno says why not */
+void cli_drop(const cli_staged *staged);
+
 /* Close `file` and say whether all that was written arrived. */
 bool cli_close(FILE *file);
 

@@ -342,10 +342,10 @@ static int check_file(const char *option, const char *path)
     return path && strcmp(path, "-") != 0 ? cli_check_place(option, path) : CLI_GO_ON;
 }
 
-static int open_file(const char *path, FILE **file)
+static int open_file(const char *path, cli_staged *staged, FILE **file)
 {
     if (path)
-        *file = strcmp(path, "-") == 0 ? stdout : fopen(path, "w");
+        *file = strcmp(path, "-") == 0 ? stdout : cli_stage(path, staged) ? fopen(staged->path, "w") : NULL;
     if (path && !*file)
         return cli_fail("bench: %s cannot be written", path);
     return CLI_GO_ON;
@@ -357,6 +357,7 @@ int cli_bench(int argc, char **argv)
     const cli_group groups[] = {{"options", bench_flag_table, &flags},
                                 {"options of the problem", bench_option_table, &flags.options}};
     bench_run       run      = {.flags = &flags};
+    static cli_staged staged[2]; /* json, csv */
     int             go_on    = cli_parse(&bench_help, groups, 2, argc, argv);
     if (go_on == CLI_GO_ON)
         go_on = check_numbers(&flags);
@@ -377,9 +378,9 @@ int cli_bench(int argc, char **argv)
     if (go_on == CLI_GO_ON)
         go_on = check_file("csv", flags.csv);
     if (go_on == CLI_GO_ON)
-        go_on = open_file(flags.json, &run.report.json_file);
+        go_on = open_file(flags.json, &staged[0], &run.report.json_file);
     if (go_on == CLI_GO_ON)
-        go_on = open_file(flags.csv, &run.report.csv);
+        go_on = open_file(flags.csv, &staged[1], &run.report.csv);
     if (go_on != CLI_GO_ON)
         return go_on;
 
@@ -396,8 +397,14 @@ int cli_bench(int argc, char **argv)
     if (go_on == CLI_GO_ON)
         bench_report_end(&run.report, run.num_rows, run.num_wrong);
     FILE *files[] = {run.report.json_file, run.report.csv};
-    for (int i = 0; i < 2; i++)
-        if (files[i] && files[i] != stdout && !cli_close(files[i]) && go_on == CLI_GO_ON)
+    for (int i = 0; i < 2; i++) {
+        if (!files[i] || files[i] == stdout)
+            continue;
+        bool good = cli_close(files[i]);
+        if (go_on == CLI_GO_ON && !(good && cli_take_place(&staged[i])))
             go_on = cli_fail("bench: %s could not be written", i == 0 ? flags.json : flags.csv);
+        if (go_on != CLI_GO_ON)
+            cli_drop(&staged[i]);
+    }
     return go_on != CLI_GO_ON ? go_on : run.num_wrong ? CLI_CHECK_FAILED : CLI_OK;
 }

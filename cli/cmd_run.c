@@ -305,38 +305,27 @@ static npy_type file_type(flash_attn_dtype dtype)
     return NPY_F32;
 }
 
-/* Where an output is written before all are known to be good: beside its place. What is no plain file (a device, a
- * pipe) has no beside and is written directly. */
-static void staging_path(const char *path, char *staging, size_t staging_bytes)
-{
-    struct stat status;
-    bool        direct = stat(path, &status) == 0 && !S_ISREG(status.st_mode);
-    snprintf(staging, staging_bytes, direct ? "%s" : "%s.part%ld", path, (long)getpid());
-}
-
+/* None takes its place before all are written. */
 static int write_outputs(const run_state *run)
 {
-    enum { PATH_BYTES = 4096 };
-    char staging[MOST_OUTPUTS][PATH_BYTES], error[NPY_ERROR_BYTES];
-    int  written = 0, exit_status = CLI_GO_ON;
+    static cli_staged staged[MOST_OUTPUTS];
+    char              error[NPY_ERROR_BYTES];
+    int               written = 0, exit_status = CLI_GO_ON;
     for (; written < run->num_outputs && exit_status == CLI_GO_ON; written++) {
         const run_output *output = &run->outputs[written];
-        if (strlen(output->path) > PATH_BYTES - 32) {
+        if (!cli_stage(output->path, &staged[written])) {
             exit_status = cli_fail("--%s: the file's name is too long", output->flag);
             break; /* those before it are taken away below */
         }
-        staging_path(output->path, staging[written], PATH_BYTES);
-        if (!npy_write(staging[written], output->tensor->data, file_type(output->tensor->dtype), output->ndim,
+        if (!npy_write(staged[written].path, output->tensor->data, file_type(output->tensor->dtype), output->ndim,
                        output->tensor->shape + output->first_dim, error))
             exit_status = cli_fail("--%s: %s", output->flag, error);
     }
     for (int i = 0; i < written; i++) {
-        if (strcmp(staging[i], run->outputs[i].path) == 0)
-            continue;
-        if (exit_status == CLI_GO_ON && rename(staging[i], run->outputs[i].path) != 0)
+        if (exit_status == CLI_GO_ON && !cli_take_place(&staged[i]))
             exit_status = cli_fail("--%s %s: %s", run->outputs[i].flag, run->outputs[i].path, strerror(errno));
         if (exit_status != CLI_GO_ON)
-            unlink(staging[i]);
+            cli_drop(&staged[i]);
     }
     return exit_status;
 }

@@ -2,6 +2,7 @@
 #include "cli.h"
 #include "options.h"
 
+#include <signal.h>
 #include <string.h>
 
 static const cli_command commands[] = {
@@ -82,6 +83,7 @@ static int run_command(int argc, char **argv)
 
 int main(int argc, char **argv)
 {
+    signal(SIGXFSZ, SIG_IGN); /* a file over the limit is an error of a write, which says so */
     int status = run_command(argc, argv);
-    return fflush(stdout) != 0 && status == CLI_OK ? cli_fail("the output could not be written") : status;
+    return fflush(stdout) != 0 && status == CLI_OK ? cli_fail("standard output could not be written") : status;
 }

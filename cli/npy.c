@@ -173,13 +173,16 @@ static bool parse_header(const char *text, header *h, const char *path, char err
     return true;
 }
 
-static bool find_type(const char *descr, npy_type *type, const char *path, char error[NPY_ERROR_BYTES])
+static bool find_type(char *descr, npy_type *type, const char *path, char error[NPY_ERROR_BYTES])
 {
     for (int i = 0; i < NUM_DESCRS; i++)
         if (strcmp(descr, descrs[i].descr) == 0) {
             *type = descrs[i].type;
             return true;
         }
+    for (char *c = descr; *c; c++) /* it is shown on a terminal */
+        if (*c < 0x20 || *c > 0x7e)
+            *c = '?';
     if (descr[0] == '>')
         return fail(error, "%s: big-endian '%s'; expected little-endian (in NumPy: a.astype('<%s'))", path, descr,
                     descr + 1);

@@ -112,11 +112,11 @@ flash_attn_status fa_normalise_extras(const flash_attn_problem *p, bool plan, fa
     if (call->alibi_slopes.data && p->alibi_slopes.shape[1] != call->heads_q)
         return fa_fail(FLASH_ATTN_INVALID, "alibi_slopes.shape[1] is %" PRId64 ", expected heads_q %" PRId64,
                        p->alibi_slopes.shape[1], call->heads_q);
+    const int64_t *of_sinks = p->sinks.shape;
+    if (fa_view_given(&p->sinks, plan) && (of_sinks[0] != 1 || of_sinks[1] != call->heads_q || of_sinks[2] != 1 || of_sinks[3] != 1))
+        return fa_fail(FLASH_ATTN_INVALID, "sinks.shape is [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "], expected [1, %" PRId64 ", 1, 1]", of_sinks[0], of_sinks[1],
+                       of_sinks[2], of_sinks[3], call->heads_q);
     FA_TRY(normalise_extra("sinks", &p->sinks, slopes, allowed, plan, &call->sinks));
-    if (call->sinks.data && (p->sinks.shape[0] != 1 || p->sinks.shape[1] != call->heads_q))
-        return fa_fail(FLASH_ATTN_INVALID,
-                       "sinks.shape is [%" PRId64 ", %" PRId64 ", ..], expected [1, %" PRId64 ", 1, 1]",
-                       p->sinks.shape[0], p->sinks.shape[1], call->heads_q);
 
     const char              *names[3]  = {"descale.q", "descale.k", "descale.v"};
     const flash_attn_tensor *given[3]  = {&p->descale.q, &p->descale.k, &p->descale.v};

@@ -34,7 +34,7 @@ class Help(unittest.TestCase):
         for words in (["--help"], ["--version"], ["help", "run"], ["explain"], ["info", "--json"]):
             with open("/dev/full", "w") as full:
                 done = subprocess.run([COMMAND[0], *words], stdout=full, stderr=subprocess.PIPE, timeout=TIMEOUT_S)
-            self.assertEqual((done.returncode, done.stderr), (2, b"flashattn: the output could not be written\n"), words)
+            self.assertEqual((done.returncode, done.stderr), (2, b"flashattn: standard output could not be written\n"), words)
 
     def test_every_command_has_help_with_examples(self):
         listing = run("--help")

@@ -88,7 +88,7 @@ shape fa_forward_shape(const plan *p, int seqlen_q, int seqlen_k)
     s.kernels              = few ? few : fa_forward_kernels(p->cpu, call, rows, seqlen_k);
     s.tile                 = fa_tiles(p->cpu, s.kernels, call);
     s.heads_per_tile       = seqlen_q < s.tile.q ? fa_min_int((int)call->group, s.tile.q / fa_max_int(seqlen_q, 1)) : 1;
-    s.head_tiles           = ((int)call->group + s.heads_per_tile - 1) / s.heads_per_tile;
+    s.head_tiles           = (int)((call->group + s.heads_per_tile - 1) / s.heads_per_tile);
     s.tiles                = fa_max_int(1, (seqlen_q + s.tile.q - 1) / s.tile.q) * s.head_tiles;
     s.shared               = p->shared_tiles > 0 && !s.few && s.tiles > (p->heads_together ? 1 : p->tiles_per_block);
     int least              = fa_least_split_keys(p->cpu, call->group * fa_max_int(seqlen_q, 1)); /* max_splits counts with one query */
