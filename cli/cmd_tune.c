@@ -19,7 +19,7 @@ static const cli_option tune_options[] = {
     {"file", "FILE", cli_parse_text, FIELD(file),
      "where to keep them; default: FLASH_ATTN_TUNE_FILE, else\nflashattn/cpu-tune.txt in the user's cache folder"},
     {"dry-run", NULL, cli_parse_switch, FIELD(dry_run), "measure and print, keep nothing"},
-    {"seconds", "X", cli_parse_number, FIELD(seconds), "about how long to measure, from 1; default 30"},
+    {"seconds", "X", cli_parse_number, FIELD(seconds), "about how long to measure, from 1 (every candidate once at least); default 30"},
     {"isa", "TIER", cli_parse_isa, FIELD(isa), "the tier to measure; default: the best of this machine"},
     {"threads", "N", cli_parse_count, FIELD(threads), "default: all cores that this process may use"},
     {"no-amx-split", NULL, cli_parse_switch, FIELD(no_amx_split), "never run f32 and f16 as bfloat16 pieces on AMX"},

@@ -158,7 +158,7 @@ typedef struct flash_attn_context flash_attn_context;
 
 /* Make a context. options may be NULL. FLASH_ATTN_NUM_THREADS (1 to 4096) and FLASH_ATTN_MAX_ISA (scalar, neon, avx2,
  * neon-bf16, avx512, avx512-bf16, amx, amx-fp16) are read where the option is 0, FLASH_ATTN_TUNE_FILE (an absolute path, or "off": none) where
- * tune_file is NULL. FLASH_ATTN_ASSUME=amx-fp16 says that the processor has AMX-FP16 though it does not report it, as
+ * tune_file is NULL. FLASH_ATTN_ASSUME=amx-fp16 says that the processor, one with AMX, has AMX-FP16 though it does not report it, as
  * under a hypervisor that hides it. The instruction is tried once in a child process of which nobody is told: features
  * then holds amx-fp16:assumed, or amx-fp16:absent if it faulted. A tune file may say so too. None of them, nor the cache, is read in a process with
  * raised privileges. Errors: INVALID (context NULL, num_threads < 0 or > 4096, unknown max_isa, a value of the environment that means nothing), NO_MEMORY.
@@ -402,7 +402,7 @@ typedef void (*flash_attn_tune_report)(void *user, const flash_attn_tune_choice 
  *
  * file: where to store it; what a file of this processor and version already says of other tiers is kept. NULL: where
  * such contexts look by themselves (flash_attn_options.tune_file). "": nowhere. seconds: about how long to measure, 1
- * to 3600. report may be NULL. Takes some hundred MB. Errors: INVALID (seconds, a place that cannot be written: said
+ * to 3600, but every candidate is measured once. report may be NULL. Takes some hundred MB. Errors: INVALID (seconds, a place that cannot be written: said
  * before anything is measured), NO_MEMORY. */
 FLASH_ATTN_API flash_attn_status flash_attn_tune(flash_attn_context *context, const char *file, double seconds,
                                                  flash_attn_tune_report report, void *user);

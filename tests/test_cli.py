@@ -326,6 +326,15 @@ class Run(Case):
                 self.near(found, wanted, 1e-5)
         return reference
 
+    def test_an_output_goes_where_a_link_leads(self):
+        _, words = self.qkv()
+        os.symlink("there.npy", self.path("o.npy"))
+        for _ in range(2):  # the file is not there yet, then it is
+            run("run", *words, "--o", self.path("o.npy"))
+            self.assertTrue(os.path.islink(self.path("o.npy")))
+            self.assertEqual(read_npy(self.path("there.npy"))[1], (self.B, self.SQ, self.H, self.D))
+        self.assertEqual(self.files(), ["k.npy", "o.npy", "q.npy", "there.npy", "v.npy"])
+
     def test_masks(self):
         values, words = self.qkv()
         diagonal = self.SK - self.SQ

@@ -6,7 +6,9 @@ python3 tests/test_cli_bench.py path/to/flashattn [unittest options]
 
 import json
 import os
+import subprocess
 import sys
+import time
 import unittest
 
 from cli_support import BENCH, COMMAND, Case, run
@@ -54,6 +56,17 @@ class Bench(Case):
         self.assertEqual(len(lines), 1 + report["num_rows"])
         self.assertEqual({line.count(",") for line in lines}, {29})
         self.assertEqual(table.count("forward "), 8)
+
+    def test_a_bench_that_is_stopped_leaves_the_file_of_the_one_before(self):
+        with open(self.path("b.json"), "w") as file:
+            file.write("before")
+        bench = subprocess.Popen([COMMAND[0], "bench", "--seconds", "60", "--json", self.path("b.json")], stdout=subprocess.DEVNULL)
+        while bench.poll() is None and not any(name.startswith("b.json.part") for name in self.files()):
+            time.sleep(0.01)
+        bench.kill()
+        self.assertEqual(bench.wait(), -9)
+        with open(self.path("b.json")) as file:
+            self.assertEqual(file.read(), "before")
 
     def test_bench_skips_standard_attention_beyond_the_memory_limit(self):
         table = run(
