@@ -275,7 +275,7 @@ typedef struct flash_attn_problem {
 
     flash_attn_tensor bias;         /* added to the scores: [b or 1, hq or 1, sq or 1, sk], F32 or q's dtype (with
                                        F8E4M3: F32); varlen or paged: sq and sk are at least the longest sequence. May
-                                       hold -inf. */
+                                       hold -inf; what is below -2.3e38 counts as that. */
     flash_attn_tensor alibi_slopes; /* F32 [b or 1, hq, 1, 1]: adds -slope * |i + seqlen_k - seqlen_q - j| */
     flash_attn_tensor sinks;        /* [1, hq, 1, 1], as bias F32 or q's dtype: one more logit for each head that takes
                                        probability and gives no value */

@@ -133,6 +133,18 @@ def view(array):
                                "__array_interface__")
 
 
+def writable(array, name):
+    """view(array) of what is written; a NumPy array that may not be is refused."""
+    if isinstance(array, np.ndarray):
+        fixed = not array.flags.writeable
+    else:
+        interface = None if is_torch(array) else getattr(array, "__array_interface__", None)
+        fixed = interface is not None and interface["data"] is not None and interface["data"][1]
+    if fixed:
+        raise _native.InvalidError(f"{name} is read-only: expected an array that may be written")
+    return view(array)
+
+
 def readable(array):
     """view(array); of a contiguous copy where every stride is 0 and no extent is 1, which the C struct cannot say (the
     gradient of out.sum() is such an array)."""

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 
 from . import _native
-from ._arrays import View, empty_like, is_torch, numpy_code, readable, view
+from ._arrays import View, empty_like, is_torch, numpy_code, readable, view, writable
 from ._native import Append, Descale, Exec, Grads, Pages, Partial, Problem, Rotary, Slices, check, lib, pack_tensor
 
 _PROBLEM_BYTES, _GRADS_BYTES = ctypes.sizeof(Problem), ctypes.sizeof(Grads)
@@ -61,10 +61,12 @@ def int32_array(array, name, beside, keep, shape, rows_apart=False):
     if len(found.shape) != len(shape) or any([want not in (None, extent) for want, extent in zip(shape, found.shape)]):
         expected = ", ".join(["any" if want is None else str(want) for want in shape])
         raise _native.InvalidError(f"{name} has shape {list(found.shape)}: expected [{expected}]")
-    if found.dtype >= 0:
-        raise _native.InvalidError(f"{name} is {_native.DTYPE_NAMES[found.dtype]}: expected int32")
+    if found.dtype >= -1:
+        raise _native.InvalidError(f"{name} is {_native.DTYPE_NAMES[found.dtype] if found.dtype >= 0 else 'bool'}: expected int32")
     if found.dtype != -2 or not (_is_contiguous(found.shape, found.stride) or rows_apart and found.stride[0] >= found.shape[1]
                                  and _is_contiguous(found.shape[1:], found.stride[1:])):
+        if not (is_torch(array) or hasattr(array, "__array_interface__")):
+            array = np.from_dlpack(array)
         given = array
         if is_torch(array):
             array = array.to(dtype=sys.modules["torch"].int32).contiguous()
@@ -210,9 +212,9 @@ class Call:
 
     def _set_results(self, o, lse):
         self.keep += [o, lse]
-        _put(self.buffer, _AT["o"], view(o), "out", self.dims_q, self.found_q)
+        _put(self.buffer, _AT["o"], writable(o, "out"), "out", self.dims_q, self.found_q)
         if lse is not None:
-            _put(self.buffer, _AT["lse"], view(lse), "softmax_lse", (1, 2) if self.dims_q is _PACKED else (0, 1, 2),
+            _put(self.buffer, _AT["lse"], writable(lse, "softmax_lse"), "softmax_lse", (1, 2) if self.dims_q is _PACKED else (0, 1, 2),
                  self.found_q)
 
     def forward(self, out=None, want_lse=True):
@@ -252,7 +254,7 @@ class Call:
         for name, array, dims in (("dq", dq, self.dims_q), ("dk", dk, dims_k),
                                   ("dv", dv, dims_k), ("dbias", dbias, _ALL), ("dsinks", dsinks, (1,))):
             if array is not None:
-                _put(buffer, getattr(Grads, name).offset, view(array), name, dims, self.found_q)
+                _put(buffer, getattr(Grads, name).offset, writable(array, name), name, dims, self.found_q)
         return self.address, ctypes.addressof(buffer)
 
     def backward(self, *arguments):
@@ -414,7 +416,8 @@ def append_kv(k_cache, v_cache, k_new=None, v_new=None, *, q=None, q_out=None, c
     for name, array in (("k_cache", k_cache), ("v_cache", v_cache), ("k_new", k_new), ("v_new", v_new), ("q", q),
                         ("q_out", q_out)):
         if array is not None:
-            _put(buffer, getattr(Append, name).offset, view(array), name, _ALL, found)
+            written = name in ("k_cache", "v_cache") and k_new is not None or name == "q_out"
+            _put(buffer, getattr(Append, name).offset, writable(array, name) if written else view(array), name, _ALL, found)
     append = Append.from_buffer(buffer)
     append.device.type, append.device.index = found.device, found.index
     batch = (q if k_new is None else k_new).shape[0]
@@ -448,6 +451,7 @@ def merge(parts, out=None, lse=None):
         lse = empty_like(first_lse, tuple(first_lse.shape))
     buffer = ctypes.create_string_buffer(size * (len(parts) + 1))
     found = view(first)
+    writable(out, "out"), writable(lse, "softmax_lse")
     for n, (part, part_lse) in enumerate([*parts, (out, lse)]):
         _put(buffer, n * size + Partial.o.offset, view(part), "o", _ALL, found)
         _put(buffer, n * size + Partial.lse.offset, view(part_lse), "lse", (0, 1, 2), found)

@@ -1,6 +1,7 @@
 """torch.nn.functional.scaled_dot_product_attention's signature on flashattn, and a context manager that routes it here."""
 
 import contextlib
+import math
 import threading
 
 import torch
@@ -21,10 +22,12 @@ def _four(t, lead):
 
 
 def bias_of(attn_mask, query):
-    """An additive mask; a boolean one is True where a key takes part."""
+    """An additive mask; a boolean one is True where a key takes part. Of torch.nn.attention.bias's, whose own numbers mean nothing, what they stand for."""
+    if type(attn_mask) is not torch.Tensor and hasattr(attn_mask, "_materialize"):
+        attn_mask = attn_mask._materialize(query.device)
     if attn_mask.dtype == torch.bool:
         zeros = torch.zeros(attn_mask.shape, dtype=query.dtype, device=attn_mask.device)
-        return zeros.masked_fill_(~attn_mask, float("-inf"))
+        return zeros.masked_fill(~attn_mask, float("-inf"))  # not in place, which vmap does not do
     if attn_mask.dtype not in (query.dtype, torch.float32):
         raise _native.InvalidError(f"attn_mask has dtype {attn_mask.dtype}: expected bool, float32 or {query.dtype}")
     return attn_mask
@@ -36,7 +39,7 @@ def _bias_four(bias, lead, keys):
     if bias.shape[-1] not in (1, keys):
         raise _native.InvalidError(f"attn_mask has {bias.shape[-1]} columns: expected 1, or {keys}, the keys")
     bias = bias.expand(*bias.shape[:-1], keys)
-    if bias[..., 0, 0, 0].numel() == 1:
+    if math.prod(bias.shape[:-3]) == 1:
         return bias.view(1, *bias.shape[-3:]) if bias.dim() == 4 else bias.flatten(0, -4)
     return _four(bias, lead)
 

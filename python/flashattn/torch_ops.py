@@ -57,7 +57,8 @@ forward = torch.library.custom_op("flashattn::forward", _run_forward, mutates_ar
 def _(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, slices, slice_offsets,
       rng_state, max_seqlen_q, max_seqlen_k, scale, causal, window_left, window_right, softcap, dropout_p, deterministic):
     rows = (q.shape[1], q.shape[0]) if cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(rows, dtype=torch.float32)
+    dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+    return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype), q.new_empty(rows, dtype=torch.float32)
 
 
 def _run_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Optional[Tensor],

@@ -71,6 +71,23 @@ def test_read_only_inputs_are_read():
     assert np.array_equal(flashattn.flash_attn_func(q, k, v), expected)
 
 
+def test_read_only_results_are_refused(tmp_path):
+    """As of a file that is mapped for reading, where a write would end the process."""
+    np.zeros((1, 8, 1, 4), np.float32).tofile(tmp_path / "cache")
+    cache = np.memmap(tmp_path / "cache", np.float32, "r", shape=(1, 8, 1, 4))
+    new = np.ones((1, 1, 1, 4), np.float32)
+    for k, v, name in ((cache, cache.copy(), "k_cache"), (cache.copy(), cache, "v_cache")):
+        with pytest.raises(flashattn.InvalidError, match=f"{name} is read-only"):
+            flashattn.flash_attn_with_kvcache(new, k, v, new, new, cache_seqlens=0)
+    assert flashattn.flash_attn_with_kvcache(new, cache, cache, cache_seqlens=4).shape == new.shape  # it is read alone
+
+
+def test_lengths_are_numbers():
+    q, lengths = np.ones((3, 1, 4), np.float32), np.array([False, True])
+    with pytest.raises(flashattn.InvalidError, match="cu_seqlens_q is bool"):
+        flashattn.flash_attn_varlen_func(q, q, q, lengths, lengths, 1, 1)
+
+
 @pytest.mark.parametrize("wrap", [lambda t: OnlyDLPack(t), lambda t: OnlyDLPack(torch.from_numpy(t)),
                                   lambda t: OnlyDLPack(torch.from_numpy(t).transpose(1, 2).contiguous().transpose(1, 2)),
                                   lambda t: OnlyInterface(t), lambda t: OnlyInterface(t[:, :, ::-1][:, :, ::-1])])

@@ -77,3 +77,9 @@ def test_shapes_that_do_not_fit_are_refused():
         float8.quantize(q[0], k, k)
     with pytest.raises(flashattn.InvalidError, match="expected"):
         float8.quantize(q[0, 0], k[0, 0], k[0, 0])
+
+
+def test_float8_under_compile():
+    q = torch.randn(1, 5, 2, 16).to(F8)
+    compiled = torch.compile(lambda q: interface3.flash_attn_func(q, q, q)[0] + 1, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(q), interface3.flash_attn_func(q, q, q)[0] + 1)

@@ -184,6 +184,8 @@ def test_pages_in_the_varlen_form():
     with pytest.raises(flashattn.UnsupportedError, match="gradient"):
         flashattn.flash_attn_varlen_func(Q.flatten(0, 1).requires_grad_(), cache, cache, cu_q, cu_k, 12, 40,
                                          block_table=table)
+    with torch.no_grad():  # then none is wanted
+        flashattn.flash_attn_varlen_func(Q.flatten(0, 1).requires_grad_(), cache, cache, cu_q, cu_k, 12, 40, block_table=table)
 
 
 @pytest.mark.parametrize("append", [False, True])

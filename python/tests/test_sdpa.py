@@ -163,3 +163,26 @@ def test_autocast_is_heeded(device):
                 seen = torch.ones(9, dtype=torch.bool) if given is None or given.dtype != torch.bool else given.any(-1)
                 assert torch.allclose(ours[..., seen, :].float(), theirs[..., seen, :].float(), atol=2e-2)
         assert torch.autograd.grad(ours.float().sum(), q)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["causal_lower_right", "causal_upper_left"])
+def test_masks_that_pytorch_has_as_classes(name):
+    """Their own numbers mean nothing."""
+    mask = getattr(pytest.importorskip("torch.nn.attention.bias"), name)(5, 9)
+    q, k, v = make(2, 3, 5, 16), make(2, 3, 9, 16, seed=1), make(2, 3, 9, 16, seed=2)
+    ours, theirs = sdpa(q, k, v, attn_mask=mask), THEIRS(q, k, v, attn_mask=mask)
+    assert type(ours) is torch.Tensor and torch.allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows, keys", [(0, 3), (3, 0)])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bool])
+def test_no_queries_or_no_keys_beside_a_mask(rows, keys, kind):
+    out = sdpa(make(1, 2, rows, 8), make(1, 2, keys, 8), make(1, 2, keys, 8), attn_mask=torch.ones(rows, keys, dtype=kind))
+    assert out.shape == (1, 2, rows, 8) and not out.any()
+
+
+def test_vmap_over_a_boolean_mask():
+    q, mask = make(3, 2, 2, 5, 8).detach(), torch.rand(3, 5, 5, generator=math_.seeded(1)) > 0.3
+    mask |= torch.eye(5, dtype=torch.bool)
+    ours = torch.vmap(lambda q, m: sdpa(q, q, q, attn_mask=m))(q, mask)
+    assert torch.allclose(ours, torch.stack([THEIRS(a, a, a, attn_mask=m) for a, m in zip(q, mask)]), atol=1e-5)
