@@ -192,8 +192,8 @@ static bool find_type(char *descr, npy_type *type, const char *path, char error[
                     "(in NumPy: a.astype('<f4'))",
                     path);
     return fail(error,
-                "%s: elements are '%s'; expected '<f4', '<f2', '<V2' (bfloat16), '|V1' (float8), '<u2', '|u1', "
-                "'<i4' or '<i8'",
+                "%s: elements are '%s'; expected '<f4', '<f2', '<V2' (bfloat16), '|V1' (float8), '<u2' or '|u1' in a tensor, "
+                "'<i4' or '<i8' in a list of lengths, pages or slices",
                 path, descr);
 }
 

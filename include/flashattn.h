@@ -165,7 +165,7 @@ typedef struct flash_attn_context flash_attn_context;
  * A cap below what the machine has is honoured; a tier that the machine lacks is never chosen. */
 FLASH_ATTN_API flash_attn_status flash_attn_create(flash_attn_context **context, const flash_attn_options *options);
 
-/* Free a context; NULL is allowed. No call on it may be running. */
+/* Free a context; NULL is allowed. No call on it may be running, nor what its calls have queued on a stream. */
 FLASH_ATTN_API void flash_attn_destroy(flash_attn_context *context);
 
 /* Where a context's choices of tiles for the CPU come from. */

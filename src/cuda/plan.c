@@ -256,7 +256,7 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
     plan->args.cap_unit    = 2 * call->softcap * LOG2_E;
     plan->args.order_heads = alike ? 0 : (int)heads_in_l2(call, key);
     int64_t blocks = tiles * call->heads_q * call->batch, all = tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], key->tile_q, tiles);
-    int     own    = alike ? 0 : tiles_of_block(call, all);
+    int     own    = alike || all > INT32_MAX ? 0 : tiles_of_block(call, all);
     if (own > 0) {
         plan->args.block_tiles = own;
         plan->args.all_tiles_q = (int)all;
@@ -430,6 +430,8 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     int64_t  all_q = tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], key->tile_q, args->tiles_q);
     int64_t  all_k = tiles_of_all(call, call->cu_seqlens_k, call->k.shape[1], key->tile_k, args->tiles_k);
     int64_t  heads = call->heads_k * (call->cu_seqlens_k ? 1 : call->batch), own = heads, tiles_q = all_q * call->heads_q;
+    if (all_q > INT32_MAX || all_k > INT32_MAX)
+        return fa_fail(FLASH_ATTN_UNSUPPORTED, "the sequences have over 2^31 - 1 tiles, expected fewer of them in a backward");
     args->all_tiles_q = (int)all_q;
     args->all_tiles_k = (int)all_k;
     args->cap_unit    = call->softcap * LOG2_E;
