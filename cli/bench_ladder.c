@@ -485,13 +485,8 @@ int bench_ladder(const ladder_request *request)
         return cli_fail("bench: %s cannot be written", request->json);
     }
     status = run_all(&run);
-    if (run.json.file && run.json.file != stdout) {
-        bool good = cli_close(run.json.file);
-        if (status == CLI_GO_ON && !(good && cli_take_place(&staged)))
-            status = cli_fail("bench: %s could not be written", request->json);
-        if (status != CLI_GO_ON)
-            cli_drop(&staged);
-    }
+    if (run.json.file && run.json.file != stdout && !cli_finish(run.json.file, &staged, status == CLI_GO_ON) && status == CLI_GO_ON)
+        status = cli_fail("bench: %s could not be written", request->json);
     cli_gpu_close(run.gpu);
     return status != CLI_GO_ON ? status : run.num_wrong ? CLI_CHECK_FAILED : CLI_OK;
 }

@@ -158,8 +158,7 @@ int cli_check_place(const char *flag, const char *path)
 
 bool cli_stage(const char *path, cli_staged *staged)
 {
-    struct stat status;
-    struct stat itself;
+    struct stat status, itself;
     bool        there = stat(path, &status) == 0, link = !there && lstat(path, &itself) == 0;
     char       *place = there ? realpath(path, NULL) : NULL; /* of a link that leads nowhere yet writing makes the file */
     bool        direct = link || (there && (!S_ISREG(status.st_mode) || !place));
@@ -182,4 +181,12 @@ void cli_drop(const cli_staged *staged)
 {
     if (!is_direct(staged))
         unlink(staged->path);
+}
+
+bool cli_finish(FILE *file, const cli_staged *staged, bool wanted)
+{
+    bool arrived = cli_close(file) && (!wanted || cli_take_place(staged));
+    if (!arrived || !wanted)
+        cli_drop(staged);
+    return arrived;
 }

@@ -64,4 +64,7 @@ void cli_drop(const cli_staged *staged);
 /* Close `file` and say whether all that was written arrived. */
 bool cli_close(FILE *file);
 
+/* The same of a staged file, which then takes its place if that is wanted and all arrived, and else is taken away. */
+bool cli_finish(FILE *file, const cli_staged *staged, bool wanted);
+
 #endif

@@ -381,8 +381,11 @@ int cli_bench(int argc, char **argv)
         go_on = open_file(flags.json, &staged[0], &run.report.json_file);
     if (go_on == CLI_GO_ON)
         go_on = open_file(flags.csv, &staged[1], &run.report.csv);
-    if (go_on != CLI_GO_ON)
+    if (go_on != CLI_GO_ON) {
+        if (run.report.json_file && run.report.json_file != stdout)
+            cli_finish(run.report.json_file, &staged[0], false);
         return go_on;
+    }
 
     bool to_stdout     = run.report.json_file == stdout || run.report.csv == stdout;
     run.report.table   = to_stdout ? stderr : stdout;
@@ -397,14 +400,8 @@ int cli_bench(int argc, char **argv)
     if (go_on == CLI_GO_ON)
         bench_report_end(&run.report, run.num_rows, run.num_wrong);
     FILE *files[] = {run.report.json_file, run.report.csv};
-    for (int i = 0; i < 2; i++) {
-        if (!files[i] || files[i] == stdout)
-            continue;
-        bool good = cli_close(files[i]);
-        if (go_on == CLI_GO_ON && !(good && cli_take_place(&staged[i])))
+    for (int i = 0; i < 2; i++)
+        if (files[i] && files[i] != stdout && !cli_finish(files[i], &staged[i], go_on == CLI_GO_ON) && go_on == CLI_GO_ON)
             go_on = cli_fail("bench: %s could not be written", i == 0 ? flags.json : flags.csv);
-        if (go_on != CLI_GO_ON)
-            cli_drop(&staged[i]);
-    }
     return go_on != CLI_GO_ON ? go_on : run.num_wrong ? CLI_CHECK_FAILED : CLI_OK;
 }

@@ -32,6 +32,11 @@ def is_torch(array):
     return torch is not None and isinstance(array, torch.Tensor)
 
 
+def wants_gradient(*arrays):
+    """True if a gradient of one of these is recorded; others than torch tensors have none."""
+    return any(is_torch(t) and t.requires_grad for t in arrays) and sys.modules["torch"].is_grad_enabled()
+
+
 _torch_dtypes = {}
 
 

@@ -451,10 +451,10 @@ def merge(parts, out=None, lse=None):
         lse = empty_like(first_lse, tuple(first_lse.shape))
     buffer = ctypes.create_string_buffer(size * (len(parts) + 1))
     found = view(first)
-    writable(out, "out"), writable(lse, "softmax_lse")
-    for n, (part, part_lse) in enumerate([*parts, (out, lse)]):
-        _put(buffer, n * size + Partial.o.offset, view(part), "o", _ALL, found)
-        _put(buffer, n * size + Partial.lse.offset, view(part_lse), "lse", (0, 1, 2), found)
+    views = [(view(part), view(part_lse)) for part, part_lse in parts] + [(writable(out, "out"), writable(lse, "softmax_lse"))]
+    for n, (part, part_lse) in enumerate(views):
+        _put(buffer, n * size + Partial.o.offset, part, "o", _ALL, found)
+        _put(buffer, n * size + Partial.lse.offset, part_lse, "lse", (0, 1, 2), found)
     run = Exec(stream=_stream(found)) if found.device == _native.CUDA else None
     start = ctypes.addressof(buffer)
     check(lib.flash_attn_merge(_native.context, _native.Device(found.device, found.index), start, len(parts),

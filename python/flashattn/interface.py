@@ -7,12 +7,10 @@ are never stored. The names with an underscore are flash_attn's own too: the pas
 a backward of their own (ring attention, context parallelism) call.
 """
 
-import sys
-
 import numpy as np
 
 from . import _native
-from ._arrays import is_torch
+from ._arrays import is_torch, wants_gradient
 from ._call import Call, short_numpy
 from ._kvcache import kvcache
 
@@ -94,7 +92,7 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     if block_table is None:
         return _attend(q, k, v, dropout_p, return_attn_probs, cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k,
                        **options)
-    if is_torch(q) and any(is_torch(t) and t.requires_grad for t in (q, k, v)) and sys.modules["torch"].is_grad_enabled():
+    if is_torch(q) and wants_gradient(q, k, v):
         raise _native.UnsupportedError("a paged cache has no gradient: give k and v without block_table, or detach them")
     if dropout_p:
         raise _native.UnsupportedError("dropout with a block_table is not supported: a paged cache is for inference")

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 
 from . import _native
-from ._arrays import is_torch
+from ._arrays import is_torch, wants_gradient
 from ._call import Call, merge
 from ._kvcache import kvcache
 from ._variants import chunk_slices, join_qv
@@ -24,7 +24,7 @@ def _attend(q, k, v, num_splits=1, descales=(None, None, None), qv=None, attenti
         q, k = join_qv(q, k, v, qv)
     if attention_chunk:
         options["slices"], options["slice_offsets"] = _chunks(q, k, attention_chunk, **options)
-    differentiable = is_torch(q) and any(is_torch(t) and t.requires_grad for t in (q, k, v)) and sys.modules["torch"].is_grad_enabled()
+    differentiable = is_torch(q) and wants_gradient(q, k, v)
     if differentiable and described:
         raise _native.UnsupportedError("descales have no gradient: detach q, k and v")
     if out is None and (differentiable or (is_torch(q) and not described and num_splits in (0, 1))):
