@@ -149,6 +149,7 @@ FA_DEVICE float at_most_30(float x) { return x > 30 ? 30 : x; }
 FA_DEVICE void  keep_order(float &) {}
 FA_DEVICE void  make_anew(int &) {}
 FA_DEVICE void  keep_behind(bool) {}
+FA_DEVICE int   shared_load_behind(const int *from) { return *from; }
 
 FA_DEVICE float from_quad(float x, int quad) { return __shfl_sync(~0u, x, 4 * quad + (int)threadIdx.x % 4); }
 

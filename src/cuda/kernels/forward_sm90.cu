@@ -17,7 +17,7 @@
  *
  * With FA_MIN_BLOCKS 2 two such blocks share a multiprocessor, which has no registers for S' beside P then: a step is S, softmax, P V, one after the
  * other and without turns, and what fills the waits is the other three consumers'. Starts and ends of tiles hide likewise. So do three consumers of 128
- * columns in FP8, whose P takes few registers.
+ * columns in FP8, whose P takes few registers; three of 64 columns start the next step's S behind P V, in the registers that P has left.
  *
  * FP8: the inspectors turn every tile of V round (values_sm90.cuh), or with FA_VARIANT bit 1 values_sm90.cu has done it. P is rounded to E4M3, 2^6
  * times as large, so that it stays above FP8's smallest numbers down to 2^-12.
@@ -390,36 +390,6 @@ template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, c
     c.tile++;
 }
 
-/* A step with nothing of its own under way beside it, but other consumers': scores, P, O. O is zero at first. */
-template <bool MASKED> FA_DEVICE void whole_step(const fa_args &args, const work &w, consumer &c, unsigned item, int n)
-{
-    float s[S_COUNT], alpha[2];
-    scores_alone(w, s, c, item, n);
-    finish_scores(args, w, s, c.group, n, MASKED);
-    if (move_rows(s, c.rows, alpha, unit_of(args, w))) /* O is scaled here, for without a branch behind the exponentials sums and packing stand between them */
-        scale_output(c.o, alpha);
-    shift_scores<MASKED>(s, c.rows, unit_of(args, w));
-    hold(s);
-    await_turn(c.group);
-    keep_behind(c.tile == ~0u);
-    hold(s);
-    exponentials(s, c.rows);
-    drop(args, w, s, c.group, n);
-    pack_p(c.p, s);
-    hold(c.p);
-    pass_turn(c.group);
-    wait_for_v(c.tile);
-    if (FP8 && !c.fresh && n % KEPT_STEPS == 0)
-        keep_output(c, unit_of(args, w));
-    start_output(c.o, c.p, v_tile(c.tile), !FP8 || !c.fresh);
-    c.fresh = false;
-    wgmma_wait<0>();
-    hold(c.o);
-    hold(c.p);
-    release(v_empty(c.tile));
-    c.tile++;
-}
-
 /* ---- the way out ---- */
 
 /* O = O / l, LSE = m + log l (lines 12-13); rows that saw nothing: 0 and -inf. Which rows are far. */
@@ -543,42 +513,7 @@ FA_DEVICE void consume(const fa_args &args, int group)
     }
 }
 
-/* As consume, where three or, with another block on the multiprocessor, four consumers hide each other's waits: a step needs few registers. */
-FA_DEVICE void consume_one_by_one(const fa_args &args, int group)
-{
-    consumer c;
-    c.group = group;
-    c.tile  = 0;
-    if (group == CONSUMERS - 1)
-        pass_turn(group);
-    bool more = has_item(args, 0);
-    for (unsigned item = 0; more; more = same_for_all(work_at(item).more), item++) {
-        const work &w = work_at(item);
-        barrier_wait(q_full(item), filled<Q_STAGES>(item));
-        int tiles = same_for_all(w.tiles), n = 0;
-        if (tiles == 0)
-            release(q_empty(item));
-        for (int end = same_for_all(tiles > 0 ? blind_steps(args, w, group) : 0); n < end; n++)
-            blind_step(w, c, item, n);
-        c.rows  = no_rows();
-        c.fresh = true;
-        c.has_kept = false;
-#pragma unroll
-        for (int i = 0; i < O_COUNT; i++)
-            c.o[i] = 0.0f;
-        fa_range clean = clean_steps(args, w, group);
-        for (int end = same_for_all(clean.begin); n < end; n++)
-            whole_step<true>(args, w, c, item, n);
-        for (int end = same_for_all(clean.end); n < end; n++)
-            whole_step<false>(args, w, c, item, n);
-        for (; n < tiles; n++)
-            whole_step<true>(args, w, c, item, n);
-        if (FP8 && c.has_kept)
-            add_kept(c, unit_of(args, w));
-        far_rows far = store_result(args, w, c.o, c.rows, group);
-        store_rare(args, w, far, group);
-    }
-}
+#include "one_by_one_sm90.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, FA_MIN_BLOCKS)
     forward_sm90(const __grid_constant__ fa_args args, const __grid_constant__ fa_maps maps)

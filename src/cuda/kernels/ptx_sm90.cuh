@@ -232,6 +232,14 @@ FA_DEVICE void keep_behind(bool never)
         asm volatile("st.global.u32 [%0], %1;" ::"l"(0ull), "r"(0) : "memory");
 }
 
+/* A load from shared memory that stays behind what stands before it, barriers too, as all do. */
+FA_DEVICE int shared_load_behind(const int *from)
+{
+    int x;
+    asm volatile("ld.volatile.shared.s32 %0, [%1];" : "=r"(x) : "r"(shared_address(from)) : "memory");
+    return x;
+}
+
 /* Two elements become 0 where their number, the low or the high half of a word, is below the threshold, given in the high half. A product with 0 is not
  * the unit's that compares. */
 FA_DEVICE void drop_two(float &of_low, float &of_high, unsigned word, unsigned threshold)

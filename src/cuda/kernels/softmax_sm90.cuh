@@ -75,6 +75,29 @@ FA_DEVICE void exponentials(float (&s)[S_COUNT], row_state &rows)
     }
 }
 
+/* Shift and exponentials for consumers that take turns at them (one_by_one_sm90.cuh), both rows side by side: the first scores by `unit`, so that they need not wait, the
+ * others by `later`, the same from behind the barrier. Returns what is there when most are done: so early the next consumer may begin. */
+template <bool GUARD> FA_DEVICE float exponentials_in_turn(float (&s)[S_COUNT], row_state &rows, float unit, float later)
+{
+    constexpr int FREE = S_COUNT / 4, EARLY = S_COUNT * 5 / 8; /* found by trying: decision 0059, fifth round */
+    float         sum[2] = {0.0f, 0.0f}, early = 0.0f;
+#pragma unroll
+    for (int n = 0; n < S_COUNT; n++) {
+        int   h = n / 2 % 2;
+        float by = n < FREE ? unit : later, shift = rows.max[h] * by - P_LOG2;
+        if (GUARD && rows.max[h] == -infinity())
+            shift = 0.0f;
+        if (n == EARLY)
+            early = sum[0] + sum[1];
+        s[n] = exp2_fast(s[n] * by - shift);
+        sum[h] += s[n];
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        rows.sum[h] += sum[h];
+    return early;
+}
+
 template <bool GUARD>
 FA_DEVICE bool softmax_step(float (&s)[S_COUNT], row_state &rows, float (&alpha)[2], float unit)
 {
