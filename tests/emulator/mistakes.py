@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 
-FORWARD, BACKWARD, PRODUCTS = "forward_sm90.cu", "backward_sm90.cu", "backward_products_sm90.cuh"
+FORWARD, ONE_BY_ONE, BACKWARD, PRODUCTS = "forward_sm90.cu", "one_by_one_sm90.cuh", "backward_sm90.cu", "backward_products_sm90.cuh"
 LATENT, LATENT_BLOCK, LATENT_PRODUCER = "forward_latent_sm90.cu", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
 FEW, FOLD, GROUPED = "forward_few_sm90.cu", "fold.cu", "grouped_sm90.cuh"
 PROGRAMS = dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few")  # else TEST
@@ -19,6 +19,7 @@ PROGRAMS = dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_lat
 # Which shapes of which test show it.
 WHOLE = ("whole tiles", "every_shape*")
 TAILS = ("tails", "every_shape*")
+LONG = ("long, causal", "every_shape*")
 MANY = ("many tiles a block", "every_shape*")
 NOTHING = ("most queries see nothing", "every_shape*")
 WHOLE_BACK = ("whole tiles", "every_backward*")
@@ -54,6 +55,9 @@ MISTAKES = [
     ("the planner overwrites Q", FORWARD, "    barrier_wait(q_empty(item), freed<Q_STAGES>(item));\n", "", MANY),
     ("the planner overwrites works", FORWARD, "    barrier_wait(asked(item), freed<WORKS>(item));", "   ", NOTHING),
     ("no fence behind inspected V", FORWARD, "                fence_async();\n                __syncwarp();", "                __syncwarp();", TAILS),
+    ("softmax of scores ahead that are not there", ONE_BY_ONE, "    wgmma_wait<0>(); /* without an if", "    /* without an if", LONG),
+    ("V of a step ahead given back twice", ONE_BY_ONE, "    c.tile++;\n}\n\n/* Steps n", "    release(v_empty(c.tile));\n    c.tile++;\n}\n\n/* Steps n", LONG),
+    ("a turn is passed on to nobody", ONE_BY_ONE, "(group + 1) % CONSUMERS + (__float", "group + (__float", LONG),
     ("nobody waits for dS", PRODUCTS, "        named_sync(OWN + group, 128);\n    else\n        named_sync(DS_IS_THERE, 128 * CONSUMERS);\n",
      "        ;\n", WHOLE_BACK),
     ("dO given back before dV is there", BACKWARD, WAIT_FOR_DV + GIVE_DOUT, GIVE_DOUT + WAIT_FOR_DV, WHOLE_BACK),
