@@ -57,7 +57,7 @@ MISTAKES = [
     ("no fence behind inspected V", FORWARD, "                fence_async();\n                __syncwarp();", "                __syncwarp();", TAILS),
     ("softmax of scores ahead that are not there", ONE_BY_ONE, "    wgmma_wait<0>(); /* without an if", "    /* without an if", LONG),
     ("V of a step ahead given back twice", ONE_BY_ONE, "    c.tile++;\n}\n\n/* Steps n", "    release(v_empty(c.tile));\n    c.tile++;\n}\n\n/* Steps n", LONG),
-    ("a turn is passed on to nobody", ONE_BY_ONE, "(group + 1) % CONSUMERS + (__float", "group + (__float", LONG),
+    ("a turn is passed on to nobody", FORWARD, "(group + 1) % CONSUMERS + zero", "group + zero", LONG),
     ("nobody waits for dS", PRODUCTS, "        named_sync(OWN + group, 128);\n    else\n        named_sync(DS_IS_THERE, 128 * CONSUMERS);\n",
      "        ;\n", WHOLE_BACK),
     ("dO given back before dV is there", BACKWARD, WAIT_FOR_DV + GIVE_DOUT, GIVE_DOUT + WAIT_FOR_DV, WHOLE_BACK),

@@ -253,16 +253,16 @@ struct consumer {
 };
 
 /* Named barrier 1 + c: consumer c waits there, and the one before it arrives. The last one's first arrival starts the round. Turns are for products, or,
- * of consumers that go one step after the other, for exponentials: else all of them would be at the same. */
+ * of consumers that go one step after the other, for exponentials: else all of them would be at the same. zero: is 0, by a computation that is to be over before (one_by_one_sm90.cuh). */
 FA_DEVICE void await_turn(int group)
 {
     if (!BESIDE_ANOTHER)
         named_sync(1 + group, 256);
 }
-FA_DEVICE void pass_turn(int group)
+FA_DEVICE void pass_turn(int group, int zero = 0)
 {
     if (!BESIDE_ANOTHER)
-        named_arrive(1 + (group + 1) % CONSUMERS, 256);
+        named_arrive(1 + (group + 1) % CONSUMERS + zero, 256);
 }
 
 FA_DEVICE void wait_for_k(unsigned n) { barrier_wait(k_full(n), filled<FA_STAGES>(n)); }

@@ -17,7 +17,7 @@ FA_DEVICE float await_exponentials(int group, const work &w, float unit)
     await_turn(group);
     return shared_load_behind(&w.tiles) < 0 ? 0.0f : unit;
 }
-FA_DEVICE void pass_exponentials(int group, float sum) { named_arrive(1 + (group + 1) % CONSUMERS + (__float_as_int(sum) == 0x7FC00001), 256); }
+FA_DEVICE void pass_exponentials(int group, float sum) { pass_turn(group, __float_as_int(sum) == 0x7FC00001); }
 
 /* P of a step whose scores are there, with its turn. */
 template <bool MASKED> FA_DEVICE void whole_softmax(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], int n)
