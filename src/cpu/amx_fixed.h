@@ -34,6 +34,14 @@ static float fixed_round(float m)
     return fabsf(m) * FIXED_UNITS < FIXED_MOST ? rintf(m * FIXED_UNITS) / FIXED_UNITS : m;
 }
 
+static inline __m512 fixed_rounded(__m512 m)
+{
+    __m512    units = _mm512_mul_ps(m, _mm512_set1_ps(FIXED_UNITS));
+    __mmask16 can   = _mm512_cmp_ps_mask(_mm512_abs_ps(units), _mm512_set1_ps(FIXED_MOST), _CMP_LT_OQ);
+    __m512    whole = _mm512_roundscale_ps(units, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return _mm512_mask_mul_ps(m, can, whole, _mm512_set1_ps(1.0f / FIXED_UNITS));
+}
+
 /* What is added to score units: 2^23, what stands for P = 1, minus the shift. */
 static float fixed_shift(float m) { return 0x1p23f + (float)FIXED_ONE - (m == -INFINITY ? 0.0f : m * FIXED_UNITS); }
 

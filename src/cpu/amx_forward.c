@@ -40,14 +40,12 @@ static float shift_of(const walk *w, const float *s, int r)
 /* Rows of which nothing was seen so far take their shift from the unit's scores. */
 static void begin_rows(walk *w, const float *s, int rows)
 {
-    _Alignas(64) float shift[UNIT];
     w->unset = false;
-    for (int r = 0; r < UNIT; r += 16)
-        _mm512_store_ps(shift + r, shifts_of(w, s + r / 16 * 2 * FA_AMX_TILE_FLOATS));
-    for (int r = 0; r < rows; r++) {
-        if (w->own->m[r] == -INFINITY)
-            set_shift(w, r, shift[r]);
-        w->unset |= w->own->m[r] == -INFINITY;
+    for (int r = 0; r < UNIT; r += 16) {
+        __m512    m     = _mm512_load_ps(w->own->m + r);
+        __mmask16 unset = _mm512_cmp_ps_mask(m, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ);
+        m               = _mm512_mask_mov_ps(m, unset, shifts_of(w, s + r / 16 * 2 * FA_AMX_TILE_FLOATS));
+        w->unset |= set_shifts(w, r, rows, m);
     }
 }
 
@@ -115,32 +113,15 @@ static __attribute__((noinline)) void redo_unit(const walk *w, place at, const u
 
 /* ---- the walk ---- */
 
-/* BESIDE: O stays in the first-level cache from here on, so it is cleared here where it is fresh. */
-static void begin_group(walk *w, place at, float *sum, bool BESIDE)
+static void begin_group(walk *w, place at, float *sum)
 {
     const fa_forward_block *b     = w->block;
-    const __m512            empty = _mm512_set1_ps(-INFINITY), one = _mm512_set1_ps(fixed_shift(0.0f));
-    int                     group = at.group, rows = rows_of_group(w, group), ld;
-    float                  *o = rows_of_o(w, group, &ld);
+    int                     group = at.group, rows = rows_of_group(w, group);
     memset(sum, 0, sizeof(float) * UNIT * 16);
-    if (BESIDE && b->fresh)
-        memset(o, 0, sizeof(float) * UNIT * (size_t)ld);
     w->first_unit = at.unit;
     w->unset      = false;
-    for (int r = 0; r < UNIT; r += 16) { /* as set_shift */
-        __m512    m     = fa_amx_load16(b->m + group * UNIT, 1, FLASH_ATTN_F32, r, rows);
-        __mmask16 unset = _mm512_cmp_ps_mask(m, empty, _CMP_EQ_OQ);
-        __mmask16 there = rows - r >= 16 ? 0xFFFF : rows <= r ? 0 : (__mmask16)((1u << (rows - r)) - 1);
-        __m512    shift = _mm512_maskz_sub_ps((__mmask16)~unset, _mm512_set1_ps(w->bonus), m);
-        if (w->fixed)
-            shift = _mm512_fmadd_ps(shift, _mm512_set1_ps(FIXED_UNITS), one);
-        else
-            shift = _mm512_mask_mov_ps(
-                shift, _mm512_cmp_ps_mask(_mm512_abs_ps(shift), _mm512_set1_ps(FAR), _CMP_NLT_UQ), _mm512_set1_ps(NAN));
-        _mm512_store_ps(w->own->m + r, m);
-        _mm512_store_ps(w->own->shift + r, _mm512_mask_mov_ps(empty, there, shift)); /* no row, no P */
-        w->unset |= unset != 0;
-    }
+    for (int r = 0; r < UNIT; r += 16)
+        w->unset |= set_shifts(w, r, rows, fa_amx_load16(b->m + group * UNIT, 1, FLASH_ATTN_F32, r, rows));
     if (b->options)
         set_option_rows(&w->own->options, b, group * UNIT, rows);
 }
@@ -266,7 +247,7 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, turns TURNS, int CHUNK,
         copy_last_rows(w, false);
     }
     if (x.at.group < w->groups)
-        begin_group(w, x.at, w->own->sum[0], BESIDE);
+        begin_group(w, x.at, w->own->sum[0]);
     for (; x.at.group < w->groups; x.n++) {
         if (held.unit == x.n && held.columns)
             store_held(&held);
@@ -306,7 +287,7 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, turns TURNS, int CHUNK,
         if (next.group != x.at.group) {
             end_group(w, x.at.group, w->own->sum[(x.n + 1) % 2]);
             if (next.group < w->groups)
-                begin_group(w, next, w->own->sum[(x.n + 1) % 2], BESIDE);
+                begin_group(w, next, w->own->sum[(x.n + 1) % 2]);
         }
         x.at = next;
     }

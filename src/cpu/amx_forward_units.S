@@ -72,8 +72,21 @@
     tilezero    %tmm\t
     .elseif now == STEPS
     tilestored  %tmm\t, \t * TILE(S, STRIDE)
-    tileloadd   0 + TILE_OF_O(\t)(O, O_STRIDE), %tmm\t
+    BEGIN_VALUES \t
     .endif
+.endm
+
+/* What is in O, or zeros where that is nothing. */
+.macro BEGIN_VALUES t
+    cmpb        $0, UNITS_FRESH(FRAME)
+    jne         .Lfresh\@
+    tileloadd   0 + TILE_OF_O(\t)(O, O_STRIDE), %tmm\t
+.Lbegun\@:
+    .subsection 1
+.Lfresh\@:
+    tilezero    %tmm\t
+    jmp         .Lbegun\@
+    .previous
 .endm
 
 .macro BESIDE
@@ -123,7 +136,10 @@
     add         $2 * TILE, V
     add         $128, O
     jmp         2f
-1:  mov         UNITS_NEXT_V(FRAME), V
+1:  mov         UNITS_NEXT_FRESH(FRAME), V
+    mov         V, UNITS_FRESH(FRAME)
+    movq        $0, UNITS_NEXT_FRESH(FRAME)
+    mov         UNITS_NEXT_V(FRAME), V
     mov         UNITS_NEXT_O(FRAME), O
     addq        $CHUNK * 4 * TILE, UNITS_NEXT_V(FRAME)
     neg         P_READ
@@ -173,7 +189,7 @@
     .irp t, 1, 2, 3
     tileloadd   \t * TILE(S, STRIDE), %tmm\t
     .endr
-    tileloadd   (O, O_STRIDE), %tmm0
+    BEGIN_VALUES 0
     LEFT        4, STEPS
     RIGHT       6, STEPS
     jmp         .Lodd\@

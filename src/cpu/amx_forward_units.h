@@ -25,6 +25,8 @@
 #define UNITS_S 168
 #define UNITS_SHIFT 176
 #define UNITS_CONSTANTS 184
+#define UNITS_FRESH 192
+#define UNITS_NEXT_FRESH 200
 
 #define CONSTANT_MULTIPLIER 0
 #define CONSTANT_MAGIC 64
@@ -59,6 +61,7 @@ typedef struct fa_amx_units {
     float      *s;                     /* scores of even units, 4 KiB, then of odd ones */
     float      *shift;                 /* behind the sums before even units, 2 KiB, and before odd ones */
     const void *constants;             /* of the softmax */
+    int64_t     fresh, next_fresh;     /* o and next_o hold nothing yet */
 } fa_amx_units;
 
 #define UNITS_AT(member, at) _Static_assert(offsetof(fa_amx_units, member) == (at), "as amx_forward_units.S has it")
@@ -82,6 +85,8 @@ UNITS_AT(p_both, UNITS_P_BOTH);
 UNITS_AT(s, UNITS_S);
 UNITS_AT(shift, UNITS_SHIFT);
 UNITS_AT(constants, UNITS_CONSTANTS);
+UNITS_AT(fresh, UNITS_FRESH);
+UNITS_AT(next_fresh, UNITS_NEXT_FRESH);
 
 /* head_dim and head_dim_v are 64; P cut to bfloat16, or in fixed point. Returns the count that is left: `stop`, or
  * more if `again` is set. Then all tiles are in memory; if the last unit's number is even, the scores of the unit after

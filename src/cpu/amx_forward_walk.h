@@ -121,9 +121,27 @@ static void set_shift(const walk *w, int r, float m)
     w->own->shift[r] = w->fixed ? fixed_shift(m) : m == -INFINITY ? 0.0f : is_far(m) ? NAN : w->bonus - m;
 }
 
+/* The same for 16 rows from `first` on, of which `rows` exist. Returns whether some have no shift yet. */
+FA_AMX_INLINE bool set_shifts(const walk *w, int first, int rows, __m512 m)
+{
+    const __m512 empty = _mm512_set1_ps(-INFINITY), one = _mm512_set1_ps(fixed_shift(0.0f));
+    if (w->fixed)
+        m = fixed_rounded(m);
+    __mmask16 unset = _mm512_cmp_ps_mask(m, empty, _CMP_EQ_OQ);
+    __mmask16 there = rows - first >= 16 ? 0xFFFF : rows <= first ? 0 : (__mmask16)((1u << (rows - first)) - 1);
+    __m512    shift = _mm512_maskz_sub_ps((__mmask16)~unset, _mm512_set1_ps(w->bonus), m);
+    if (w->fixed)
+        shift = _mm512_fmadd_ps(shift, _mm512_set1_ps(FIXED_UNITS), one);
+    else
+        shift = _mm512_mask_mov_ps(shift, _mm512_cmp_ps_mask(_mm512_abs_ps(shift), _mm512_set1_ps(FAR), _CMP_NLT_UQ),
+                                   _mm512_set1_ps(NAN));
+    _mm512_store_ps(w->own->m + first, m);
+    _mm512_store_ps(w->own->shift + first, _mm512_mask_mov_ps(empty, there, shift)); /* no row, no P */
+    return (unset & there) != 0;
+}
+
 /* ---- what a unit works on ---- */
 
-/* alternate: values run beside, and where O is fresh begin_group has cleared it in the first-level cache. */
 static values values_of(const walk *w, place at, bool alternate)
 {
     int     ld;
@@ -139,7 +157,7 @@ static values values_of(const walk *w, place at, bool alternate)
                     .ldo     = ld,
                     .columns = w->columns,
                     .units   = at.unit - at.first + 1,
-                    .fresh   = w->block->fresh && !alternate && at.first == w->first_unit};
+                    .fresh   = w->block->fresh && at.first == w->first_unit};
 }
 
 /* Scores of unit number n, at `at`. */
@@ -188,10 +206,10 @@ static void mask_unit(const walk *w, float *s, place at)
         _mm512_store_si512(bits + r, keys_seen_by(b, (i + r) % b->queries, first));
     for (int r = rows; r < UNIT; r++)
         bits[r] = 0;
-    for (int r = 0; r < UNIT; r++) {
-        float *row = scores_row(s, r);
-        _mm512_mask_store_ps(row, (__mmask16)~bits[r], none);
-        _mm512_mask_store_ps(row + FA_AMX_TILE_FLOATS, (__mmask16)(~bits[r] >> 16), none);
+    for (int r = 0; r < UNIT; r++) { /* whole rows: what part of one was stored last, a load would have to wait for */
+        float *row = scores_row(s, r), *right = row + FA_AMX_TILE_FLOATS;
+        _mm512_store_ps(row, _mm512_mask_mov_ps(none, (__mmask16)bits[r], _mm512_load_ps(row)));
+        _mm512_store_ps(right, _mm512_mask_mov_ps(none, (__mmask16)(bits[r] >> 16), _mm512_load_ps(right)));
     }
 }
 

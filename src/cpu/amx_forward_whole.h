@@ -94,6 +94,8 @@ static bool set_values(fa_amx_units *f, const walk *w, progress x, values *v, ta
     f->o      = (const char *)(beside ? v->o + 16 * col : mine.o);
     f->next_v = mine.v + (col < w->columns ? 0 : step);
     f->next_o = (const char *)mine.o;
+    f->fresh  = beside ? v->fresh : mine.fresh;
+    f->next_fresh = mine.fresh && col < w->columns;
     if (!beside)
         finish_values(v, held, 1);
     store_held(held);
