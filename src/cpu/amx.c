@@ -47,21 +47,35 @@ FA_AMX_INLINE void load_pairs_in_place(__m512i tile[16], const fa_rows *src, int
     }
 }
 
-FA_AMX_COPIES void pack_along_columns(char *out, const fa_rows *src, int pieces, bool keys)
+/* 16 rows of bfloat16, as many columns as fill tiles; one copy for all callers, for it is large. */
+static __attribute__((noinline)) void pack_whole_rows(char *out, const fa_rows *src, int first, bool keys)
 {
-    __m512i tile[MAX_PIECES][16];
+    const void *const *row  = src->row + first;
+    bool               near = fa_amx_rows_are_near(row);
+    for (int col = 0; col + 32 <= src->cols; col += 32, out += FA_AMX_TILE) {
+        fa_amx_prefetch_rows(src, first, 16, col);
+        if (keys && near)
+            fa_amx_transpose_tile(out, row, col, true);
+        else if (keys)
+            fa_amx_transpose_tile(out, row, col, false);
+        else
+            fa_amx_copy_tile(out, row, col);
+    }
+}
+
+/* Returns the largest magnitudes, if that is wanted. */
+FA_AMX_COPIES __m512i pack_along_columns(char *out, const fa_rows *src, int pieces, bool keys, bool want_largest)
+{
+    __m512i tile[MAX_PIECES][16], largest = _mm512_setzero_si512();
     for (int first = 0; first < src->count; first += 16) {
-        bool whole = src->stride == 1 && src->dtype == FLASH_ATTN_BF16 && fa_amx_rows_exist(src, first, 16);
-        for (int col = 0; col < src->cols; col += 32) {
-            if (whole && col + 32 <= src->cols) {
-                fa_amx_prefetch_rows(src, first, 16, col);
-                if (keys)
-                    fa_amx_transpose_tile(out, src->row + first, col);
-                else
-                    fa_amx_copy_tile(out, src->row + first, col);
-                out += FA_AMX_TILE;
-                continue;
-            }
+        const char *begin = out;
+        int         col   = 0;
+        if (src->stride == 1 && src->dtype == FLASH_ATTN_BF16 && fa_amx_rows_exist(src, first, 16)) {
+            col = src->cols / 32 * 32;
+            pack_whole_rows(out, src, first, keys);
+            out += col / 32 * FA_AMX_TILE;
+        }
+        for (; col < src->cols; col += 32) {
             if (src->stride == 1 && src->dtype == FLASH_ATTN_BF16)
                 load_pairs_in_place(tile[0], src, first, col);
             else
@@ -73,7 +87,10 @@ FA_AMX_COPIES void pack_along_columns(char *out, const fa_rows *src, int pieces,
                     _mm512_store_si512(out + 64 * r, tile[n][r]);
             }
         }
+        for (; want_largest && begin < out; begin += FA_AMX_TILE)
+            largest = fa_amx_largest_of_tile(begin, largest);
     }
+    return largest;
 }
 
 FA_AMX_INLINE bool row_is_finite(const fa_rows *src, int r, short infinity)
@@ -182,7 +199,7 @@ FA_AMX_COPIES int pack_keys_backward(char *packed, const fa_rows *src, int *bad,
     int     strips = fa_tiles_of(src->count, 32), num_bad = 0;
     int64_t form   = (int64_t)strips * 2 * fa_tiles_of(src->cols, 32) * pieces * FA_AMX_TILE;
     char   *turned = packed + form, *values = turned + form;
-    pack_along_columns(packed, src, pieces, false);
+    pack_along_columns(packed, src, pieces, false, false);
     for (int strip = 0; strip < strips; strip++) {
         fa_rows rows  = *src;
         int    *found = bad ? bad + num_bad : NULL;
@@ -201,6 +218,7 @@ FA_AMX_COPIES int pack_keys_backward(char *packed, const fa_rows *src, int *bad,
 typedef struct pack_form {
     short infinity;      /* its upper half as float32, or what else 16 bits are of (fa_amx_pack_fp16) */
     int (*order)(int r); /* row r of each 32 values is the caller's order(r); NULL: r */
+    bool largest;        /* Q and K end with the largest of their magnitudes */
 } pack_form;
 
 /* Whole rows of bfloat16 in both forms. False: not such rows, or some value is not finite. */
@@ -227,10 +245,13 @@ static __attribute__((noinline)) bool pack_both_16_bit(char *keys, char *values,
 static fa_rows rows_in_order(const fa_rows *src, const void **row, int (*order)(int r))
 {
     fa_rows ordered = *src;
-    ordered.row     = row;
-    ordered.count   = fa_tiles_of(src->count, 32) * 32;
+    int     at[32];
+    ordered.row   = row;
+    ordered.count = fa_tiles_of(src->count, 32) * 32;
+    for (int r = 0; r < 32; r++)
+        at[r] = order(r);
     for (int r = 0; r < ordered.count; r++) {
-        int from = r / 32 * 32 + order(r % 32);
+        int from = r / 32 * 32 + at[r % 32];
         row[r]   = from < src->count ? src->row[from] : NULL;
     }
     return ordered;
@@ -257,12 +278,15 @@ FA_AMX_INLINE int pack_any(fa_role role, void *packed, const fa_rows *src, int *
             return 0;
         if (pieces == 1 && !form.order && pack_both_16_bit(keys, packed, src, by_columns, form.infinity))
             return 0;
-        pack_along_columns(keys, src, pieces, true);
+        pack_along_columns(keys, src, pieces, true, false);
         return pack_values(packed, src, pieces, bad, by_columns, form);
     }
     if (!is_left(role) && !is_keys(role))
         return pack_values(packed, src, pieces, bad, layout_by_rows(src->cols, pieces), form);
-    pack_along_columns(packed, src, pieces, is_keys(role));
+    bool  want    = form.largest && (role == FA_ROLE_Q || role == FA_ROLE_K);
+    float largest = fa_amx_largest_in(pack_along_columns(packed, src, pieces, is_keys(role), want));
+    if (want)
+        memcpy((char *)packed + fa_tiles_of(src->count, 16) * fa_tiles_of(src->cols, 32) * FA_AMX_TILE, &largest, sizeof largest);
     return 0;
 }
 
@@ -291,27 +315,23 @@ static __attribute__((noinline)) int pack_16_bit(fa_role role, void *packed, con
 
 static int pack_1(fa_role role, void *packed, const fa_rows *src, int *bad)
 {
-    return pack_16_bit(role, packed, src, bad, (pack_form){INFINITY_BF16, NULL});
+    return pack_16_bit(role, packed, src, bad, (pack_form){INFINITY_BF16, NULL, false});
 }
 
 static int pack_2(fa_role role, void *packed, const fa_rows *src, int *bad)
 {
-    return pack_operand(role, packed, src, bad, 2, (pack_form){INFINITY_BF16, NULL});
+    return pack_operand(role, packed, src, bad, 2, (pack_form){INFINITY_BF16, NULL, false});
 }
 
 static int pack_3(fa_role role, void *packed, const fa_rows *src, int *bad)
 {
-    return pack_operand(role, packed, src, bad, 3, (pack_form){INFINITY_BF16, NULL});
+    return pack_operand(role, packed, src, bad, 3, (pack_form){INFINITY_BF16, NULL, false});
 }
 
 /* For P in fixed point: Q and K with their largest magnitude, V in fa_amx_fixed_order. */
 static int pack_fixed(fa_role role, void *packed, const fa_rows *src, int *bad)
 {
-    bool ends    = role == FA_ROLE_Q || role == FA_ROLE_K;
-    int  num_bad = pack_16_bit(role, packed, src, bad, (pack_form){INFINITY_BF16, fa_amx_fixed_order});
-    if (ends)
-        fa_amx_store_largest(packed, src);
-    return num_bad;
+    return pack_16_bit(role, packed, src, bad, (pack_form){INFINITY_BF16, fa_amx_fixed_order, true});
 }
 
 /* Packing moves 16 bits and asks only which of them are not finite, so it is that of bfloat16. */
@@ -321,7 +341,7 @@ int fa_amx_pack_fp16(fa_role role, void *packed, const fa_rows *src, int *bad)
     halves.dtype   = FLASH_ATTN_BF16;
     return pack_16_bit(
         role, packed, &halves, bad,
-        (pack_form){INFINITY_F16, role == FA_ROLE_Q_RIGHT ? fa_amx_fp16_order_of_ds : fa_amx_fp16_order});
+        (pack_form){INFINITY_F16, role == FA_ROLE_Q_RIGHT ? fa_amx_fp16_order_of_ds : fa_amx_fp16_order, false});
 }
 
 /* ---- the products ---- */

@@ -45,22 +45,18 @@ FA_AMX_INLINE void fa_amx_copy_tile(char *out, const void *const *row, int col)
         _mm512_store_si512(out + 64 * r, _mm512_loadu_si512((const uint16_t *)row[r] + col));
 }
 
-/* Columns 8 c to 8 c + 7 of rows 0, 4, 8 and 12 of a copied tile. */
-FA_AMX_INLINE __m512i fa_amx_load_chunks(const char *row, int c)
+/* Columns 8 c to 8 c + 7 of four rows. */
+FA_AMX_INLINE __m512i fa_amx_load_chunks(const char *a, const char *b, const char *d, const char *e, int c)
 {
-#define CHUNK(r) _mm_load_si128((const __m128i *)(row + 64 * (r) + 16 * c))
-    __m512i x = _mm512_castsi128_si512(CHUNK(0));
-    x         = _mm512_inserti32x4(x, CHUNK(4), 1);
-    x         = _mm512_inserti32x4(x, CHUNK(8), 2);
-    return _mm512_inserti32x4(x, CHUNK(12), 3);
-#undef CHUNK
+    __m512i x = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)a + c));
+    x         = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)b + c), 1);
+    x         = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)d + c), 2);
+    return _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)e + c), 3);
 }
 
-/* Columns 4 c to 4 c + 3 of a tile of dwords, as four rows. */
-FA_AMX_INLINE void fa_amx_turn_chunks(__m512i out[4], const char *tile, int c)
+/* x: of rows 0, 4, 8, 12, then 1, 5, ...; four columns of dwords as rows. */
+FA_AMX_INLINE void fa_amx_turn_loaded(__m512i out[4], const __m512i x[4])
 {
-    __m512i x[4];
-    _Pragma("GCC unroll 4") for (int n = 0; n < 4; n++) x[n] = fa_amx_load_chunks(tile + 64 * n, c);
     __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
     __m512i d = _mm512_unpacklo_epi32(x[2], x[3]), e = _mm512_unpackhi_epi32(x[2], x[3]);
     out[0] = _mm512_unpacklo_epi64(a, d);
@@ -69,18 +65,49 @@ FA_AMX_INLINE void fa_amx_turn_chunks(__m512i out[4], const char *tile, int c)
     out[3] = _mm512_unpackhi_epi64(b, e);
 }
 
-/* 16 rows of 32 columns as keys, dwords transposed: loads put rows into place, half of the shuffles do. Of a copy, for
- * rows that lie a power of two apart share a set of the first-level cache, which does not hold 16 lines. */
-FA_AMX_INLINE void fa_amx_transpose_tile(char *out, const void *const *row, int col)
+/* Columns 4 c to 4 c + 3 of a tile of dwords, as four rows. */
+FA_AMX_INLINE void fa_amx_turn_chunks(__m512i out[4], const char *tile, int c)
+{
+    __m512i x[4];
+    _Pragma("GCC unroll 4") for (int n = 0; n < 4; n++)
+        x[n] = fa_amx_load_chunks(tile + 64 * n, tile + 64 * (n + 4), tile + 64 * (n + 8), tile + 64 * (n + 12), c);
+    fa_amx_turn_loaded(out, x);
+}
+
+/* Rows that lie a page or more apart share a set of the first-level cache, which does not hold 16 lines. */
+FA_AMX_INLINE bool fa_amx_rows_are_near(const void *const *row)
+{
+    uintptr_t first = (uintptr_t)row[0], second = (uintptr_t)row[1];
+    return (second > first ? second - first : first - second) < 4096;
+}
+
+/* 16 rows of 32 columns as keys, dwords transposed: loads put rows into place, half of the shuffles do. From where they are
+ * if they are near, else of a copy. */
+FA_AMX_INLINE void fa_amx_transpose_tile(char *out, const void *const *row, int col, bool near)
 {
     _Alignas(64) char copy[FA_AMX_TILE];
-    fa_amx_copy_tile(copy, row, col);
+    const char       *from[16];
+    if (!near)
+        fa_amx_copy_tile(copy, row, col);
+    _Pragma("GCC unroll 16") for (int r = 0; r < 16; r++)
+        from[r] = near ? (const char *)((const uint16_t *)row[r] + col) : copy + 64 * r;
     _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++)
     {
-        __m512i x[4];
-        fa_amx_turn_chunks(x, copy, c);
+        __m512i x[4], rows[4];
+        _Pragma("GCC unroll 4") for (int n = 0; n < 4; n++)
+            rows[n] = fa_amx_load_chunks(from[n], from[n + 4], from[n + 8], from[n + 12], c);
+        fa_amx_turn_loaded(x, rows);
         _Pragma("GCC unroll 4") for (int n = 0; n < 4; n++) _mm512_store_si512(out + 256 * c + 64 * n, x[n]);
     }
+}
+
+/* The largest magnitudes with those of a packed tile. */
+FA_AMX_INLINE __m512i fa_amx_largest_of_tile(const char *tile, __m512i largest)
+{
+    const __m512i magnitude = _mm512_set1_epi16(0x7FFF);
+    _Pragma("GCC unroll 16") for (int r = 0; r < 16; r++)
+        largest = _mm512_max_epu16(largest, _mm512_and_si512(_mm512_load_si512(tile + 64 * r), magnitude));
+    return largest;
 }
 
 /* Where tiles of values lie: bytes from 32 rows to the next, and from two tiles of columns to the next two. */
@@ -155,24 +182,14 @@ FA_AMX_INLINE __m512i fa_amx_pack_both(char *values, char *keys, int64_t key_row
     return largest;
 }
 
-/* Behind packed Q or K, for fa_amx_largest. */
-static inline void fa_amx_store_largest(char *packed, const fa_rows *src)
+/* The largest of all, as float32: what stands behind packed Q or K for fa_amx_largest. */
+static inline float fa_amx_largest_in(__m512i largest)
 {
-    const __m512i magnitude  = _mm512_set1_epi16(0x7FFF);
-    __m512i       largest[4] = {_mm512_setzero_si512()};
-    size_t        bytes      = (size_t)((src->count + 15) / 16) * (size_t)((src->cols + 31) / 32) * FA_AMX_TILE;
-    for (int n = 1; n < 4; n++)
-        largest[n] = largest[0];
-    for (size_t at = 0; at < bytes; at += 256) {
-        for (int n = 0; n < 4; n++) {
-            __m512i x  = _mm512_and_si512(_mm512_load_si512(packed + at + 64 * n), magnitude);
-            largest[n] = _mm512_max_epu16(largest[n], x);
-        }
-    }
-    __m512i  all = _mm512_max_epu16(_mm512_max_epu16(largest[0], largest[1]), _mm512_max_epu16(largest[2], largest[3]));
-    __m512i  in_32 = _mm512_max_epu32(_mm512_srli_epi32(all, 16), _mm512_and_si512(all, _mm512_set1_epi32(0xFFFF)));
+    __m512i  in_32 = _mm512_max_epu32(_mm512_srli_epi32(largest, 16), _mm512_and_si512(largest, _mm512_set1_epi32(0xFFFF)));
     uint32_t bits  = _mm512_reduce_max_epu32(in_32) << 16;
-    memcpy(packed + bytes, &bits, sizeof bits);
+    float    x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
 }
 
 #endif
