@@ -251,6 +251,23 @@ FA_DEVICE void exponentials(const fa_args &args, const work &w, consumer &c, flo
     }
 }
 
+/*
+ * Of a thread's exponentials the first PINNED come before dP is waited for. ptxas moves all it can behind that wait, where no product of this consumer's runs beside
+ * them, whatever the text says. So a store that is never made hangs on them (P is not below 0), and behind it stands an instruction over which nothing moves. Were it all
+ * of them, their end would be waited for too (decision 0056, tenth round).
+ */
+constexpr int PINNED = DQ_TURNED && !HAS_NOTED && !FA_HAS_ALIBI ? 16 : 0;
+
+FA_DEVICE void pin_exponentials(const float (&p)[S_COUNT])
+{
+    unsigned any = 0;
+#pragma unroll
+    for (int n = 0; n < PINNED; n++)
+        any |= __float_as_uint(p[n]);
+    keep_behind(any == 0x80018001u);
+    __syncwarp();
+}
+
 /* Which pairs of a step are dropped, before S is there. */
 FA_DEVICE void find_dropped(const fa_args &args, const work &w, const consumer &c, dropped_bits<S_COUNT> &bits, int tile)
 {

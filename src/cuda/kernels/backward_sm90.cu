@@ -263,9 +263,14 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
         mask_elements(s, seen);
     if constexpr (HAS_NOTED)
         pack_probabilities(c, s, bits);
+    if constexpr (PINNED > 0) {
+        pin_exponentials(s);
+        wait_for_free_ds(c.group);
+    }
     wgmma_wait<0>();
     hold(dp);
-    wait_for_free_ds(c.group);
+    if constexpr (PINNED == 0)
+        wait_for_free_ds(c.group);
     if constexpr (HAS_NOTED) {
 #pragma unroll
         for (int n = 0; n < P_STEPS; n++)
