@@ -71,7 +71,7 @@ MISTAKES = [
      "    start_gradient(c.dk, c.ds, q_tile(c.n), c.group);\n", WHOLE_BACK),
     ("turns out of order", BACKWARD, "    while (load_acquire(turn) < ADDERS * turns)\n        continue;\n", "", WHOLE_BACK),
     ("the producer overwrites K", BACKWARD, "            barrier_wait(k_empty(), freed<1>(item));\n            barrier_expect", "            barrier_expect", MANY_BACK),
-    ("dS overwritten while it is read", BACKWARD, "        pin_exponentials(s);\n        wait_for_free_ds(c.group);\n", "        pin_exponentials(s);\n", LONG_BACK),
+    ("dS overwritten while it is read", BACKWARD, "    if constexpr (PINNED > 0)\n        wait_for_free_ds(c.group);\n", "", LONG_BACK),
     ("the producer overwrites works", BACKWARD, "        barrier_wait(added(item), freed<WORKS>(item));", "", FEW_BACK),
     ("no fence behind dS", PRODUCTS, "FA_DEVICE void wait_for_ds(int group)\n{\n    fence_async();\n", "FA_DEVICE void wait_for_ds(int group)\n{\n", WHOLE_BACK),
     ("no fence behind dQ", PRODUCTS, "            fence_async();\n            named_arrive(DQ_IS_THERE", "            named_arrive(DQ_IS_THERE", WHOLE_BACK),

@@ -254,9 +254,13 @@ FA_DEVICE void exponentials(const fa_args &args, const work &w, consumer &c, flo
 /*
  * Of a thread's exponentials the first PINNED come before dP is waited for. ptxas moves all it can behind that wait, where no product of this consumer's runs beside
  * them, whatever the text says. So a store that is never made hangs on them (P is not below 0), and behind it stands an instruction over which nothing moves. Were it all
- * of them, their end would be waited for too (decision 0056, tenth round).
+ * of them, their end would be waited for too. How many is found by timing; an edge step has none (decision 0056, tenth round).
  */
-constexpr int PINNED = DQ_TURNED && !HAS_NOTED && !FA_HAS_ALIBI ? 16 : 0;
+constexpr int PINNED = HAS_NOTED || FA_HAS_ALIBI || FA_MASK == FA_MASK_WINDOW ? 0
+                       : FA_HEAD_DIM == 64                                    ? (FA_MASK == FA_MASK_NONE ? 8 : 0)
+                       : FA_MASK == FA_MASK_CAUSAL                            ? 12
+                       : DQ_TURNED                                            ? 17
+                                                                              : 0;
 
 FA_DEVICE void pin_exponentials(const float (&p)[S_COUNT])
 {

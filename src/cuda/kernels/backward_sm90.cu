@@ -263,10 +263,10 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
         mask_elements(s, seen);
     if constexpr (HAS_NOTED)
         pack_probabilities(c, s, bits);
-    if constexpr (PINNED > 0) {
+    if (PINNED > 0 && !edge)
         pin_exponentials(s);
+    if constexpr (PINNED > 0)
         wait_for_free_ds(c.group);
-    }
     wgmma_wait<0>();
     hold(dp);
     if constexpr (PINNED == 0)
