@@ -1,4 +1,4 @@
-/* How the AMX tier ends the forward: rows of O divided and rounded, and LSE. */
+/* How the AMX tier reads the caller's rows, and how it ends the forward: rows of O divided and rounded, and LSE. */
 #include "harness.h"
 
 #include "cpu/cpu.h"
@@ -101,9 +101,77 @@ static void lse_is_right(void **state)
     assert_true(lse[0] == -INFINITY && isnan(lse[1]) && lse[2] == INFINITY);
 }
 
+/* ---- packing ---- */
+
+enum { MOST_PACKED = 70, FAR_APART = 4096 + 64 }; /* elements */
+
+/* Rows side by side, a page and more apart, from the last to the first, and at addresses that are no multiple of a line. */
+static void point_at_rows(const void **row, uint16_t *at, const uint16_t *from, int count, int cols, int way)
+{
+    int step = way == 0 ? cols : way == 3 ? cols + 1 : FAR_APART;
+    for (int r = 0; r < count; r++) {
+        uint16_t *to = at + (way == 2 ? count - 1 - r : r) * step + way / 3;
+        memcpy(to, from + r * cols, (size_t)cols * sizeof *to);
+        row[r] = to;
+    }
+}
+
+static void compare_packed(const fa_kernels *k, fa_role role, int count, int cols, bool hole)
+{
+    enum { WAYS = 4 };
+
+    uint16_t *from = malloc((size_t)(count * cols) * sizeof *from), *at = calloc((size_t)count, FAR_APART * sizeof *at);
+    size_t    bytes = k->packed_bytes(role, count, cols);
+    char     *packed[WAYS];
+    int       bad[WAYS][MOST_PACKED], num_bad[WAYS];
+    assert_true(from && at);
+    for (int n = 0; n < count * cols; n++) /* some not finite */
+        from[n] = next_bits() % 2000 == 0 ? 0x7F80 : (uint16_t)(next_bits() >> 16 & 0xBFFF);
+    for (int way = 0; way < WAYS; way++) {
+        const void *row[MOST_PACKED];
+        point_at_rows(row, at, from, count, cols, way);
+        if (hole)
+            row[count / 2] = NULL;
+        fa_rows src = {row, count, cols, 1, FLASH_ATTN_BF16};
+        packed[way] = aligned_alloc(64, (bytes + 63) / 64 * 64);
+        assert_non_null(packed[way]);
+        memset(packed[way], GUARD, bytes);
+        num_bad[way] = k->pack(role, packed[way], &src, bad[way]);
+    }
+    for (int way = 1; way < WAYS; way++) {
+        assert_int_equal(num_bad[way], num_bad[0]);
+        assert_memory_equal(bad[way], bad[0], (size_t)num_bad[0] * sizeof(int));
+        if (memcmp(packed[way], packed[0], bytes) != 0)
+            fail_msg("role %d of %d rows of %d columns is packed otherwise where rows lie in way %d", role, count, cols, way);
+    }
+    for (int way = 0; way < WAYS; way++)
+        free(packed[way]);
+    free(from);
+    free(at);
+}
+
+static void rows_are_packed_alike_wherever_they_lie(void **state)
+{
+    (void)state;
+    static const int counts[] = {1, 16, 31, 32, 48, MOST_PACKED}, cols[] = {8, 32, 40, 64, 128};
+    if (!amx_kernels())
+        return;
+#ifdef FA_HAVE_AMX
+    const fa_kernels *tables[] = {amx_kernels(), fa_kernels_amx_fixed()};
+    for (int t = 0; t < 2; t++)
+        for (int role = 0; role < (t == 0 ? (int)FA_ROLES : FA_ROLE_V + 1); role++)
+            for (size_t n = 0; n < sizeof counts / sizeof counts[0]; n++)
+                for (size_t c = 0; c < sizeof cols / sizeof cols[0]; c++) {
+                    compare_packed(tables[t], (fa_role)role, counts[n], cols[c], false);
+                    compare_packed(tables[t], (fa_role)role, counts[n], cols[c], true);
+                }
+#endif
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(rows_have_the_bits_of_rows_alone),
+    const struct CMUnitTest tests[] = {cmocka_unit_test(rows_are_packed_alike_wherever_they_lie),
+                                       cmocka_unit_test(rows_have_the_bits_of_rows_alone),
                                        cmocka_unit_test(lse_is_right)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
