@@ -35,7 +35,8 @@ FEW_BITS = ("none", "a_sequence_alone*")
 WAIT_FOR_O = "    wgmma_wait<0>();\n    hold(c.o);\n    hold(c.p);\n"
 WAIT_FOR_S = "    wgmma_wait<1>();\n    hold(s);\n"
 GIVE_K = "    release(k_empty(c.tile + 1));\n"
-GIVE_V = "    release(v_empty(c.tile));\n    if (moved)"
+GIVE_V = "    release(v_empty(tile));\n"
+FINISH_O = "    finish_output(c, c.tile);\n    if (moved)"
 AFTER_S = "    if (n + 1 == w.tiles)\n        release(q_empty(item));\n    finish_scores(args, w, s, c.group, n, MASKED);\n"
 WAIT_FOR_DV = "    wgmma_wait<1>();\n    hold(c.dv);\n    hold(c.p);\n"
 GIVE_DOUT = "    release(dout_empty(c.n));\n"
@@ -47,9 +48,9 @@ MISTAKES = [
     ("nobody waits for K", FORWARD, "{ barrier_wait(k_full(n), filled<FA_STAGES>(n)); }", "{}", WHOLE),
     ("nobody waits for V", FORWARD, "{ barrier_wait(v_ready(n), filled<V_STAGES>(n)); }", "{}", WHOLE),
     ("V given back before its product is done", FORWARD, WAIT_FOR_O + GIVE_V,
-     "    release(v_empty(c.tile));\n" + WAIT_FOR_O + "    if (moved)", WHOLE),
+     GIVE_V + WAIT_FOR_O, WHOLE),
     ("K given back before S is there", FORWARD, WAIT_FOR_S + GIVE_K + AFTER_S, GIVE_K + WAIT_FOR_S + AFTER_S, WHOLE),
-    ("P packed while it is multiplied", FORWARD, WAIT_FOR_O + GIVE_V, "    pack_p(c.p, s);\n" + WAIT_FOR_O + GIVE_V, WHOLE),
+    ("P packed while it is multiplied", FORWARD, FINISH_O, "    pack_p(c.p, s);\n" + FINISH_O, WHOLE),
     ("softmax of S that is not there", FORWARD, WAIT_FOR_S + GIVE_K + AFTER_S, GIVE_K + AFTER_S, WHOLE),
     ("fewer bytes announced than come", FORWARD, "barrier_expect(k_full(k), K_BYTES);", "barrier_expect(k_full(k), K_BYTES / 2);", WHOLE),
     ("the planner overwrites Q", FORWARD, "    barrier_wait(q_empty(item), freed<Q_STAGES>(item));\n", "", MANY),

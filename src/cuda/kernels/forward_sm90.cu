@@ -301,6 +301,15 @@ FA_DEVICE void blind_step(const work &w, consumer &c, unsigned item, int n)
     c.tile++;
 }
 
+/* O is there, of all tiles up to this one. */
+FA_DEVICE void finish_output(consumer &c, unsigned tile)
+{
+    wgmma_wait<0>();
+    hold(c.o);
+    hold(c.p);
+    release(v_empty(tile));
+}
+
 /* After a step's softmax: the sum knows nothing of dropout. What it leaves is made larger on the way out. */
 FA_DEVICE void drop(const fa_args &args, const work &w, float (&p)[S_COUNT], int group, int step)
 {
@@ -378,10 +387,7 @@ template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, c
     drop(args, w, s, c.group, n);
     if (n + 1 < w.tiles) /* here, for a branch keeps the compiler from moving exponentials behind the wait that follows */
         wait_for_k(c.tile + 2);
-    wgmma_wait<0>();
-    hold(c.o);
-    hold(c.p);
-    release(v_empty(c.tile));
+    finish_output(c, c.tile);
     if (moved)
         scale_output(c.o, alpha);
     if (FP8 && n % KEPT_STEPS == 0)
@@ -448,10 +454,7 @@ template <bool NEXT> FA_DEVICE void last_tile(const fa_args &args, const work &w
         if (next.tiles > 1)
             wait_for_k(c.tile + 2);
     }
-    wgmma_wait<0>();
-    hold(c.o);
-    hold(c.p);
-    release(v_empty(c.tile));
+    finish_output(c, c.tile);
     if (FP8 && c.has_kept)
         add_kept(c, unit_of(args, w));
     c.has_kept = false;

@@ -50,14 +50,6 @@ FA_DEVICE void start_whole_output(const fa_args &args, const work &w, consumer &
     c.fresh = false;
 }
 
-FA_DEVICE void finish_output(consumer &c, unsigned tile)
-{
-    wgmma_wait<0>();
-    hold(c.o);
-    hold(c.p);
-    release(v_empty(tile));
-}
-
 /* A step with nothing of its own under way beside it, but other consumers': scores, P, O. */
 template <bool MASKED> FA_DEVICE void whole_step(const fa_args &args, const work &w, consumer &c, unsigned item, int n)
 {
