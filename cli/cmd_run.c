@@ -111,6 +111,8 @@ static int check_files(const cli_group *groups, int num_groups)
             files[count].written = false;
             for (size_t n = 0; n < sizeof written / sizeof written[0]; n++)
                 files[count].written |= strcmp(written[n], option->name) == 0;
+            if (files[count].written && strcmp(path, "-") == 0)
+                return cli_fail_usage(&run_help, "--%s is -, expected a file: standard output has the report", option->name);
             if (files[count].written && cli_check_place(option->name, path) != CLI_GO_ON)
                 return CLI_REFUSED;
             count++;

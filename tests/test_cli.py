@@ -156,6 +156,7 @@ class Typos(Case):
         here, there = self.path("o.npy"), self.path("./o.npy")
         for first, second in ((here, here), (here, there)):  # a file that is not there yet, and one that is
             self.refused("run", *qkv, "--o", first, "--lse", second, says="--o and --lse are the same file")
+        self.refused("run", *qkv, "--o", "-", says="--o is -, expected a file")
         os.link(self.path("k.npy"), self.path("linked.npy"))
         for name in ("k.npy", "./k.npy", "linked.npy"):
             self.refused("run", *qkv, "--o", self.path(name), says="--k and --o are the same file")
