@@ -14,16 +14,24 @@ FA_AMX_INLINE __m512 rest_of(__m512 x, __m512 piece)
     return _mm512_maskz_sub_ps((__mmask16)~infinite, x, piece);
 }
 
-/* Lane n: a[n] and b[n], each as its pieces of 8 bits: three hold a float32, two a float16, one a bfloat16. The first
- * of two is the nearest bfloat16, so that products of the second ones are small: no float16 is too large for it.
- * finite: a and b are known to be. */
+/* x so that cutting it rounds to nearest, but for what is not finite and what would not be then. */
+FA_AMX_INLINE __m512 nearest_of(__m512 x)
+{
+    const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7FFFFFFF));
+    __mmask16     can       = _mm512_cmplt_epu32_mask(magnitude, _mm512_set1_epi32(0x7F7F8000));
+    return _mm512_mask_mov_ps(x, can, fa_amx_half_up(x));
+}
+
+/* Lane n: a[n] and b[n], each as its pieces of 8 bits: three hold a float32, two a float16, one a bfloat16, or the nearest
+ * to a float32 (dO may be one). The first of two is the nearest bfloat16, so that products of the second ones are small: no
+ * float16 is too large for it. finite: a and b are known to be. */
 FA_AMX_INLINE void split_pairs(__m512i piece[MAX_PIECES], __m512 a, __m512 b, int pieces, bool finite)
 {
     _Pragma("GCC unroll 3") for (int n = 0; n < pieces; n++)
     {
         bool   nearest = pieces == 2 && n == 0;
         __m512 high_a = nearest ? fa_amx_half_up(a) : a, high_b = nearest ? fa_amx_half_up(b) : b;
-        piece[n] = fa_amx_pair(high_a, high_b);
+        piece[n] = pieces == 1 ? fa_amx_pair(nearest_of(a), nearest_of(b)) : fa_amx_pair(high_a, high_b);
         if (n == 0 && pieces > 1 && finite) {
             a = _mm512_sub_ps(a, fa_amx_cut(high_a));
             b = _mm512_sub_ps(b, fa_amx_cut(high_b));
