@@ -283,10 +283,10 @@ FA_AMX_INLINE int pack_any(fa_role role, void *packed, const fa_rows *src, int *
     }
     if (!is_left(role) && !is_keys(role))
         return pack_values(packed, src, pieces, bad, layout_by_rows(src->cols, pieces), form);
-    bool  want    = form.largest && (role == FA_ROLE_Q || role == FA_ROLE_K);
-    float largest = fa_amx_largest_in(pack_along_columns(packed, src, pieces, is_keys(role), want));
+    bool    want    = form.largest && (role == FA_ROLE_Q || role == FA_ROLE_K);
+    __m512i largest = pack_along_columns(packed, src, pieces, is_keys(role), want);
     if (want)
-        memcpy((char *)packed + fa_tiles_of(src->count, 16) * fa_tiles_of(src->cols, 32) * FA_AMX_TILE, &largest, sizeof largest);
+        fa_amx_store_largest((char *)packed + fa_tiles_of(src->count, 16) * fa_tiles_of(src->cols, 32) * FA_AMX_TILE, largest);
     return 0;
 }
 

@@ -29,11 +29,6 @@ static const uint8_t fixed_bends[64] = {16, 15, 14, 13, 13, 11, 11, 10, 9,  8,  
                                         11, 12, 13, 14, 16, 17, 18, 20, 21, 22, 23, 22, 21, 19, 19, 17};
 
 /* A shift that score units can be taken from without rounding. */
-static float fixed_round(float m)
-{
-    return fabsf(m) * FIXED_UNITS < FIXED_MOST ? rintf(m * FIXED_UNITS) / FIXED_UNITS : m;
-}
-
 static inline __m512 fixed_rounded(__m512 m)
 {
     __m512    units = _mm512_mul_ps(m, _mm512_set1_ps(FIXED_UNITS));
@@ -42,8 +37,8 @@ static inline __m512 fixed_rounded(__m512 m)
     return _mm512_mask_mul_ps(m, can, whole, _mm512_set1_ps(1.0f / FIXED_UNITS));
 }
 
-/* What is added to score units: 2^23, what stands for P = 1, minus the shift. */
-static float fixed_shift(float m) { return 0x1p23f + (float)FIXED_ONE - (m == -INFINITY ? 0.0f : m * FIXED_UNITS); }
+/* What is added to score units, less the shift: 2^23 and what stands for P = 1. */
+#define FIXED_BEGIN (0x1p23f + (float)FIXED_ONE)
 
 /* Scores of this tile of queries with these keys are finite and within FIXED_MOST / 2 units, whichever they are. */
 static inline bool fixed_is_safe(const fa_forward_block *b)

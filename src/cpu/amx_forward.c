@@ -71,7 +71,8 @@ FA_AMX_INLINE void redo_row(const walk *w, place at, const unit *done, int r, in
     if (w->fixed && old != -INFINITY)
         m = old + ceilf(m - old); /* P so far is scaled exactly */
     float factor = exp2f(old - m);
-    set_shift(w, r, m);
+    w->own->m[r] = m;
+    set_shifts(w, r / 16 * 16, rows_of_group(w, at.group), _mm512_load_ps(w->own->m + r / 16 * 16));
     scale_row(o, w->columns * 16, _mm512_set1_ps(factor));
     scale_row((float *)done->state.sum_from + 16 * r, 16, _mm512_set1_ps(factor));
     w->block->l[row] *= factor;

@@ -113,25 +113,17 @@ static void copy_last_rows(const walk *w, bool back)
     }
 }
 
-static void set_shift(const walk *w, int r, float m)
-{
-    if (w->fixed)
-        m = fixed_round(m);
-    w->own->m[r]     = m;
-    w->own->shift[r] = w->fixed ? fixed_shift(m) : m == -INFINITY ? 0.0f : is_far(m) ? NAN : w->bonus - m;
-}
-
-/* The same for 16 rows from `first` on, of which `rows` exist. Returns whether some have no shift yet. */
+/* m: of 16 rows from `first` on, of which `rows` exist. Returns whether some have no shift yet. */
 FA_AMX_INLINE bool set_shifts(const walk *w, int first, int rows, __m512 m)
 {
-    const __m512 empty = _mm512_set1_ps(-INFINITY), one = _mm512_set1_ps(fixed_shift(0.0f));
+    const __m512 empty = _mm512_set1_ps(-INFINITY), begin = _mm512_set1_ps(FIXED_BEGIN);
     if (w->fixed)
         m = fixed_rounded(m);
     __mmask16 unset = _mm512_cmp_ps_mask(m, empty, _CMP_EQ_OQ);
     __mmask16 there = rows - first >= 16 ? 0xFFFF : rows <= first ? 0 : (__mmask16)((1u << (rows - first)) - 1);
     __m512    shift = _mm512_maskz_sub_ps((__mmask16)~unset, _mm512_set1_ps(w->bonus), m);
     if (w->fixed)
-        shift = _mm512_fmadd_ps(shift, _mm512_set1_ps(FIXED_UNITS), one);
+        shift = _mm512_fmadd_ps(shift, _mm512_set1_ps(FIXED_UNITS), begin);
     else
         shift = _mm512_mask_mov_ps(shift, _mm512_cmp_ps_mask(_mm512_abs_ps(shift), _mm512_set1_ps(FAR), _CMP_NLT_UQ),
                                    _mm512_set1_ps(NAN));
@@ -142,6 +134,7 @@ FA_AMX_INLINE bool set_shifts(const walk *w, int first, int rows, __m512 m)
 
 /* ---- what a unit works on ---- */
 
+/* alternate: values run beside, so P of two chunks takes turns at two places. */
 static values values_of(const walk *w, place at, bool alternate)
 {
     int     ld;

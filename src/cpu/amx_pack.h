@@ -182,14 +182,12 @@ FA_AMX_INLINE __m512i fa_amx_pack_both(char *values, char *keys, int64_t key_row
     return largest;
 }
 
-/* The largest of all, as float32: what stands behind packed Q or K for fa_amx_largest. */
-static inline float fa_amx_largest_in(__m512i largest)
+/* The largest of all, as float32, behind packed Q or K, for fa_amx_largest. */
+static inline void fa_amx_store_largest(char *behind, __m512i largest)
 {
     __m512i  in_32 = _mm512_max_epu32(_mm512_srli_epi32(largest, 16), _mm512_and_si512(largest, _mm512_set1_epi32(0xFFFF)));
     uint32_t bits  = _mm512_reduce_max_epu32(in_32) << 16;
-    float    x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
+    memcpy(behind, &bits, sizeof bits);
 }
 
 #endif

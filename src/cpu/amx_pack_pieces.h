@@ -29,9 +29,15 @@ FA_AMX_INLINE void split_pairs(__m512i piece[MAX_PIECES], __m512 a, __m512 b, in
 {
     _Pragma("GCC unroll 3") for (int n = 0; n < pieces; n++)
     {
-        bool   nearest = pieces == 2 && n == 0;
-        __m512 high_a = nearest ? fa_amx_half_up(a) : a, high_b = nearest ? fa_amx_half_up(b) : b;
-        piece[n] = pieces == 1 ? fa_amx_pair(nearest_of(a), nearest_of(b)) : fa_amx_pair(high_a, high_b);
+        __m512 high_a = a, high_b = b;
+        if (pieces == 1) {
+            high_a = nearest_of(a);
+            high_b = nearest_of(b);
+        } else if (pieces == 2 && n == 0) {
+            high_a = fa_amx_half_up(a);
+            high_b = fa_amx_half_up(b);
+        }
+        piece[n] = fa_amx_pair(high_a, high_b);
         if (n == 0 && pieces > 1 && finite) {
             a = _mm512_sub_ps(a, fa_amx_cut(high_a));
             b = _mm512_sub_ps(b, fa_amx_cut(high_b));

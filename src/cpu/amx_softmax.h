@@ -107,7 +107,7 @@ static __m512 exp2_far(__m512 s, float m, float bonus, const constants *k, int p
 FA_AMX_INLINE float *scores_row(float *s, int row) { return s + row / 16 * 2 * FA_AMX_TILE_FLOATS + row % 16 * 16; }
 
 typedef struct row_state {
-    const float *shift;    /* [32] minus the shift, plus cut_log2; or fixed_shift; NaN for a row that is far */
+    const float *shift;    /* [32] minus the shift, plus cut_log2; in fixed point plus FIXED_BEGIN; NaN: the row is far */
     const float *sum_from; /* [32][16] sums of P by lane; never in place, for a unit may have to be redone */
     float       *sum_to;
 } row_state;

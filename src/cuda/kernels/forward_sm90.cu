@@ -252,7 +252,7 @@ struct consumer {
     unsigned  tile;
 };
 
-/* Named barrier 1 + c: consumer c waits there, and the one before it arrives. The last one's first arrival starts the round. Turns are for products, or,
+/* Named barrier 1 + c: consumer c waits there, and the one before it arrives. Turns are for products, or,
  * of consumers that go one step after the other, for exponentials: else all of them would be at the same. zero: is 0, by a computation that is to be over before (one_by_one_sm90.cuh). */
 FA_DEVICE void await_turn(int group)
 {
@@ -263,6 +263,15 @@ FA_DEVICE void pass_turn(int group, int zero = 0)
 {
     if (!BESIDE_ANOTHER)
         named_arrive(1 + (group + 1) % CONSUMERS + zero, 256);
+}
+
+/* What a consumer begins with; the last one's first arrival starts the round. */
+FA_DEVICE void begin_turns(consumer &c, int group)
+{
+    c.group = group;
+    c.tile  = 0;
+    if (group == CONSUMERS - 1)
+        pass_turn(group);
 }
 
 FA_DEVICE void wait_for_k(unsigned n) { barrier_wait(k_full(n), filled<FA_STAGES>(n)); }
@@ -472,10 +481,7 @@ FA_DEVICE void consume(const fa_args &args, int group)
     consumer c;
     bool     begun = false; /* this item's first tile went with the last of the one before */
     c.has_kept = false;
-    c.group = group;
-    c.tile  = 0;
-    if (group == CONSUMERS - 1)
-        pass_turn(group);
+    begin_turns(c, group);
     bool more = has_item(args, 0);
     for (unsigned item = 0; more; more = same_for_all(work_at(item).more), item++) {
         const work &w = work_at(item);

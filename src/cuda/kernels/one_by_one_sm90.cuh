@@ -107,10 +107,7 @@ FA_DEVICE void steps_ahead(const fa_args &args, const work &w, consumer &c, unsi
 FA_DEVICE void consume_one_by_one(const fa_args &args, int group)
 {
     consumer c;
-    c.group = group;
-    c.tile  = 0;
-    if (group == CONSUMERS - 1)
-        pass_turn(group);
+    begin_turns(c, group);
     bool more = has_item(args, 0);
     for (unsigned item = 0; more; more = same_for_all(work_at(item).more), item++) {
         const work &w = work_at(item);
