@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Time flashattn and its peers on one GPU over the FlashAttention papers' grid, in one run, and check every answer.
 
-    make && python3 bench/gpu.py [--json FILE] [--head-dims 64,128,256] [--seqlens 512,...,16384] [--passes forward] [--quick]
+    make && python3 bench/gpu.py [--json FILE] [--head-dims 64,192:128,256] [--seqlens 512,...,16384] [--passes forward] [--quick]
                                  [--math] [--flex] [--varlen] [--deterministic] [--portable] [--fp8] [--softcap 30] [--alibi] [--pages 64] [--dropout 0.1]
                                  [--fa3 LIBRARY]
     make && python3 bench/gpu.py --decode [--head-dims 128,64] [--queries 1,4,16] [--batches 1,8,64] [--seqlens 1024,...,131072] [--fa3 LIBRARY]
 
-bfloat16, hidden dimension 2048, 16384 tokens, no mask and causal, forward and backward. Peers: PyTorch's SDPA backends (math:
+bfloat16, hidden dimension 2048, 16384 tokens, no mask and causal, forward and backward; 192:128 is a head_dim of V of its own. Peers: PyTorch's SDPA backends (math:
 standard attention; efficient; flash, which is FlashAttention-2; cuDNN) and with --flex FlexAttention, which torch.compile makes
 through Triton, anew for each shape and pass. With --varlen sequences are packed (cu_seqlens), the longest as long as said and the
 others of random lengths, and the peers are the calls that take such: PyTorch's varlen_attn (flash) and cuDNN's. With --deterministic
@@ -15,7 +15,7 @@ then all have the same inputs, numbers that FP8 holds. --fa3 adds FlashAttention
 and --alibi are options of ours and FlexAttention's alone, Q then 4 times as large; --pages, of the forward alone, puts our K and V into shuffled
 pages of so many keys, while the peers have theirs in one piece, and so has `whole`, ours again. --dropout drops pairs, ours those that Philox names,
 written here once more; which ones the peers drop is not known, so they are timed and not checked. TFLOP/s count 4 s^2 d h b, half when causal, 2.5
-times for the backward. Each other answer is compared with float64 on one head first; a wrong one is shown as WRONG and makes the exit status 1. Every
+times for the backward (of 192:128 2 and 6 s^2 h b for d, 2 and 4 for V's). Each other answer is compared with float64 on one head first; a wrong one is shown as WRONG and makes the exit status 1. Every
 time is the median of several groups of launches between two events; ours and the peers take turns, in random order. FILE is written anew after each line.
 
 --decode: few queries of 32 heads on the keys of 8, no mask. GB/s count K and V once (and Q and O), beside what reading as many bytes
@@ -87,19 +87,19 @@ def kept_pairs(seqlen, p):
 
 
 class Cell:
-    """One problem: inputs [batch, seqlen, heads, d], or packed [tokens, heads, d], and what is expected of head 0 of batch 0, or of the
+    """One problem: inputs [batch, seqlen, heads, d], V d_v, or packed [tokens, heads, d], and what is expected of head 0 of batch 0, or of the
     longest sequence."""
 
-    def __init__(self, d, seqlen, causal, options):
+    def __init__(self, d, d_v, seqlen, causal, options):
         packed, fp8 = options.varlen, options.fp8
-        self.d, self.seqlen, self.causal, self.packed, self.deterministic = d, seqlen, causal, packed, options.deterministic
+        self.d, self.d_v, self.seqlen, self.causal, self.packed, self.deterministic = d, d_v, seqlen, causal, packed, options.deterministic
         self.softcap, self.page, self.slopes, self.dropout = options.softcap, options.pages, None, options.dropout
         self.heads, self.lengths = HIDDEN // d, packed_lengths(seqlen) if packed else [seqlen] * (TOKENS // seqlen)
-        shape = (TOKENS, self.heads, d) if packed else (len(self.lengths), seqlen, self.heads, d)
+        shape = (TOKENS, self.heads) if packed else (len(self.lengths), seqlen, self.heads)
         if packed:
             self.cu = torch.tensor([sum(self.lengths[:n]) for n in range(len(self.lengths) + 1)], device=DEVICE, dtype=torch.int32)
             self.first = sum(self.lengths[: self.lengths.index(seqlen)])
-        self.q, self.k, self.v, self.dout = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
+        self.q, self.k, self.v, self.dout = (torch.randn(*shape, n, device=DEVICE, dtype=torch.bfloat16) for n in (d, d, d_v, d_v))
         if fp8:
             self.q, self.k, self.v = (t.to(FP8).to(torch.bfloat16) for t in (self.q, self.k, self.v))
         if options.alibi:
@@ -123,7 +123,8 @@ class Cell:
         return tensor[self.first : self.first + self.seqlen, 0] if self.packed else tensor[0, :, 0]
 
     def flops(self, backward):
-        full = 4 * sum(n**2 for n in self.lengths) * self.d * self.heads * (2.5 if backward else 1)
+        columns = 6 * self.d + 4 * self.d_v if backward else 2 * (self.d + self.d_v)
+        full = columns * sum(n**2 for n in self.lengths) * self.heads
         return full / 2 if self.causal else full
 
     def wrong(self, results, first, bound=1e-2):
@@ -150,8 +151,8 @@ def ours(cell, context=None):
     call = _call.Call(q, k, v, causal=cell.causal, deterministic=cell.deterministic, softcap=cell.softcap, alibi_slopes=cell.slopes, block_table=table,
                       dropout_p=cell.dropout, seed=SEED, **lengths)
     call.context = context
-    out = torch.full_like(q, float("nan"))
-    grads = [torch.full_like(q, float("nan")) for _ in range(3)]
+    out = torch.full_like(cell.dout, float("nan"))
+    grads = [torch.full_like(t, float("nan")) for t in (cell.q, cell.k, cell.v)]
     _, lse = call.forward(out)
 
     def forward():
@@ -177,7 +178,7 @@ def fp8(cell, context=None):
     """Ours with FP8 inputs; there is no backward."""
     call = _call.Call(*(t.to(FP8) for t in (cell.q, cell.k, cell.v)), causal=cell.causal)
     call.context = context
-    out = torch.full_like(cell.q, float("nan"))
+    out = torch.full_like(cell.dout, float("nan"))
     call.forward(out)
 
     def forward():
@@ -559,13 +560,14 @@ def main():
     if options.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # it would be timed
-    header = f"{'pass':8} {'d':>3} {'causal':6} {'s':>5} | " + " ".join(f"{n:>9}" for n in names) + " | /flash  /best"
+    header = f"{'pass':8} {'d':>7} {'causal':6} {'s':>5} | " + " ".join(f"{n:>9}" for n in names) + " | /flash  /best"
     print(header, "-" * len(header), sep="\n")
     rows, ratios, wrong = [], [], 0
-    for d in map(int, options.head_dims.split(",")):
+    for dims in options.head_dims.split(","):
+        d, d_v = (int(n) for n in (dims.split(":") * 2)[:2])
         for causal in (False, True):
             for seqlen in seqlens:
-                cell = Cell(d, seqlen, causal, options)
+                cell = Cell(d, d_v, seqlen, causal, options)
                 runs = runs_of(cell, [n for n in names if n != "math" or seqlen <= 2048])
                 for backward in {"forward": [False], "backward": [True], "both": [False, True]}[options.passes]:
                     row = bench_pass(cell, backward, runs, groups)
@@ -576,9 +578,9 @@ def main():
                         ratios.append(over[0])
                     wrong += sum(isinstance(x, str) for x in row.values())
                     shown = [f"{x:9.1f}" if isinstance(x, float) else f"{x or '-':>9}" for x in (row.get(n) for n in names)]
-                    print(f"{'backward' if backward else 'forward':8} {d:3} {str(causal):6} {seqlen:5} | " + " ".join(shown) +
+                    print(f"{'backward' if backward else 'forward':8} {dims:>7} {str(causal):6} {seqlen:5} | " + " ".join(shown) +
                           " | " + "  ".join(f"{x:5.2f}" if x else "    -" for x in over), flush=True)
-                    rows.append({"pass": "backward" if backward else "forward", "head_dim": d, "causal": causal, "seqlen": seqlen,
+                    rows.append({"pass": "backward" if backward else "forward", "head_dim": d, "head_dim_v": d_v, "causal": causal, "seqlen": seqlen,
                                  "varlen": options.varlen, "deterministic": options.deterministic, "softcap": options.softcap, "alibi": options.alibi,
                                  "pages": options.pages, "dropout": options.dropout, "tflops": row})
                     write_report(options, card, rows)

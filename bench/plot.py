@@ -54,8 +54,16 @@ def gpu_speed(row_pair, name):
     return speeds[0] if len(speeds) == 1 else 3.5 / (1 / speeds[0] + 2.5 / speeds[1])
 
 
+def gpu_dims(row):
+    return row["head_dim"], row.get("head_dim_v", row["head_dim"])
+
+
+def dims_title(dims):
+    return ":".join(str(d) for d in dict.fromkeys(dims))
+
+
 def gpu_figures(report):
-    rows = {(r["pass"], r["head_dim"], r["causal"], r["seqlen"]): r for r in report["rows"]}
+    rows = {(r["pass"], gpu_dims(r), r["causal"], r["seqlen"]): r for r in report["rows"]}
     dims, lengths = ([*sorted({key[n] for key in rows})] for n in (1, 3))
     names = ordered({name for row in rows.values() for name in row["tflops"]})
     card = report["card"].split(",")[0]
@@ -72,7 +80,7 @@ def gpu_figures(report):
                     name: [gpu_speed([rows.get((p, d, causal, s)) for p in passes], name) for s in lengths]
                     for name in names
                 }
-                panels.append(panel(f"{'causal' if causal else 'no mask'}, head dim {d}", lengths, bars))
+                panels.append(panel(f"{'causal' if causal else 'no mask'}, head dim {dims_title(d)}", lengths, bars))
         figures[f"gpu-{label}"] = {
             "title": f"Attention {title}, bfloat16, {card}",
             "unit": "TFLOP/s",
@@ -171,7 +179,7 @@ def title_of(row):
 
 def gpu_cells(report):
     """[(row, {series: TFLOP/s or None})] of gpu.py's report, in the order of passes, head dims, masks and lengths."""
-    rows = sorted(report["rows"], key=lambda r: (r["pass"] != "forward", r["head_dim"], r["causal"], r["seqlen"]))
+    rows = sorted(report["rows"], key=lambda r: (r["pass"] != "forward", gpu_dims(r), r["causal"], r["seqlen"]))
     return [(row, {name: gpu_speed([row], name) for name in row["tflops"]}) for row in rows]
 
 
@@ -192,10 +200,10 @@ def gpu_summary_table(report):
     yield "|---" * (len(peers) + 2) + "|"
     groups = {}
     for cell in gpu_cells(report):
-        groups.setdefault((cell[0]["pass"], cell[0]["head_dim"]), []).append(cell)
-    for (label, head_dim), cells in groups.items():
+        groups.setdefault((cell[0]["pass"], gpu_dims(cell[0])), []).append(cell)
+    for (label, dims), cells in groups.items():
         ours = [speeds["ours"] for _, speeds in cells if speeds.get("ours")]
-        line = [f"{label}, {head_dim}", f"{min(ours):.0f}-{max(ours):.0f}" if ours else "-"]
+        line = [f"{label}, {dims_title(dims)}", f"{min(ours):.0f}-{max(ours):.0f}" if ours else "-"]
         for peer in peers:
             ratios = times_as_fast(cells, peer)
             below = sum(ratio < 1 for ratio in ratios)
@@ -209,7 +217,7 @@ def gpu_cells_table(report):
     yield "| | d | causal | s | ours | " + " | ".join(peers) + " | " + " | ".join(f"ours / {peer}" for peer in peers) + " |"
     yield "|---" * (5 + 2 * len(peers)) + "|"
     for row, speeds in gpu_cells(report):
-        line = [row["pass"], row["head_dim"], "yes" if row["causal"] else "no", row["seqlen"]]
+        line = [row["pass"], dims_title(gpu_dims(row)), "yes" if row["causal"] else "no", row["seqlen"]]
         line += [f"{speeds[name]:.0f}" if speeds.get(name) else "-" for name in ("ours", *peers)]
         line += [f"{ratio[0]:.2f}" if (ratio := times_as_fast([(row, speeds)], peer)) else "-" for peer in peers]
         yield "| " + " | ".join(map(str, line)) + " |"

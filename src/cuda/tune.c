@@ -25,6 +25,10 @@ const fa_tune_row fa_tune_rows[] = {
      "three consumers of 64 rows share each tile of K and V; pages, ALiBi and dropout spill a register or two (decision 0047)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 1, 0,
      "two consumers; two stages of Q, so that the walk does not stop between tiles of queries (decision 0047)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 192, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 0, 16,
+     "DeepSeek's 192 and 128: registers as at 128, memory for one stage of Q; dropout's planner spills, once an item (decision 0075)", 128},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 192, FA_ON_ANY, FA_FOR_TMA, 0, 128, 96, 12, 2, 1, 0, 20,
+     "two consumers; 112 keys fit in two stages, and are 2 to 6% slower; pages' and dropout's planners spill, once an item (decision 0075)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_TMA, 0, 128, 64, 12, 2, 1, 0, 16,
      "two consumers; 64 keys end with the rows of a consumer, 80 are no faster; dropout's planner spills, once an item (decision 0047)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_F8, 64, FA_ON_CAUSAL, FA_FOR_SHORT_TMA, 2048, 128, 64, 12, 5, 2, 1, 0,
@@ -273,7 +277,7 @@ static enum fit fit_of(const fa_tune_row *row, const fa_call *call, const fa_key
         return FIT_NO_ARCH;
     if (!(row->dtypes >> call->q.dtype & 1))
         return FIT_NO_DTYPE;
-    if (call->head_dim > row->head_dim || call->head_dim_v > row->head_dim)
+    if (call->head_dim > row->head_dim || call->head_dim_v > (row->head_dim_v ? row->head_dim_v : row->head_dim))
         return FIT_NO_HEAD_DIM;
     if (!(row->masks >> key->mask & 1) || (row->max_queries && row->only != FA_FOR_LONG_TMA && call->max_seqlen_q > row->max_queries) ||
         !is_for(row, call, key))

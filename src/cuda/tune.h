@@ -86,13 +86,14 @@ typedef struct fa_tune_row {
     int            arch_min, arch_max; /* compute capability, 80 for 8.0 */
     enum fa_kernel_id kernel;
     unsigned       dtypes;
-    int            head_dim; /* the largest that it holds, of Q and of V */
+    int            head_dim; /* the largest that it holds */
     unsigned       masks;
     enum fa_row_for only;
     int            max_queries; /* for so few queries at most, FA_FOR_LONG_TMA: for more; 0: any number */
     int            tile_q, tile_k, warps, stages, min_blocks, variant;
     int            max_spill_bytes; /* that the tests accept: 0, unless measured to be faster all the same */
     const char    *why;
+    int            head_dim_v; /* the largest of V, where that is less; 0: as head_dim */
 } fa_tune_row;
 
 extern const fa_tune_row fa_tune_rows[];

@@ -38,17 +38,17 @@ constexpr int Q_STAGES = FA_VARIANT & 1 ? 2 : 1, WORKS = 8, INSPECTORS = 2; /* w
 constexpr bool TURNS_V = FP8 && !(FA_VARIANT & 2);
 constexpr bool BESIDE_ANOTHER = FA_MIN_BLOCKS > 1; /* two blocks a multiprocessor */
 /* A step's products and exponentials one after the other: no registers for S' beside P, or three consumers, which hide each other's waits (decisions 0047, 0059). */
-constexpr bool ONE_BY_ONE = BESIDE_ANOTHER || (CONSUMERS == 3 && (FP8 || FA_HEAD_DIM_V > 64 || FA_MASK == FA_MASK_CAUSAL));
+constexpr bool ONE_BY_ONE = BESIDE_ANOTHER || (CONSUMERS == 3 && (FP8 || FA_HEAD_DIM_V > 96 || (FA_HEAD_DIM_V > 64 && FA_TILE_K > 112) || FA_MASK == FA_MASK_CAUSAL));
 /* Of the registers that a lane of each of a block's warpgroups has in all: 512 with 3 consumers, 504 with 2, 240 if there are two blocks. */
 constexpr int PRODUCER_REGISTERS = BESIDE_ANOTHER ? (FP8 ? 48 : 32) : CONSUMERS == 3 ? (FP8 && FA_HEAD_DIM_V <= 64 ? 56 : 32) : FP8 ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = BESIDE_ANOTHER ? (FP8 ? 96 : 104) : CONSUMERS == 3 ? (FP8 && FA_HEAD_DIM_V <= 64 ? 152 : 160) : FP8 ? 224 : 232;
 static_assert(FA_TILE_Q == 64 * CONSUMERS && CONSUMERS > 1, "a consumer owns 64 rows, and takes turns with another");
-static_assert(FA_DTYPE != FA_F32 && FA_HEAD_DIM % 64 == 0 && FA_HEAD_DIM_V % 64 == 0, "tiles are made of panels");
+static_assert(FA_DTYPE != FA_F32 && FA_HEAD_DIM % 32 == 0 && FA_HEAD_DIM_V % 32 == 0, "a row of O is stored by 32 columns");
 
 constexpr int  KEPT_STEPS = FP8 ? 512 / FA_TILE_K : 1 << 30;
 
-constexpr int Q_BYTES = FA_TILE_Q * FA_HEAD_DIM * ELEMENT_BYTES, K_BYTES = FA_TILE_K * FA_HEAD_DIM * ELEMENT_BYTES,
-              V_BYTES = FA_TILE_K * FA_HEAD_DIM_V * ELEMENT_BYTES, Q_GROUP = 64 * panel_bytes(FA_HEAD_DIM); /* a consumer's rows */
+constexpr int ROW_BYTES = held_columns(FA_HEAD_DIM) * ELEMENT_BYTES, Q_BYTES = FA_TILE_Q * ROW_BYTES, K_BYTES = FA_TILE_K * ROW_BYTES,
+              V_BYTES = FA_TILE_K * held_columns(FA_HEAD_DIM_V) * ELEMENT_BYTES, Q_GROUP = 64 * panel_bytes(held_columns(FA_HEAD_DIM)); /* a consumer's rows */
 constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + FA_STAGES * K_BYTES;
 /* Turning V round takes time: one stage more where there is memory. */
 constexpr int K_STAGES = FA_STAGES, V_STAGES = FA_STAGES + (FP8 && !BESIDE_ANOTHER && V_AT + (FA_STAGES + 1) * V_BYTES + KEPT_BYTES + 2048 <= 227 * 1024 ? 1 : 0);

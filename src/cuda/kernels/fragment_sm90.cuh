@@ -47,7 +47,7 @@ FA_DEVICE void reciprocals(float &a, float &b, float &c, float &d)
 /* s = X Y^T, started here, finished by wgmma_wait. x, y: rows of tiles that have X_ROWS and Y_ROWS in all. */
 template <int X_ROWS, int Y_ROWS, int COUNT> FA_DEVICE void start_rows_by_rows(float (&s)[COUNT], unsigned x, unsigned y)
 {
-    constexpr int PANEL = panel_bytes(FA_HEAD_DIM), STEPS = PANEL / 32; /* of a panel */
+    constexpr int PANEL = panel_bytes(held_columns(FA_HEAD_DIM)), STEPS = PANEL / 32; /* of a panel */
     matrix a = matrix_of<PANEL>(x, 0), b = matrix_of<PANEL>(y, 0);
     hold(s);
     wgmma_fence();

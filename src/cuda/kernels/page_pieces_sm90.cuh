@@ -21,7 +21,7 @@ FA_DEVICE page_piece piece_of_lane(const fa_args &args, const work &w, int tile)
  * for its own, one after the other; of many one lane asks for all, which others tell it of, two pieces at once (decision 0061). */
 template <int COLS> FA_DEVICE void fetch_pages(const fa_args &args, unsigned tile, const fa_map &map, unsigned barrier, page_piece piece, int head)
 {
-    constexpr int PANELS = COLS / 64, AT_ONCE = 2;
+    constexpr int PANELS = held_columns(COLS) / 64, AT_ONCE = 2;
     int           rows = args.page_piece, own = (int)threadIdx.x % 32 * rows; /* first row of the tile */
     __syncwarp();
     if constexpr (PANELS <= 2) {

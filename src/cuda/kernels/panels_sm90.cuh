@@ -4,6 +4,7 @@
  * A tile in shared memory is made of panels: 64 columns of 16 bits, 128 bytes a row, rows one behind the other, each panel
  * 1024-byte aligned. Inside a row the 16-byte chunk c lies at chunk c ^ (row % 8): TMA's 128-byte swizzle, which WGMMA reads.
  * Of FP8 a panel is 128 columns, or 64 where a row has no whole number of those: then chunk c lies at c ^ (row / 2 % 4).
+ * FA_HEAD_DIM and FA_HEAD_DIM_V are what products count, multiples of 32; a tile is whole panels all the same, which TMA fills with zeros.
  */
 #ifndef FA_PANELS_SM90_CUH
 #define FA_PANELS_SM90_CUH
@@ -11,6 +12,7 @@
 #include "numbers.cuh"
 
 constexpr int ELEMENT_BYTES = FA_DTYPE == FA_F8E4M3 ? 1 : 2;
+__device__ constexpr int held_columns(int columns) { return (columns + 63) / 64 * 64; }
 __device__ constexpr int panel_bytes(int columns) { return columns * ELEMENT_BYTES % 128 == 0 ? 128 : 64; }
 
 /* A matrix of panels for WGMMA. Start address, "leading" and "stride" offset in units of 16 bytes in bits 0, 16, 32; swizzle

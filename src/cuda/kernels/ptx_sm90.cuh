@@ -307,7 +307,7 @@ template <int A, int B> FA_DEVICE void hold(unsigned (&r)[A][B])
 #define FA_WGMMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 "
 #endif
 
-/* Operand lists: 24, 32, 40, 64, 88, 96, 128 accumulators. */
+/* Operand lists: 24, 32, 40, 48, 56, 64, 88, 96, 128 accumulators. */
 #define FA_O8(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
 #define FA_O32(c, i) FA_O8(c, i), FA_O8(c, i + 8), FA_O8(c, i + 16), FA_O8(c, i + 24)
 #define FA_O24(c, i) FA_O8(c, i), FA_O8(c, i + 8), FA_O8(c, i + 16)
@@ -316,9 +316,9 @@ template <int A, int B> FA_DEVICE void hold(unsigned (&r)[A][B])
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
     "%24, %25, %26, %27, %28, %29, %30, %31"
 #define FA_N40 FA_N32 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define FA_N64                                                                                                      \
-    FA_N32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, "  \
-           "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FA_N48 FA_N40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define FA_N56 FA_N48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define FA_N64 FA_N56 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define FA_N88                                                                                                      \
     FA_N64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, "  \
            "%84, %85, %86, %87"
@@ -331,7 +331,7 @@ template <int A, int B> FA_DEVICE void hold(unsigned (&r)[A][B])
  * warpgroup holds rows 16 w + g (c[4 j], c[4 j + 1]) and 16 w + g + 8 (c[4 j + 2], c[4 j + 3]), columns 8 j + 2 t, + 1. */
 template <int B_DOWN = 0, int A_DOWN = 0, int COUNT> FA_DEVICE void wgmma_shared(float (&c)[COUNT], matrix a, matrix b, int add)
 {
-    static_assert(COUNT == 24 || COUNT == 32 || COUNT == 40 || COUNT == 64 || COUNT == 88 || COUNT == 96 || COUNT == 128, "no such WGMMA here");
+    static_assert(COUNT == 24 || COUNT == 32 || COUNT == 40 || COUNT == 48 || COUNT == 56 || COUNT == 64 || COUNT == 88 || COUNT == 96 || COUNT == 128, "no such WGMMA here");
     if constexpr (COUNT == 24)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %26, 0; " FA_WGMMA(48) "{" FA_N24 "}, %24, %25, p, 1, 1" FA_TURNED("%28, %27") "; }"
                      : FA_O24(c, 0)
@@ -343,6 +343,14 @@ template <int B_DOWN = 0, int A_DOWN = 0, int COUNT> FA_DEVICE void wgmma_shared
     else if constexpr (COUNT == 40)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %42, 0; " FA_WGMMA(80) "{" FA_N40 "}, %40, %41, p, 1, 1" FA_TURNED("%44, %43") "; }"
                      : FA_O32(c, 0), FA_O8(c, 32)
+                     : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN), "n"(A_DOWN));
+    else if constexpr (COUNT == 48)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %50, 0; " FA_WGMMA(96) "{" FA_N48 "}, %48, %49, p, 1, 1" FA_TURNED("%52, %51") "; }"
+                     : FA_O24(c, 0), FA_O24(c, 24)
+                     : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN), "n"(A_DOWN));
+    else if constexpr (COUNT == 56)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %58, 0; " FA_WGMMA(112) "{" FA_N56 "}, %56, %57, p, 1, 1" FA_TURNED("%60, %59") "; }"
+                     : FA_O32(c, 0), FA_O24(c, 32)
                      : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN), "n"(A_DOWN));
     else if constexpr (COUNT == 64)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; " FA_WGMMA(128) "{" FA_N64 "}, %64, %65, p, 1, 1" FA_TURNED("%68, %67") "; }"
@@ -366,7 +374,7 @@ template <int B_DOWN = 0, int A_DOWN = 0, int COUNT> FA_DEVICE void wgmma_shared
  * register; b by rows in shared memory, K along the rows, or with B_DOWN 0 a b^T. FP8: a b^T, a 64 x 32, lane t's columns 4 t ... 4 t + 3 and those 16 on. */
 template <int B_DOWN = 1, int COUNT> FA_DEVICE void wgmma_registers(float (&c)[COUNT], const unsigned (&a)[4], matrix b, int add)
 {
-    static_assert(COUNT == 24 || COUNT == 32 || COUNT == 64 || COUNT == 128, "no such WGMMA here");
+    static_assert(COUNT == 24 || COUNT == 32 || COUNT == 48 || COUNT == 64 || COUNT == 96 || COUNT == 128, "no such WGMMA here");
     if constexpr (COUNT == 24)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %29, 0; " FA_WGMMA(48) "{" FA_N24
                      "}, {%24, %25, %26, %27}, %28, p, 1, 1" FA_TURNED("%30") "; }"
@@ -377,10 +385,20 @@ template <int B_DOWN = 1, int COUNT> FA_DEVICE void wgmma_registers(float (&c)[C
                      "}, {%32, %33, %34, %35}, %36, p, 1, 1" FA_TURNED("%38") "; }"
                      : FA_O32(c, 0)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word()), "r"(add), "n"(B_DOWN));
+    else if constexpr (COUNT == 48)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %53, 0; " FA_WGMMA(96) "{" FA_N48
+                     "}, {%48, %49, %50, %51}, %52, p, 1, 1" FA_TURNED("%54") "; }"
+                     : FA_O24(c, 0), FA_O24(c, 24)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word()), "r"(add), "n"(B_DOWN));
     else if constexpr (COUNT == 64)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0; " FA_WGMMA(128) "{" FA_N64
                      "}, {%64, %65, %66, %67}, %68, p, 1, 1" FA_TURNED("%70") "; }"
                      : FA_O32(c, 0), FA_O32(c, 32)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word()), "r"(add), "n"(B_DOWN));
+    else if constexpr (COUNT == 96)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %101, 0; " FA_WGMMA(192) "{" FA_N96
+                     "}, {%96, %97, %98, %99}, %100, p, 1, 1" FA_TURNED("%102") "; }"
+                     : FA_O32(c, 0), FA_O32(c, 32), FA_O32(c, 64)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word()), "r"(add), "n"(B_DOWN));
     else
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %133, 0; " FA_WGMMA(256) "{" FA_N128

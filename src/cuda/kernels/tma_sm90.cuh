@@ -5,13 +5,14 @@
 #include "ptx_sm90.cuh"
 
 /* A tile of ROWS rows and COLS columns by TMA, asked for by one thread; its box has ROWS rows. `barrier` must expect
- * ROWS * COLS elements' bytes. */
+ * ROWS * held_columns(COLS) elements' bytes. */
 template <int ROWS, int COLS>
 FA_DEVICE void fetch_tile(unsigned tile, const fa_map &map, unsigned barrier, int entry, int head, int first)
 {
+    constexpr int HELD = held_columns(COLS), BYTES = panel_bytes(HELD);
 #pragma unroll
-    for (int panel = 0; panel < COLS * ELEMENT_BYTES / panel_bytes(COLS); panel++)
-        tma_load(tile + panel * (ROWS * panel_bytes(COLS)), map, barrier, panel_bytes(COLS) / ELEMENT_BYTES * panel, first, head, entry);
+    for (int panel = 0; panel < HELD * ELEMENT_BYTES / BYTES; panel++)
+        tma_load(tile + panel * (ROWS * BYTES), map, barrier, BYTES / ELEMENT_BYTES * panel, first, head, entry);
 }
 
 /* As fetch_tile, of a ragged map into L2 alone, or into shared memory. */
