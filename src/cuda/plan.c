@@ -92,6 +92,9 @@ static void use_row(fa_key *key, const fa_tune_row *row)
     if (row->kernel == FA_KERNEL_FORWARD_SM90 && key->dtype != FLASH_ATTN_F8E4M3) { /* TMA bounds columns: head dims in between have products of their own only */
         key->head_dim   = key->head_dim < LEAST_COLUMNS ? LEAST_COLUMNS : key->head_dim;
         key->head_dim_v = columns_of_output(key->head_dim_v);
+    } else if (row->kernel == FA_KERNEL_BACKWARD_SM90 && row->head_dim > 128) { /* panels that two consumers share */
+        key->head_dim   = key->head_dim > 192 ? 256 : 192;
+        key->head_dim_v = key->head_dim_v > 192 ? 256 : key->head_dim_v > 128 ? 192 : 128;
     } else if (row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_FORWARD_FEW_SM90 || row->kernel == FA_KERNEL_BACKWARD_SM90) {
         key->head_dim = key->head_dim_v = row->head_dim;
     }

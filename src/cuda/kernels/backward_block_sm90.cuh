@@ -15,22 +15,29 @@ struct turn {
     int      stores, last; /* nobody has come to the tile before; an item's last step */
 };
 
-/* BY_COLUMNS: both consumers have the same 64 keys, and each a half of the columns of dK, dV and dQ; one makes P, the other dS. */
-constexpr bool BY_COLUMNS = FA_HEAD_DIM == 256;
+/* BY_COLUMNS: both consumers have the same 64 keys, and each some columns of dK, dV and dQ; one makes P, the other dS. */
+constexpr bool BY_COLUMNS = FA_HEAD_DIM > 128;
 /* DQ_TURNED: dQ^T = K^T dS^T, 80 queries across, for which shared memory reads less than for 64. */
 constexpr bool DQ_TURNED = FA_TILE_Q == 80;
-constexpr int CONSUMERS = 2, STAGES = BY_COLUMNS ? 1 : 2 /* of dO */, Q_STAGES = BY_COLUMNS ? 2 : 3, DS_STAGES = DQ_TURNED ? 1 : 2, WORKS = 8;
+constexpr int CONSUMERS = 2, STAGES = FA_HEAD_DIM == 256 ? 1 : 2 /* of dO */, Q_STAGES = BY_COLUMNS ? 2 : 3, DS_STAGES = DQ_TURNED ? 1 : 2, WORKS = 8;
 constexpr bool HAS_NOTED = FA_HAS_SOFTCAP || FA_HAS_DROPOUT; /* dS is made of something else than P */
 constexpr int ADDERS = BY_COLUMNS ? 2 : 1; /* warps that add dQ */
 constexpr int SLOTS = 2, PIECES = SLOTS * ADDERS / CONSUMERS; /* of dQ's memory: of such a warp, of a consumer, who in a round fills each of its own once */
 static_assert(PIECES == SLOTS || ADDERS == 1, "a warp's slots are one consumer's, or it has all");
-constexpr int D_COLS = FA_HEAD_DIM / (BY_COLUMNS ? 2 : 1), DQ_ROUNDS = BY_COLUMNS ? 2 : 1; /* of dK and dV of a consumer; in which its dQ leaves */
+constexpr int DQ_ROUNDS = BY_COLUMNS ? 2 : 1; /* in which a consumer's dQ leaves; of 192 columns the second consumer's in one */
+/* Panels of dK and dV, and those that the first consumer has: the second has as many, or BY_COLUMNS what is left. */
+constexpr int K_PANELS = FA_HEAD_DIM / 64, V_PANELS = FA_HEAD_DIM_V / 64, FIRST_OF_K = BY_COLUMNS ? 2 : K_PANELS, FIRST_OF_V = BY_COLUMNS ? (V_PANELS + 1) / 2 : V_PANELS;
+static_assert(BY_COLUMNS ? V_PANELS > 1 : FA_HEAD_DIM == FA_HEAD_DIM_V, "both have some");
+__device__ constexpr int panels_of(int group, bool of_v)
+{
+    return BY_COLUMNS && group == 1 ? (of_v ? V_PANELS - FIRST_OF_V : K_PANELS - FIRST_OF_K) : of_v ? FIRST_OF_V : FIRST_OF_K;
+}
 static_assert(FA_WARPS == 4 * (CONSUMERS + 1) && FA_TILE_K == 64 * (BY_COLUMNS ? 1 : CONSUMERS), "a consumer has 64 keys");
-constexpr int S_COUNT = FA_TILE_Q / 2, D_COUNT = D_COLS / 2, DQ_COUNT = DQ_TURNED ? S_COUNT : 32, P_STEPS = FA_TILE_Q / 16; /* of a thread; 16 queries a step */
-static_assert(FA_TILE_Q * FA_HEAD_DIM == 2 * DQ_ROUNDS * 128 * DQ_COUNT && FA_HEAD_DIM == FA_HEAD_DIM_V, "a consumer has 64 x 64 of dQ a round, or 80 x 64");
-constexpr int KV_BYTES = FA_TILE_K * FA_HEAD_DIM * 2, Q_BYTES = FA_TILE_Q * FA_HEAD_DIM * 2, DS_BYTES = FA_TILE_Q * FA_TILE_K * 2;
+constexpr int S_COUNT = FA_TILE_Q / 2, DK_COUNT = 32 * FIRST_OF_K, DV_COUNT = 32 * FIRST_OF_V, DQ_COUNT = DQ_TURNED ? S_COUNT : 32, P_STEPS = FA_TILE_Q / 16; /* of a thread; 16 queries a step */
+static_assert(FA_TILE_Q * 64 * K_PANELS == (BY_COLUMNS ? K_PANELS : 2) * 128 * DQ_COUNT, "a consumer has 64 x 64 of dQ a round, or 80 x 64");
+constexpr int K_BYTES = FA_TILE_K * FA_HEAD_DIM * 2, V_BYTES = FA_TILE_K * FA_HEAD_DIM_V * 2, Q_BYTES = FA_TILE_Q * FA_HEAD_DIM * 2, DO_BYTES = FA_TILE_Q * FA_HEAD_DIM_V * 2, DS_BYTES = FA_TILE_Q * FA_TILE_K * 2;
 constexpr int DQ_BYTES = 128 * DQ_COUNT * 4 / PIECES /* of a slot */, STAT_BYTES = FA_TILE_Q * 4;
-constexpr int V_AT = KV_BYTES, Q_AT = V_AT + KV_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES, DS_AT = DO_AT + STAGES * Q_BYTES;
+constexpr int V_AT = K_BYTES, Q_AT = V_AT + V_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES, DS_AT = DO_AT + STAGES * DO_BYTES;
 constexpr int DQ_AT = DS_AT + DS_STAGES * DS_BYTES, LSE_AT = DQ_AT + ADDERS * SLOTS * DQ_BYTES, DELTA_AT = LSE_AT + Q_STAGES * STAT_BYTES;
 constexpr int PASSED_AT = DELTA_AT + STAGES * STAT_BYTES /* P from one consumer to the other, and what dS is made of instead */;
 constexpr int BARRIERS_AT = PASSED_AT + (BY_COLUMNS ? DS_BYTES * (1 + HAS_NOTED) : 0), BARRIERS = 6 + 2 * WORKS + 2 * (Q_STAGES + STAGES);
@@ -45,7 +52,7 @@ constexpr bool V_IS_EARLY   = BY_COLUMNS || STAGED_IN_DS; /* given back before d
 constexpr int  STAGED_BYTES = DK_BY_DQ || STAGED_IN_DS ? 0 : CONSUMERS * PANEL_BYTES;
 
 static_assert(STAGED_AT + STAGED_BYTES <= 227 * 1024, "what a block may have");
-static_assert(!DK_BY_DQ || D_COLS / 64 / PIECES * PANEL_BYTES <= DQ_BYTES, "dK goes where dQ goes");
+static_assert(!DK_BY_DQ || FIRST_OF_K / PIECES * PANEL_BYTES <= DQ_BYTES, "dK goes where dQ goes");
 
 extern "C" __constant__ int fa_shared_bytes = STAGED_AT + STAGED_BYTES;
 extern __shared__ __align__(1024) char shared[];
@@ -104,19 +111,20 @@ FA_DEVICE void start_barriers()
 FA_DEVICE unsigned k_tile() { return shared_address(shared); }
 FA_DEVICE unsigned v_tile() { return shared_address(shared) + V_AT; }
 FA_DEVICE unsigned q_tile(unsigned n) { return shared_address(shared) + Q_AT + n % Q_STAGES * Q_BYTES; }
-FA_DEVICE unsigned dout_tile(unsigned n) { return shared_address(shared) + DO_AT + n % STAGES * Q_BYTES; }
+FA_DEVICE unsigned dout_tile(unsigned n) { return shared_address(shared) + DO_AT + n % STAGES * DO_BYTES; }
 FA_DEVICE unsigned ds_tile(unsigned n) { return shared_address(shared) + DS_AT + n % DS_STAGES * DS_BYTES; }
 FA_DEVICE unsigned lse_at(unsigned n) { return shared_address(shared) + LSE_AT + n % Q_STAGES * STAT_BYTES; }
 FA_DEVICE unsigned delta_at(unsigned n) { return shared_address(shared) + DELTA_AT + n % STAGES * STAT_BYTES; }
 
-/* Of a consumer: its first key in the tile, its first column of dK and dV. */
+/* Of a consumer: its first key in the tile, its first panel of dK or dV. */
 FA_DEVICE int first_key_of(int group) { return BY_COLUMNS ? 0 : 64 * group; }
-FA_DEVICE int first_column_of(int group) { return BY_COLUMNS ? D_COLS * group : 0; }
+FA_DEVICE int first_panel_of(int group, bool of_v) { return BY_COLUMNS ? group * (of_v ? FIRST_OF_V : FIRST_OF_K) : 0; }
 
 FA_DEVICE unsigned dq_at(int slot) { return shared_address(shared) + DQ_AT + slot * DQ_BYTES; }
 
-/* Named barriers; of DQ one a slot, of OWN and DS_IS_FREE one a consumer. BY_COLUMNS alone: P_IS_THERE, DOUT_IS_CLEAN, DS_IS_WHOLE; elsewhere, with one stage of dS, DS_IS_FREE. */
-enum { DS_IS_THERE = 1, DQ_IS_THERE = 3, P_IS_THERE = 7, OWN = 8, DOUT_IS_CLEAN = 10, DS_IS_WHOLE = 11, DS_IS_FREE = 10, DQ_IS_FREE = 12 };
+/* Named barriers; of DQ one a slot, of OWN and DS_IS_FREE one a consumer, of DOUT_IS_CLEAN one a stage of dO, for consumer 1 may be as many steps ahead. BY_COLUMNS alone:
+ * P_IS_THERE, DOUT_IS_CLEAN, DS_IS_WHOLE; elsewhere OWN and, with one stage of dS, DS_IS_FREE. */
+enum { DS_IS_THERE = 1, DQ_IS_THERE = 3, P_IS_THERE = 7, OWN = 8, DOUT_IS_CLEAN = 8, DS_IS_WHOLE = 11, DS_IS_FREE = 10, DQ_IS_FREE = 12 };
 
 /* ---- the block's tiles of keys ---- */
 

@@ -7,7 +7,7 @@
 
 constexpr bool DQ_TURNED = FA_TILE_Q == 80;
 constexpr int  PIECES    = FA_TILE_Q / (DQ_TURNED ? 8 : 16) * (FA_HEAD_DIM / 64); /* of a warp */
-static_assert(PIECES % (DQ_TURNED ? 4 : 8) == 0, "two consumers of four warps");
+static_assert(PIECES % 4 == 0, "a consumer has four warps");
 
 FA_DEVICE float4 load_piece(const float4 *from, bool there) { return there ? __ldcs(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
 

@@ -12,7 +12,7 @@ constexpr bool HOLDS_K = !HAS_NOTED && !FA_HAS_ALIBI && (FA_HEAD_DIM == 64 ? FA_
 constexpr int  K_HELD  = 4;
 
 struct consumer {
-    float    dk[D_COUNT], dv[D_COUNT];
+    float    dk[DK_COUNT], dv[DV_COUNT];
     unsigned p[P_STEPS][4], ds[P_STEPS][4]; /* P^T and dS^T, as left operands */
     unsigned noted[P_STEPS][4];             /* HAS_NOTED: what dS is made of, P or under a softcap P (1 - tanh^2), negative where it is dropped */
     unsigned k[K_HELD][4];                  /* HOLDS_K: as left operands */
@@ -41,9 +41,9 @@ FA_DEVICE bool some_nonfinite(const float (&x)[S_COUNT])
 }
 
 /* All of the tile by each warp that has come upon it, for itself: the others may see what this one has already cleared, but not less of it than is there. Rare. */
-FA_DEVICE void clear_by_warp(unsigned tile)
+template <int BYTES = Q_BYTES> FA_DEVICE void clear_by_warp(unsigned tile)
 {
-    clear_nonfinite_of_lane<Q_BYTES, 512>(tile + threadIdx.x % 32 * 16);
+    clear_nonfinite_of_lane<BYTES, 512>(tile + threadIdx.x % 32 * 16);
     fence_async();
     __syncwarp();
 }
@@ -70,7 +70,7 @@ FA_DEVICE void load_held_k(consumer &c)
 }
 
 /* s = X Y^T; x: this consumer's keys of K or V, y: a tile of Q or dO. */
-FA_DEVICE void start_scores(float (&s)[S_COUNT], unsigned x, unsigned y) { start_rows_by_rows<FA_TILE_K, FA_TILE_Q>(s, x, y); }
+template <int COLS = FA_HEAD_DIM> FA_DEVICE void start_scores(float (&s)[S_COUNT], unsigned x, unsigned y) { start_rows_by_rows<FA_TILE_K, FA_TILE_Q, COLS>(s, x, y); }
 
 /* S^T, for which a part of K may be in registers. */
 template <bool HOLDS = HOLDS_K> FA_DEVICE void start_s(float (&s)[S_COUNT], consumer &c)
@@ -102,10 +102,10 @@ FA_DEVICE void hold_s(float (&s)[S_COUNT], consumer &c)
         hold(c.k);
 }
 
-/* c += X^T Y; x: P^T or dS^T, y: a tile of dO or Q, this consumer's columns. */
-FA_DEVICE void start_gradient(float (&c)[D_COUNT], unsigned (&x)[P_STEPS][4], unsigned y, int group)
+/* c += X^T Y; x: P^T or dS^T, y: a tile of dO or Q, from a panel on as many columns as c has. */
+template <int COUNT> FA_DEVICE void start_gradient(float (&c)[COUNT], unsigned (&x)[P_STEPS][4], unsigned y, int panel = 0)
 {
-    matrix b = matrix_of(y + first_column_of(group) / 64 * (FA_TILE_Q * 128), FA_TILE_Q * 128);
+    matrix b = matrix_of(y + panel * (FA_TILE_Q * 128), FA_TILE_Q * 128);
     hold(c);
     hold(x);
     wgmma_fence();
@@ -399,7 +399,7 @@ FA_DEVICE void share_dq(const float (&dq)[DQ_COUNT], int group)
 }
 
 /* A panel of dK or dV on its way out: a warp's 16 keys, of which `counting` count and the rest is 0. */
-FA_DEVICE void stage_panel(const float (&x)[D_COUNT], int panel, float factor, int lane, int counting, unsigned stage)
+template <int COUNT> FA_DEVICE void stage_panel(const float (&x)[COUNT], int panel, float factor, int lane, int counting, unsigned stage)
 {
 #pragma unroll
     for (int n = 0; n < 32; n += 8) {
@@ -418,20 +418,22 @@ FA_DEVICE void stage_panel(const float (&x)[D_COUNT], int panel, float factor, i
     fence_async();
 }
 
-/* This consumer's part of dK or dV to the warp that adds its dQ, by way of dQ's memory. */
-FA_DEVICE void share_gradient(const work &w, const float (&x)[D_COUNT], float factor, int group)
+constexpr int SLOT_PANELS = FIRST_OF_K / PIECES; /* of dK or dV, in a slot of dQ's memory */
+
+/* This consumer's part of dK or dV to the warp that adds its dQ, by way of dQ's memory: all slots, though there may be less. */
+template <int COUNT> FA_DEVICE void share_gradient(const work &w, const float (&x)[COUNT], float factor, int group)
 {
-    constexpr int PANELS = D_COLS / 64 / PIECES; /* of a slot */
     unsigned      thread = threadIdx.x % 128;
     asm volatile("" : "+r"(thread)); /* or the compiler keeps these places in registers while it walks the query tiles */
     int lane = thread % 32, warp = thread / 32;
 #pragma unroll
-    for (int panel = 0; panel < D_COLS / 64; panel++) {
-        int slot = group * PIECES + panel / PANELS;
-        if (panel % PANELS == 0)
+    for (int panel = 0; panel < FIRST_OF_K; panel++) {
+        int slot = group * PIECES + panel / SLOT_PANELS;
+        if (panel % SLOT_PANELS == 0)
             named_sync(DQ_IS_FREE + slot, 128 + 32);
-        stage_panel(x, panel, factor, lane, w.keys.end - w.first_k - first_key_of(group) - 16 * warp, dq_at(slot) + panel % PANELS * PANEL_BYTES + warp * 2048);
-        if (panel % PANELS == PANELS - 1)
+        if (panel < COUNT / 32)
+            stage_panel(x, panel, factor, lane, w.keys.end - w.first_k - first_key_of(group) - 16 * warp, dq_at(slot) + panel % SLOT_PANELS * PANEL_BYTES + warp * 2048);
+        if (panel % SLOT_PANELS == SLOT_PANELS - 1)
             named_arrive(DQ_IS_THERE + slot, 128 + 32);
     }
 }

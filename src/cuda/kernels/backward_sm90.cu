@@ -42,8 +42,8 @@ FA_DEVICE void fetch_q(const fa_args &args, const fa_maps &maps, const work &w, 
 FA_DEVICE void fetch_dout(const fa_args &args, const fa_maps &maps, const work &w, const walk &at, unsigned n)
 {
     barrier_wait(dout_empty(n), freed<STAGES>(n));
-    barrier_expect(dout_full(n), Q_BYTES + STAT_BYTES);
-    fetch_ragged<FA_TILE_Q, FA_HEAD_DIM>(dout_tile(n), maps.dout, dout_full(n), at.head,
+    barrier_expect(dout_full(n), DO_BYTES + STAT_BYTES);
+    fetch_ragged<FA_TILE_Q, FA_HEAD_DIM_V>(dout_tile(n), maps.dout, dout_full(n), at.head,
                                          w.seq.q_entry * args.apart_dout + w.seq.q_row + w.seq.seqlen_q, w.seq.seqlen_q - at.tile * FA_TILE_Q);
     bulk_load(delta_at(n), args.row_stats + (fa_i64)at.number * (2 * FA_TILE_Q) + FA_TILE_Q, STAT_BYTES, dout_full(n));
 }
@@ -60,16 +60,16 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
         walk at    = start_walk(args, w);
         if (steps > 0) {
             prefetch_ragged<FA_TILE_K, FA_HEAD_DIM>(maps.k, w.kv_head, w.seq.kv_entry * args.apart_k + end, left); /* two steps before K is free */
-            prefetch_ragged<FA_TILE_K, FA_HEAD_DIM>(maps.v, w.kv_head, w.seq.kv_entry * args.apart_v + end, left);
+            prefetch_ragged<FA_TILE_K, FA_HEAD_DIM_V>(maps.v, w.kv_head, w.seq.kv_entry * args.apart_v + end, left);
             fetch_q(args, maps, w, at, n);
             if (!BY_COLUMNS)
                 fetch_dout(args, maps, w, at, n);
             barrier_wait(k_empty(), freed<1>(item));
-            barrier_expect(k_full(), KV_BYTES);
+            barrier_expect(k_full(), K_BYTES);
             fetch_ragged<FA_TILE_K, FA_HEAD_DIM>(k_tile(), maps.k, k_full(), w.kv_head, w.seq.kv_entry * args.apart_k + end, left);
             barrier_wait(v_empty(), freed<1>(item));
-            barrier_expect(v_full(), KV_BYTES);
-            fetch_ragged<FA_TILE_K, FA_HEAD_DIM>(v_tile(), maps.v, v_full(), w.kv_head, w.seq.kv_entry * args.apart_v + end, left);
+            barrier_expect(v_full(), V_BYTES);
+            fetch_ragged<FA_TILE_K, FA_HEAD_DIM_V>(v_tile(), maps.v, v_full(), w.kv_head, w.seq.kv_entry * args.apart_v + end, left);
             if (BY_COLUMNS) /* one stage, which the step before has until its end */
                 fetch_dout(args, maps, w, at, n);
             n++;
@@ -176,15 +176,17 @@ template <int ROUNDS, int LAST_COPIES, typename ASK> FA_DEVICE void pass_slots(i
 }
 
 /* Behind an item's last step dK takes dQ's way, BY_COLUMNS dV too, with its last step. */
-FA_DEVICE void pass_gradient(const work &w, const fa_map &map, int apart, int adder, bool asks)
+FA_DEVICE void pass_gradient(const work &w, const fa_map &map, int apart, bool of_v, int adder, bool asks)
 {
-    constexpr int PANELS = D_COLS / 64 / PIECES; /* of a slot */
     pass_slots<1, 0>(adder, asks, [&](int, int slot) {
         int group = slot / PIECES, first = w.first_k + first_key_of(group);
         if (first < w.seq.rows_k)
 #pragma unroll
-            for (int panel = 0; panel < PANELS; panel++)
-                store_panel(w, map, apart, dq_at(slot) + panel * PANEL_BYTES, first_column_of(group) + 64 * (slot % PIECES * PANELS + panel), first);
+            for (int n = 0; n < SLOT_PANELS; n++) {
+                int panel = slot % PIECES * SLOT_PANELS + n;
+                if (!BY_COLUMNS || panel < panels_of(group, of_v))
+                    store_panel(w, map, apart, dq_at(slot) + n * PANEL_BYTES, 64 * (first_panel_of(group, of_v) + panel), first);
+            }
     });
 }
 
@@ -212,19 +214,27 @@ FA_DEVICE void add_dq(const fa_args &args, const fa_maps &maps, int adder)
             continue;
         }
         if (BY_COLUMNS && now.last && args.apart_dv >= 0)
-            pass_gradient(work_at(now.item), maps.dv, args.apart_dv, adder, asks);
+            pass_gradient(work_at(now.item), maps.dv, args.apart_dv, true, adder, asks);
         float *to = args.dq_accum + (fa_i64)now.number * (FA_TILE_Q * FA_HEAD_DIM) + adder * (DQ_ROUNDS * SLOTS * DQ_BYTES / 4);
-        pass_slots<DQ_ROUNDS, 1>(adder, asks, [&](int n, int slot) {
+        auto add = [&](int n, int slot) {
             bulk_add(to + n * (DQ_BYTES / 4), dq_at(slot), DQ_BYTES, now.stores);
             if (n == 0) /* not before: else this block would come first where another begins now */
                 barrier_arrive(turn_empty());
-        });
-        if (asks) {
-            tell<DQ_ROUNDS * SLOTS>(args, open, adder); /* a step later there is nothing to wait for */
+        };
+        constexpr int LAST_ROUNDS = BY_COLUMNS ? panels_of(1, false) : DQ_ROUNDS;
+        if (LAST_ROUNDS < DQ_ROUNDS && adder == 1)
+            pass_slots<LAST_ROUNDS, 1>(adder, asks, add);
+        else
+            pass_slots<DQ_ROUNDS, 1>(adder, asks, add);
+        if (asks) { /* a step later there is nothing to wait for */
+            if (LAST_ROUNDS < DQ_ROUNDS && adder == 1)
+                tell<LAST_ROUNDS * SLOTS>(args, open, adder);
+            else
+                tell<DQ_ROUNDS * SLOTS>(args, open, adder);
             open = now.stores || args.dq_order == FA_DQ_IN_ORDER ? now.number : -1;
         }
         if (DK_BY_DQ && now.last && args.apart_dk >= 0)
-            pass_gradient(work_at(now.item), maps.dk, args.apart_dk, adder, asks);
+            pass_gradient(work_at(now.item), maps.dk, args.apart_dk, false, adder, asks);
         if (asks && now.last) {
             tell<0>(args, open, adder);
             barrier_arrive(added(now.item));
@@ -293,14 +303,14 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
     if (!INSPECTED && masked)
         clear_hidden_keys(w, c.ds, c.group);
     share_ds(ds_tile(c.n), c.ds, c.group);
-    start_gradient(c.dv, c.p, dout_tile(c.n), c.group);
+    start_gradient(c.dv, c.p, dout_tile(c.n));
     wait_for_ds(c.group);
     start_dq(dq, ds_tile(c.n), c.group);
     wgmma_wait<1>();
     hold(c.dv);
     hold(c.p);
     release(dout_empty(c.n));
-    start_gradient(c.dk, c.ds, q_tile(c.n), c.group);
+    start_gradient(c.dk, c.ds, q_tile(c.n));
     wgmma_wait<1>();
     hold(dq);
     free_ds(c.group);
@@ -319,15 +329,15 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
 
 /* This consumer's keys of dK or dV straight from the registers; 0 past the sequence's last that counts. What is asked for in float32, has no map, or BY_COLUMNS
  * is seen by no query. */
-FA_DEVICE void store_gradient(const work &w, const fa_view &view, const float (&x)[D_COUNT], float factor, int cols, int group)
+template <int COUNT> FA_DEVICE void store_gradient(const work &w, const fa_view &view, const float (&x)[COUNT], float factor, int cols, int group, int col = 0)
 {
-    int    lane = threadIdx.x % 32, col = first_column_of(group), first = first_key_of(group) + threadIdx.x % 128 / 32 * 16;
+    int    lane = threadIdx.x % 32, first = first_key_of(group) + threadIdx.x % 128 / 32 * 16;
     fa_i64 from = w.seq.kv_entry * view.stride[0] + (w.seq.kv_row + w.first_k + first) * view.stride[1] + w.kv_head * view.stride[2] + col;
     int    rows = w.seq.rows_k - w.first_k - first, counting = w.keys.end - w.first_k - first; /* of this warp's 16 */
     if (!view.data)
         return;
 #pragma unroll
-    for (int n = 0; n < D_COUNT; n += 2) {
+    for (int n = 0; n < COUNT; n += 2) {
         int    row = n / 2 % 2 * 8 + lane / 4, at = n / 4 * 8 + lane % 4 * 2;
         float2 pair = row < counting ? make_float2(x[n] * factor, x[n + 1] * factor) : make_float2(0.0f, 0.0f);
         if (row >= rows || col + at >= cols)
@@ -351,23 +361,23 @@ FA_DEVICE unsigned staged_at(const consumer &c, bool is_dv, int panel)
 }
 
 /* TMA takes them from there while the block goes on; one thread asks. */
-FA_DEVICE void stage_gradient(const work &w, const fa_map &map, int apart, const float (&x)[D_COUNT], float factor, bool is_dv, const consumer &c)
+template <int COUNT> FA_DEVICE void stage_gradient(const work &w, const fa_map &map, int apart, const float (&x)[COUNT], float factor, bool is_dv, const consumer &c)
 {
     int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, first = w.first_k + first_key_of(c.group), counting = w.keys.end - first - 16 * warp;
 #pragma unroll
-    for (int panel = 0; panel < D_COLS / 64; panel++)
+    for (int panel = 0; panel < COUNT / 32; panel++)
         stage_panel(x, panel, factor, lane, counting, staged_at(c, is_dv, panel) + warp * 2048);
     named_sync(OWN + c.group, 128);
     if (threadIdx.x % 128 == 0 && first < w.seq.rows_k)
 #pragma unroll
-        for (int panel = 0; panel < D_COLS / 64; panel++)
+        for (int panel = 0; panel < COUNT / 32; panel++)
             store_panel(w, map, apart, staged_at(c, is_dv, panel), 64 * panel, first);
 }
 
 /* V's memory is free when dV has been read from there. */
 FA_DEVICE void store_gradients(const fa_args &args, const fa_maps &maps, const work &w, const consumer &c, float factor, bool some)
 {
-    constexpr int MAY_LAST = STAGED_IN_DS ? 2 : DK_BY_DQ ? 0 : D_COLS / 64; /* copies that V has no need to wait for */
+    constexpr int MAY_LAST = STAGED_IN_DS ? 2 : DK_BY_DQ ? 0 : K_PANELS; /* copies that V has no need to wait for */
     if (args.apart_dv >= 0)
         stage_gradient(w, maps.dv, args.apart_dv, c.dv, factor, true, c);
     else
@@ -417,8 +427,11 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
         const work &w     = work_at(item);
         int         steps = same_for_all(steps_of(w));
 #pragma unroll
-        for (int i = 0; i < D_COUNT; i++)
-            c.dk[i] = c.dv[i] = 0.0f;
+        for (int i = 0; i < DK_COUNT; i++)
+            c.dk[i] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < DV_COUNT; i++)
+            c.dv[i] = 0.0f;
         walk at   = start_walk(args, w);
         at.begin  = same_for_all(at.begin);
         at.end    = same_for_all(at.end);
@@ -460,9 +473,9 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
         }
         if constexpr (BY_COLUMNS) {
             if (steps == 0 || args.apart_dk < 0)
-                store_gradient(w, args.dk, c.dk, args.scale * factor, args.head_dim, group);
+                store_gradient(w, args.dk, own_dk<GROUP>(c), args.scale * factor, args.head_dim, group, 64 * first_panel_of(GROUP, false));
             if (steps == 0 || args.apart_dv < 0)
-                store_gradient(w, args.dv, c.dv, factor, args.head_dim_v, group);
+                store_gradient(w, args.dv, own_dv<GROUP>(c), factor, args.head_dim_v, group, 64 * first_panel_of(GROUP, true));
         } else
             store_gradients(args, maps, w, c, factor, steps > 0);
     }

@@ -1,6 +1,6 @@
 /*
- * A step of backward_sm90.cu at head_dim 256 (BY_COLUMNS). Consumer 0 makes S^T and P^T and passes P^T on, consumer 1 makes dP^T and dS^T; of dV, dK
- * and dQ each has its half of the columns. Consumer 0 is ahead of the other, so that the tensor cores have the products of one while the other is at
+ * A step of backward_sm90.cu at head dims above 128 (BY_COLUMNS). Consumer 0 makes S^T and P^T and passes P^T on, consumer 1 makes dP^T and dS^T; of dV, dK
+ * and dQ each has its part of the columns, of 256 a half, of 192 the first has two panels and the other one. Consumer 0 is ahead of the other, so that the tensor cores have the products of one while the other is at
  * its elements:
  *
  *     consumer 0                                                  consumer 1
@@ -8,7 +8,7 @@
  *     P = exp(S - LSE), to consumer 1                             the other half of dQ; P from consumer 0; dV
  *     the other half of dQ, dV                                    dS = P (dP - delta), to shared memory
  *
- * dQ leaves in two rounds of 64 columns, each in two pieces, each consumer's by a warp of its own. For that it may wait, so Q and dO, which have few stages, are given
+ * dQ leaves in rounds of 64 columns, each in two pieces, each consumer's by a warp of its own. For that it may wait, so Q and dO, which have few stages, are given
  * back before it, as soon as the last product of them is there. P lies in shared memory until dS of its step is there, dS for two steps.
  */
 #ifndef FA_BACKWARD_WIDE_SM90_CUH
@@ -16,10 +16,18 @@
 
 #include "backward_products_sm90.cuh"
 
+template <int COUNT, int ALL> FA_DEVICE float (&first_of(float (&x)[ALL]))[COUNT] { return reinterpret_cast<float(&)[COUNT]>(x); }
+
+/* What of them a consumer has. */
+template <int GROUP> FA_DEVICE auto &own_dk(consumer &c) { return first_of<32 * panels_of(GROUP, false)>(c.dk); }
+template <int GROUP> FA_DEVICE auto &own_dv(consumer &c) { return first_of<32 * panels_of(GROUP, true)>(c.dv); }
+
+template <int GROUP> FA_DEVICE void start_dv(consumer &c) { start_gradient(own_dv<GROUP>(c), c.p, dout_tile(c.n), first_panel_of(GROUP, true)); }
+
 /* dK += dS^T Q, both from shared memory: only consumer 1 has had dS^T in registers. */
-FA_DEVICE void start_dk(float (&c)[D_COUNT], unsigned ds, unsigned q, int group)
+template <int COUNT> FA_DEVICE void start_dk(float (&c)[COUNT], unsigned ds, unsigned q, int panel)
 {
-    matrix a = matrix_of(ds, 0), b = matrix_of(q + first_column_of(group) / 64 * (FA_TILE_Q * 128), FA_TILE_Q * 128);
+    matrix a = matrix_of(ds, 0), b = matrix_of(q + panel * (FA_TILE_Q * 128), FA_TILE_Q * 128);
     hold(c);
     wgmma_fence();
 #pragma unroll
@@ -28,11 +36,11 @@ FA_DEVICE void start_dk(float (&c)[D_COUNT], unsigned ds, unsigned q, int group)
     wgmma_commit();
 }
 
-/* Of the step before: dK, and the first half of this consumer's dQ. */
-FA_DEVICE void start_dk_and_dq(consumer &c, float (&dq)[DQ_COUNT], int group)
+/* Of the step before: dK, and the first round of this consumer's dQ. */
+template <int GROUP> FA_DEVICE void start_dk_and_dq(consumer &c, float (&dq)[DQ_COUNT])
 {
-    start_dk(c.dk, ds_tile(c.n - 1), q_tile(c.n - 1), group);
-    start_dq(dq, ds_tile(c.n - 1), group, 0);
+    start_dk(own_dk<GROUP>(c), ds_tile(c.n - 1), q_tile(c.n - 1), first_panel_of(GROUP, false));
+    start_dq(dq, ds_tile(c.n - 1), GROUP, 0);
 }
 
 /* dK is there: Q is done with. */
@@ -42,12 +50,24 @@ FA_DEVICE void end_dk(consumer &c)
     release(q_empty(c.n - 1));
 }
 
-/* This half of dQ is there: it leaves, the other begins. */
-FA_DEVICE void go_on_with_dq(consumer &c, float (&dq)[DQ_COUNT], int group)
+template <int GROUP> constexpr bool TWO_ROUNDS = panels_of(GROUP, false) > 1;
+
+/* The first round of dQ is there: it leaves, the other begins. */
+template <int GROUP> FA_DEVICE void go_on_with_dq(consumer &c, float (&dq)[DQ_COUNT])
 {
     hold(dq);
-    share_dq(dq, group);
-    start_dq(dq, ds_tile(c.n - 1), group, 1);
+    share_dq(dq, GROUP);
+    if constexpr (TWO_ROUNDS<GROUP>)
+        start_dq(dq, ds_tile(c.n - 1), GROUP, 1);
+}
+
+/* And the other, when it is there. */
+template <int GROUP> FA_DEVICE void end_dq(float (&dq)[DQ_COUNT])
+{
+    if constexpr (TWO_ROUNDS<GROUP>) {
+        hold(dq);
+        share_dq(dq, GROUP);
+    }
 }
 
 /* Thread to thread: both have the same elements. */
@@ -77,7 +97,7 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
     start_scores(s, k_tile(), q_tile(c.n));
     if constexpr (!FIRST) {
         named_sync(DS_IS_THERE, 128 * CONSUMERS);
-        start_dk_and_dq(c, dq, GROUP);
+        start_dk_and_dq<GROUP>(c, dq);
     }
     find_dropped(args, w, c, bits, tile);
     wgmma_wait<FIRST ? 0 : 2>();
@@ -103,22 +123,20 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
     named_arrive(P_IS_THERE, 128 * CONSUMERS);
     if constexpr (!FIRST) {
         wgmma_wait<0>();
-        go_on_with_dq(c, dq, GROUP);
+        go_on_with_dq<GROUP>(c, dq);
     }
     wait_for_dout(c.n);
     if (INSPECTED && masked) {
-        named_sync(DOUT_IS_CLEAN, 128 * CONSUMERS);
+        named_sync(DOUT_IS_CLEAN + c.n % STAGES, 128 * CONSUMERS);
         give_back_nonfinite(c.p, columns_of(args, w, tile, GROUP), {delta_at(c.n)});
     }
-    start_gradient(c.dv, c.p, dout_tile(c.n), GROUP);
+    start_dv<GROUP>(c);
     wgmma_wait<0>();
     hold(c.dv);
     hold(c.p);
     release(dout_empty(c.n));
-    if constexpr (!FIRST) {
-        hold(dq);
-        share_dq(dq, GROUP);
-    }
+    if constexpr (!FIRST)
+        end_dq<GROUP>(dq);
     c.n++;
 }
 
@@ -132,22 +150,22 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
     if constexpr (FIRST)
         barrier_wait(v_full(), filled<1>(item));
     else {
-        start_dk_and_dq(c, dq, GROUP);
+        start_dk_and_dq<GROUP>(c, dq);
         wgmma_wait<1>();
         end_dk(c);
     }
     wait_for_dout(c.n);
-    start_scores(dp, v_tile(), dout_tile(c.n));
+    start_scores<FA_HEAD_DIM_V>(dp, v_tile(), dout_tile(c.n));
     if constexpr (!FIRST) {
         wgmma_wait<1>();
-        go_on_with_dq(c, dq, GROUP);
+        go_on_with_dq<GROUP>(c, dq);
     }
-    wgmma_wait<FIRST ? 0 : 1>();
+    wgmma_wait<!FIRST && TWO_ROUNDS<GROUP>>();
     hold(dp);
     if (INSPECTED && masked) {
         if (some_nonfinite(dp))
-            clear_by_warp(dout_tile(c.n));
-        named_arrive(DOUT_IS_CLEAN, 128 * CONSUMERS);
+            clear_by_warp<DO_BYTES>(dout_tile(c.n));
+        named_arrive(DOUT_IS_CLEAN + c.n % STAGES, 128 * CONSUMERS);
     }
     load_stats(rows, delta_at(c.n));
     named_sync(P_IS_THERE, 128 * CONSUMERS);
@@ -157,7 +175,7 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
     wait_for_q(c.n); /* for dK; consumer 0 has */
     if (INSPECTED && masked)
         give_back_nonfinite(c.p, columns_of(args, w, tile, GROUP), rows);
-    start_gradient(c.dv, c.p, dout_tile(c.n), GROUP);
+    start_dv<GROUP>(c);
 #pragma unroll
     for (int n = 0; n < P_STEPS; n++) {
         if constexpr (HAS_NOTED)
@@ -178,10 +196,8 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
     share_ds(ds_tile(c.n), ds, GROUP);
     fence_async();
     named_arrive(DS_IS_THERE, 128 * CONSUMERS);
-    if constexpr (!FIRST) {
-        hold(dq);
-        share_dq(dq, GROUP);
-    }
+    if constexpr (!FIRST)
+        end_dq<GROUP>(dq);
     named_sync(DS_IS_WHOLE, 128); /* for this consumer's own products */
     c.n++;
 }
@@ -193,18 +209,18 @@ template <int GROUP> FA_DEVICE void last_by_columns(const fa_args &args, const w
     release(v_empty());
     if (GROUP == 0)
         named_sync(DS_IS_THERE, 128 * CONSUMERS);
-    start_dk_and_dq(c, dq, GROUP);
+    start_dk_and_dq<GROUP>(c, dq);
     if (args.apart_dv >= 0)
-        share_gradient(w, c.dv, factor, GROUP);
+        share_gradient(w, own_dv<GROUP>(c), factor, GROUP);
     wgmma_wait<0>();
     end_dk(c);
-    go_on_with_dq(c, dq, GROUP);
+    go_on_with_dq<GROUP>(c, dq);
     wgmma_wait<0>();
     hold(dq);
     release(k_empty());
-    share_dq(dq, GROUP);
+    end_dq<GROUP>(dq);
     if (args.apart_dk >= 0)
-        share_gradient(w, c.dk, args.scale * factor, GROUP);
+        share_gradient(w, own_dk<GROUP>(c), args.scale * factor, GROUP);
 }
 
 #endif

@@ -38,7 +38,7 @@ constexpr int Q_STAGES = FA_VARIANT & 1 ? 2 : 1, WORKS = 8, INSPECTORS = 2; /* w
 constexpr bool TURNS_V = FP8 && !(FA_VARIANT & 2);
 constexpr bool BESIDE_ANOTHER = FA_MIN_BLOCKS > 1; /* two blocks a multiprocessor */
 /* A step's products and exponentials one after the other: no registers for S' beside P, or three consumers, which hide each other's waits (decisions 0047, 0059). */
-constexpr bool ONE_BY_ONE = BESIDE_ANOTHER || (CONSUMERS == 3 && (FP8 || FA_HEAD_DIM_V > 96 || (FA_HEAD_DIM_V > 64 && FA_TILE_K > 112) || FA_MASK == FA_MASK_CAUSAL));
+constexpr bool ONE_BY_ONE = BESIDE_ANOTHER || (CONSUMERS == 3 && (FP8 || FA_HEAD_DIM_V > 96 || FA_MASK == FA_MASK_CAUSAL));
 /* Of the registers that a lane of each of a block's warpgroups has in all: 512 with 3 consumers, 504 with 2, 240 if there are two blocks. */
 constexpr int PRODUCER_REGISTERS = BESIDE_ANOTHER ? (FP8 ? 48 : 32) : CONSUMERS == 3 ? (FP8 && FA_HEAD_DIM_V <= 64 ? 56 : 32) : FP8 ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = BESIDE_ANOTHER ? (FP8 ? 96 : 104) : CONSUMERS == 3 ? (FP8 && FA_HEAD_DIM_V <= 64 ? 152 : 160) : FP8 ? 224 : 232;

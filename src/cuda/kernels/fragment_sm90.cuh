@@ -44,15 +44,15 @@ FA_DEVICE void reciprocals(float &a, float &b, float &c, float &d)
     d = of_cd * old_c;
 }
 
-/* s = X Y^T, started here, finished by wgmma_wait. x, y: rows of tiles that have X_ROWS and Y_ROWS in all. */
-template <int X_ROWS, int Y_ROWS, int COUNT> FA_DEVICE void start_rows_by_rows(float (&s)[COUNT], unsigned x, unsigned y)
+/* s = X Y^T, started here, finished by wgmma_wait. x, y: rows of tiles that have X_ROWS and Y_ROWS in all, and COLS columns. */
+template <int X_ROWS, int Y_ROWS, int COLS = FA_HEAD_DIM, int COUNT> FA_DEVICE void start_rows_by_rows(float (&s)[COUNT], unsigned x, unsigned y)
 {
-    constexpr int PANEL = panel_bytes(held_columns(FA_HEAD_DIM)), STEPS = PANEL / 32; /* of a panel */
+    constexpr int PANEL = panel_bytes(held_columns(COLS)), STEPS = PANEL / 32; /* of a panel */
     matrix a = matrix_of<PANEL>(x, 0), b = matrix_of<PANEL>(y, 0);
     hold(s);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < FA_HEAD_DIM * ELEMENT_BYTES / 32; step++)
+    for (int step = 0; step < COLS * ELEMENT_BYTES / 32; step++)
         wgmma_shared(s, a.from(step / STEPS * (X_ROWS * PANEL) + step % STEPS * 32),
                      b.from(step / STEPS * (Y_ROWS * PANEL) + step % STEPS * 32), step > 0);
     wgmma_commit();
