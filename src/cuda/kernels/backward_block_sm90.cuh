@@ -20,6 +20,11 @@ constexpr bool BY_COLUMNS = FA_HEAD_DIM > 128;
 /* DQ_TURNED: dQ^T = K^T dS^T, 80 queries across, for which shared memory reads less than for 64. */
 constexpr bool DQ_TURNED = FA_TILE_Q == 80;
 constexpr int CONSUMERS = 2, STAGES = FA_HEAD_DIM == 256 ? 1 : 2 /* of dO */, Q_STAGES = BY_COLUMNS ? 2 : 3, DS_STAGES = DQ_TURNED ? 1 : 2, WORKS = 8;
+/* DQ_LATE: a step makes dQ of the one before. So no consumer waits for dS that the other is about to write: one is up to half a step ahead, and the tensor cores have its
+ * products while the other is at its elements. With 64 queries it loses (decision 0056, eleventh round). */
+constexpr bool DQ_LATE = FA_TILE_Q == 128;
+constexpr bool FIRST_APART = BY_COLUMNS || DQ_LATE; /* an item's first step has a text of its own: it makes no dQ */
+static_assert(!DQ_LATE || (DS_STAGES == 2 && !BY_COLUMNS), "dS of a step lies until the next one's products");
 constexpr bool HAS_NOTED = FA_HAS_SOFTCAP || FA_HAS_DROPOUT; /* dS is made of something else than P */
 constexpr int ADDERS = BY_COLUMNS ? 2 : 1; /* warps that add dQ */
 constexpr int SLOTS = 2, PIECES = SLOTS * ADDERS / CONSUMERS; /* of dQ's memory: of such a warp, of a consumer, who in a round fills each of its own once */
@@ -123,8 +128,12 @@ FA_DEVICE int first_panel_of(int group, bool of_v) { return BY_COLUMNS ? group *
 FA_DEVICE unsigned dq_at(int slot) { return shared_address(shared) + DQ_AT + slot * DQ_BYTES; }
 
 /* Named barriers; of DQ one a slot, of OWN and DS_IS_FREE one a consumer, of DOUT_IS_CLEAN one a stage of dO, for consumer 1 may be as many steps ahead. BY_COLUMNS alone:
- * P_IS_THERE, DOUT_IS_CLEAN, DS_IS_WHOLE; elsewhere OWN and, with one stage of dS, DS_IS_FREE. */
+ * P_IS_THERE, DOUT_IS_CLEAN, DS_IS_WHOLE; elsewhere OWN and, with one stage of dS, DS_IS_FREE. DQ_LATE has four of DS_IS_THERE (step_is_over). */
 enum { DS_IS_THERE = 1, DQ_IS_THERE = 3, P_IS_THERE = 7, OWN = 8, DOUT_IS_CLEAN = 8, DS_IS_WHOLE = 11, DS_IS_FREE = 10, DQ_IS_FREE = 12 };
+
+/* DQ_LATE: a consumer's dS of step n is there, and dQ of step n - 1 is made, so that the other may write over what it was made of. One may come here twice before the
+ * other has once: hence two for each. */
+FA_DEVICE int step_is_over(int group, unsigned n) { return DS_IS_THERE + n % 2 * 4 + group; }
 
 /* ---- the block's tiles of keys ---- */
 

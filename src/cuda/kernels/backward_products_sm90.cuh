@@ -8,7 +8,7 @@
 #include "dropout_sm90.cuh"
 
 /* Of K's columns a consumer keeps the first 16 K_HELD of its keys in registers, where these have room and it pays: S then reads the less of shared memory. */
-constexpr bool HOLDS_K = !HAS_NOTED && !FA_HAS_ALIBI && (FA_HEAD_DIM == 64 ? FA_MASK == FA_MASK_NONE : FA_HEAD_DIM == 128 && FA_MASK == FA_MASK_CAUSAL);
+constexpr bool HOLDS_K = !HAS_NOTED && !FA_HAS_ALIBI && (FA_HEAD_DIM == 64 ? FA_MASK != FA_MASK_WINDOW : FA_HEAD_DIM == 128 && FA_MASK == FA_MASK_CAUSAL);
 constexpr int  K_HELD  = 4;
 
 struct consumer {
@@ -116,7 +116,7 @@ template <int COUNT> FA_DEVICE void start_gradient(float (&c)[COUNT], unsigned (
 }
 
 /* dQ begins with this consumer's own keys, so that the other's dS has longer to come. */
-constexpr bool OWN_FIRST = FA_HEAD_DIM == 128;
+constexpr bool OWN_FIRST = !BY_COLUMNS && !DQ_LATE;
 
 /* This consumer's part of dS K, in a round; DQ_TURNED of K^T dS^T. */
 FA_DEVICE void start_dq(float (&dq)[DQ_COUNT], unsigned ds, int group, int round = 0)
@@ -256,11 +256,10 @@ FA_DEVICE void exponentials(const fa_args &args, const work &w, consumer &c, flo
  * them, whatever the text says. So a store that is never made hangs on them (P is not below 0), and behind it stands an instruction over which nothing moves. Were it all
  * of them, their end would be waited for too. How many is found by timing; an edge step has none (decision 0056, tenth round).
  */
-constexpr int PINNED = HAS_NOTED || FA_HAS_ALIBI || FA_MASK == FA_MASK_WINDOW ? 0
-                       : FA_HEAD_DIM == 64                                    ? (FA_MASK == FA_MASK_NONE ? 8 : 0)
-                       : FA_MASK == FA_MASK_CAUSAL                            ? 12
-                       : DQ_TURNED                                            ? 17
-                                                                              : 0;
+constexpr int PINNED = HAS_NOTED || FA_HAS_ALIBI || FA_MASK == FA_MASK_WINDOW || FA_HEAD_DIM == 64 ? 0
+                       : FA_MASK == FA_MASK_CAUSAL                                                    ? 12
+                       : DQ_TURNED                                                                    ? 17
+                                                                                                      : 0;
 
 FA_DEVICE void pin_exponentials(const float (&p)[S_COUNT])
 {
@@ -457,14 +456,11 @@ FA_DEVICE void free_ds(int group)
         named_arrive(DS_IS_FREE + 1 - group, 128 * CONSUMERS);
 }
 
-/* Until dS is there, of both consumers or of this one. */
-FA_DEVICE void wait_for_ds(int group)
+/* Until this consumer's dS is there. */
+FA_DEVICE void wait_for_own_ds(int group)
 {
     fence_async();
-    if (OWN_FIRST)
-        named_sync(OWN + group, 128);
-    else
-        named_sync(DS_IS_THERE, 128 * CONSUMERS);
+    named_sync(OWN + group, 128);
 }
 
 #endif

@@ -15,6 +15,8 @@
  *     dV += P^T dO, dQ = dS K         the other consumer's dS is waited for
  *     dK += dS^T Q                    dQ to shared memory, for the warp that adds it
  *
+ * With 128 queries (DQ_LATE) dQ is that of the step before, for which nobody waits: see backward_block_sm90.cuh.
+ *
  * dQ needs dS of both consumers: each makes 64 queries of 128 x 64, or 64 columns of 64 x 128, or of the 80 x 128 that head_dim 128 has without a mask
  * (DQ_TURNED). Its order in memory is that of the registers, [64 queries or columns][8 columns, DQ_TURNED queries][thread][4], undone by backward_convert_sm90.cu.
  *
@@ -244,10 +246,80 @@ FA_DEVICE void add_dq(const fa_args &args, const fa_maps &maps, int adder)
         bulk_added_was_read();
 }
 
-/* Step `tile`. Begins and ends with nothing in flight: else the compiler serialises all products. */
-FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned item, int tile, bool masked, bool last)
+/* A step's dS is in registers: dV, dQ and dK of it. */
+FA_DEVICE void finish_step(consumer &c, bool last)
 {
-    float     s[S_COUNT], dp[S_COUNT], dq[DQ_COUNT];
+    float dq[DQ_COUNT];
+    share_ds(ds_tile(c.n), c.ds, c.group);
+    start_gradient(c.dv, c.p, dout_tile(c.n));
+    wait_for_own_ds(c.group);
+    start_dq(dq, ds_tile(c.n), c.group);
+    wgmma_wait<1>();
+    hold(c.dv);
+    hold(c.p);
+    release(dout_empty(c.n));
+    start_gradient(c.dk, c.ds, q_tile(c.n));
+    wgmma_wait<1>();
+    hold(dq);
+    free_ds(c.group);
+    if (last) { /* the next K takes longer than what is left */
+        release(k_empty());
+        if (V_IS_EARLY)
+            release(v_empty());
+    }
+    share_dq(dq, c.group);
+    wgmma_wait<0>();
+    hold(c.dk);
+    hold(c.ds);
+    release(q_empty(c.n));
+}
+
+/* DQ_LATE: dV and dK of it, and dQ of the step before. */
+template <bool FIRST> FA_DEVICE void finish_step_late(consumer &c)
+{
+    float dq[DQ_COUNT];
+    if constexpr (!FIRST)
+        named_sync(step_is_over(1 - c.group, c.n - 1), 128 * CONSUMERS);
+    share_ds(ds_tile(c.n), c.ds, c.group);
+    start_gradient(c.dv, c.p, dout_tile(c.n));
+    if constexpr (!FIRST)
+        start_dq(dq, ds_tile(c.n - 1), c.group);
+    fence_async();
+    wgmma_wait<FIRST ? 0 : 1>();
+    hold(c.dv);
+    hold(c.p);
+    release(dout_empty(c.n));
+    start_gradient(c.dk, c.ds, q_tile(c.n));
+    if constexpr (!FIRST) {
+        wgmma_wait<1>();
+        hold(dq);
+    }
+    named_arrive(step_is_over(c.group, c.n), 128 * CONSUMERS);
+    if constexpr (!FIRST)
+        share_dq(dq, c.group);
+    wgmma_wait<0>();
+    hold(c.dk);
+    hold(c.ds);
+    release(q_empty(c.n));
+}
+
+/* DQ_LATE: dQ of an item's last step. */
+FA_DEVICE void finish_item_late(consumer &c)
+{
+    float dq[DQ_COUNT];
+    release(v_empty());
+    named_sync(step_is_over(1 - c.group, c.n - 1), 128 * CONSUMERS);
+    start_dq(dq, ds_tile(c.n - 1), c.group);
+    wgmma_wait<0>();
+    hold(dq);
+    release(k_empty());
+    share_dq(dq, c.group);
+}
+
+/* Step `tile`. Begins and ends with nothing in flight: else the compiler serialises all products. */
+template <bool FIRST> FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned item, int tile, bool masked, bool last)
+{
+    float     s[S_COUNT], dp[S_COUNT];
     row_stats lse, delta;
     columns   seen;
     bool      edge = INSPECTED && masked;
@@ -255,7 +327,8 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
     wait_for_q(c.n);
     start_s(s, c);
     load_stats(lse, lse_at(c.n));
-    barrier_wait(v_full(), filled<1>(item)); /* later than K: dV was there */
+    if constexpr (FIRST || !FIRST_APART)
+        barrier_wait(v_full(), filled<1>(item)); /* later than K: dV was there */
     wait_for_dout(c.n);
     start_scores(dp, v_tile() + first_key_of(c.group) * 128, dout_tile(c.n));
     load_stats(delta, delta_at(c.n));
@@ -302,28 +375,10 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned it
     pack_operand(c.ds, dp);
     if (!INSPECTED && masked)
         clear_hidden_keys(w, c.ds, c.group);
-    share_ds(ds_tile(c.n), c.ds, c.group);
-    start_gradient(c.dv, c.p, dout_tile(c.n));
-    wait_for_ds(c.group);
-    start_dq(dq, ds_tile(c.n), c.group);
-    wgmma_wait<1>();
-    hold(c.dv);
-    hold(c.p);
-    release(dout_empty(c.n));
-    start_gradient(c.dk, c.ds, q_tile(c.n));
-    wgmma_wait<1>();
-    hold(dq);
-    free_ds(c.group);
-    if (last) { /* the next K takes longer than what is left */
-        release(k_empty());
-        if (V_IS_EARLY)
-            release(v_empty());
-    }
-    share_dq(dq, c.group);
-    wgmma_wait<0>();
-    hold(c.dk);
-    hold(c.ds);
-    release(q_empty(c.n));
+    if constexpr (DQ_LATE)
+        finish_step_late<FIRST>(c);
+    else
+        finish_step(c, last);
     c.n++;
 }
 
@@ -399,7 +454,7 @@ FA_DEVICE void store_gradients(const fa_args &args, const fa_maps &maps, const w
 }
 
 /* One step of an item, and what the last one leaves. */
-template <int GROUP, bool FIRST> /* FIRST of an item, BY_COLUMNS */
+template <int GROUP, bool FIRST> /* FIRST of an item, FIRST_APART */
 FA_DEVICE void any_step(const fa_args &args, const work &w, consumer &c, unsigned item, const walk &at, bool masked, bool last)
 {
     int tile = at.tile;
@@ -409,7 +464,7 @@ FA_DEVICE void any_step(const fa_args &args, const work &w, consumer &c, unsigne
     c.batch_head = w.b * args.heads_q + at.head;
 #endif
     if constexpr (!BY_COLUMNS)
-        step(args, w, c, item, tile, masked, last);
+        step<FIRST>(args, w, c, item, tile, masked, last);
     else if constexpr (GROUP == 0)
         step_of_p<FIRST>(args, w, c, tile, masked);
     else
@@ -451,11 +506,11 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
         }
         if (steps > 0) {
             auto masked = [&] { return at.tile < clean_begin || at.tile >= clean_end; };
-            if constexpr (BY_COLUMNS) {
-                any_step<GROUP, true>(args, w, c, item, at, masked(), false);
+            if constexpr (FIRST_APART) { /* DQ_LATE under a mask as an edge, which it mostly is: a branch needs registers */
+                any_step<GROUP, true>(args, w, c, item, at, (DQ_LATE && INSPECTED) || masked(), false);
                 advance(args, at);
             }
-            for (int left = steps - BY_COLUMNS; left > 0;) { /* two loops, each as if the other were not: branches would part what the compiler overlaps */
+            for (int left = steps - FIRST_APART; left > 0;) { /* two loops, each as if the other were not: branches would part what the compiler overlaps */
 #pragma unroll 1
                 for (; left > 0 && masked(); left--, advance(args, at))
                     any_step<GROUP, false>(args, w, c, item, at, true, left == 1);
@@ -465,6 +520,8 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
             }
             if constexpr (BY_COLUMNS)
                 last_by_columns<GROUP>(args, w, c, factor);
+            if constexpr (DQ_LATE)
+                finish_item_late(c);
         } else {
             barrier_wait(v_full(), filled<1>(item));
             release(k_empty());
