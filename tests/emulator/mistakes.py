@@ -12,6 +12,7 @@ import sys
 import tempfile
 
 FORWARD, ONE_BY_ONE, BACKWARD, PRODUCTS = "forward_sm90.cu", "one_by_one_sm90.cuh", "backward_sm90.cu", "backward_products_sm90.cuh"
+WIDE = "backward_wide_sm90.cuh"
 LATENT, LATENT_BLOCK, LATENT_PRODUCER = "forward_latent_sm90.cu", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
 FEW, FOLD, GROUPED = "forward_few_sm90.cu", "fold.cu", "grouped_sm90.cuh"
 PROGRAMS = dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few")  # else TEST
@@ -26,6 +27,7 @@ WHOLE_BACK = ("whole tiles", "every_backward*")
 MANY_BACK = ("many tiles a block", "every_backward*")
 LONG_BACK = ("80 queries, whole tiles", "every_backward*")
 FEW_BACK = ("few have queries", "every_backward*")
+WIDE_BACK = ("192 and 128 columns, window", "every_backward*")
 LATENT_TWO = ("two queries", "every_shape*")
 LATENT_PAGES = ("pages of 64, pairs", "every_shape*")
 LATENT_ONE_PIECE = ("pages of 48", "every_shape*") # two producers fetch nothing
@@ -118,6 +120,9 @@ MISTAKES = [
     ("groups that fold.cu does not end", FOLD, "((last - i) & (group - 1)) == 0", "last == i", FEW_BITS),
     ("O that was kept, read from another thread's place", FEW, "place_of(args, GROUP), c.o, of_all", "place_of(args, GROUP) + CONSUMING, c.o, of_all", FEW_BITS),
     ("a part's far rows that are not computed again", FEW, "        take_far_rows(args, w, c, max, sum, far, tile);\n", "        ;\n", FEW_BITS),
+    ("one barrier for dO's two stages", WIDE, "DOUT_IS_CLEAN + c.n % STAGES", "DOUT_IS_CLEAN", WIDE_BACK),
+    ("dQ of a round that the second consumer has not", WIDE, "panels_of(GROUP, false) > 1", "true", WIDE_BACK),
+    ("copies of the other adder's number waited for", BACKWARD, "tell<LAST_ROUNDS * SLOTS>(args, open, adder);", "tell<DQ_ROUNDS * SLOTS>(args, open, adder);", WIDE_BACK),
 ]
 
 

@@ -3,7 +3,7 @@
  *
  *     warpgroup 0, warp 0    producer: one thread finds this block's tiles of keys (struct work), fetches K and V of each and keeps
  *                            the rings of Q and dO full
- *                  warp 1    has TMA add dQ of each step to the float one in memory (at head_dim 256 warps 1 and 2, a consumer's each, and
+ *                  warp 1    has TMA add dQ of each step to the float one in memory (above head_dim 128 warps 1 and 2, a consumer's each, and
  *                            dV and dK by the same way)
  *                  warp 3    one thread waits for the turn at the float dQ of the next step: adding alone takes a warp all of its time
  *     warpgroups 1, 2        consumers: 64 keys each, whose dK and dV stay in their registers while they walk the query tiles
@@ -20,12 +20,12 @@
  * dQ needs dS of both consumers: each makes 64 queries of 128 x 64, or 64 columns of 64 x 128, or of the 80 x 128 that head_dim 128 has without a mask
  * (DQ_TURNED). Its order in memory is that of the registers, [64 queries or columns][8 columns, DQ_TURNED queries][thread][4], undone by backward_convert_sm90.cu.
  *
- * At head_dim 256 (BY_COLUMNS) both consumers have the same 64 keys: backward_wide_sm90.cuh.
+ * Above head_dim 128 (BY_COLUMNS) both consumers have the same 64 keys: backward_wide_sm90.cuh.
  *
  * The compiler serialises all products where it runs out of registers: so nothing is in flight from one round of the loop to the next, and
  * loops are as plain as they can be (decision 0055).
  *
- * Shared memory: K, V, three stages of Q and two of dO (BY_COLUMNS two and one), two of dS (DQ_TURNED one; panels as in panels_sm90.cuh), dQ, LSE and delta of the stages,
+ * Shared memory: K, V, three stages of Q and two of dO (BY_COLUMNS two, and of 256 columns one of dO), two of dS (DQ_TURNED one; panels as in panels_sm90.cuh), dQ, LSE and delta of the stages,
  * barriers, works, at head_dim 128 with 64 queries a quarter of dK and dV on their way out.
  */
 #include "backward_wide_sm90.cuh"
