@@ -249,7 +249,7 @@ static flash_attn_status call_for(const fa_tune_row *row, flash_attn_dtype dtype
     flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA},
                             .q      = {.dtype = dtype, .shape = {2, seqlen, heads_q, d}},
                             .k      = {.dtype = dtype, .shape = {2, 256, 4, d}},
-                            .v      = {.dtype = dtype, .shape = {2, 256, 4, row->head_dim_v ? row->head_dim_v : d}},
+                            .v      = {.dtype = dtype, .shape = {2, 256, 4, row->only == FA_FOR_NARROW_V_TMA ? FA_NARROW_V : d}},
                             .o      = {.dtype = wide},
                             .mask   = FLASH_ATTN_CAUSAL};
     flash_attn_tensor  like = {.dtype = wide};

@@ -68,18 +68,6 @@ static fa_key wanted_key(const fa_call *call, int arch)
     return key;
 }
 
-enum { LEAST_COLUMNS = 64 }; /* a panel (panels_sm90.cuh) */
-
-/* O's columns as WGMMA's products have them here (ptx_sm90.cuh). */
-static int columns_of_output(int columns)
-{
-    static const int widths[] = {64, 96, 128, 192, 256};
-    int              n        = 0;
-    while (widths[n] < columns)
-        n++;
-    return widths[n];
-}
-
 static void use_row(fa_key *key, const fa_tune_row *row)
 {
     key->kernel     = (int)row->kernel;
@@ -89,24 +77,9 @@ static void use_row(fa_key *key, const fa_tune_row *row)
     key->stages     = row->stages;
     key->min_blocks = row->min_blocks;
     key->variant    = row->variant;
-    if (row->kernel == FA_KERNEL_FORWARD_SM90 && key->dtype != FLASH_ATTN_F8E4M3) { /* TMA bounds columns: head dims in between have products of their own only */
-        key->head_dim   = key->head_dim < LEAST_COLUMNS ? LEAST_COLUMNS : key->head_dim;
-        key->head_dim_v = columns_of_output(key->head_dim_v);
-    } else if (row->kernel == FA_KERNEL_BACKWARD_SM90 && row->head_dim > 128) { /* panels that two consumers share */
-        key->head_dim   = key->head_dim > 192 ? 256 : 192;
-        key->head_dim_v = key->head_dim_v > 192 ? 256 : key->head_dim_v > 128 ? 192 : 128;
-    } else if (row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_FORWARD_FEW_SM90 || row->kernel == FA_KERNEL_BACKWARD_SM90) {
-        key->head_dim = key->head_dim_v = row->head_dim;
-    }
-    if (row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_FORWARD_FEW_SM90 || row->kernel == FA_KERNEL_BACKWARD_SM90) {
-        key->even_d        = 0;
+    fa_tune_columns(row, key);
+    if (row->kernel == FA_KERNEL_BACKWARD_SM90)
         key->deterministic = 0; /* a branch outside its main loop */
-    }
-    if (row->kernel == FA_KERNEL_FORWARD_LATENT_SM90) {
-        key->head_dim   = row->head_dim;
-        key->head_dim_v = FA_LATENT_COLUMNS_V;
-        key->even_d     = 0;
-    }
 }
 
 fa_key fa_plan_small_key(enum fa_kernel_id kernel, int arch)

@@ -29,8 +29,8 @@ const fa_tune_row fa_tune_rows[] = {
      "longer and causal: three consumers, one step after the other; pages and ALiBi spill a register or two (decision 0075)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 1, 0,
      "two consumers; two stages of Q, so that the walk does not stop between tiles of queries (decision 0047)"},
-    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 192, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 0, 16,
-     "DeepSeek's 192 and 128: registers as at 128, memory for one stage of Q; dropout's planner spills, once an item (decision 0075)", 128},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 192, FA_ON_ANY, FA_FOR_NARROW_V_TMA, 0, 128, 128, 12, 2, 1, 0, 16,
+     "DeepSeek's 192 and 128: registers as at 128, memory for one stage of Q; dropout's planner spills, once an item (decision 0075)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 192, FA_ON_CAUSAL, FA_FOR_SHORT_TMA, 512, 128, 64, 12, 2, 1, 0, 20,
      "short and causal: 64 keys waste less of the diagonal; pages' and dropout's planners spill, once an item (decision 0075)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 192, FA_ON_ANY, FA_FOR_TMA, 0, 128, 96, 12, 2, 1, 0, 20,
@@ -137,8 +137,8 @@ const fa_tune_row fa_tune_rows[] = {
      "long: tiles of 80 queries, for which shared memory reads less than for 64; short ones waste a part of the last; spills as above (decision 0056)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_TMA, 0, 64, 128, 12, 2, 1, 0, 224,
      "two consumers of 64 keys; dQ by TMA; the producer's thread spills (decision 0055)"},
-    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 192, FA_ON_ANY, FA_FOR_TMA, 0, 64, 64, 12, 2, 1, 0, 304,
-     "as at 256: of three panels of dK one consumer has two, of dV's two each has one (decision 0075)", 128},
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 192, FA_ON_ANY, FA_FOR_NARROW_V_TMA, 0, 64, 64, 12, 2, 1, 0, 304,
+     "as at 256: of three panels of dK one consumer has two, of dV's two each has one (decision 0075)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_TMA, 0, 64, 64, 12, 2, 1, 0, 304,
      "two consumers of the same 64 keys, each some of the columns, for dK and dV of more keys have no registers; one makes P, one dS (decisions 0056, 0075)"},
     {80, 129, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ANY, 0, 64, 128, 4, 2, 2, 0, 512,
@@ -266,7 +266,7 @@ static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *ke
         return false;
     if (row->only == FA_FOR_FEW)
         return key->aligned && !(key->has_bias || key->has_alibi || key->has_dropout || key->has_slices) && is_few(row, call, plain);
-    if (row->only == FA_FOR_SOFTCAP_TMA && !key->has_softcap)
+    if ((row->only == FA_FOR_SOFTCAP_TMA && !key->has_softcap) || (row->only == FA_FOR_NARROW_V_TMA && call->head_dim_v > FA_NARROW_V))
         return false;
     if (row->only == FA_FOR_SHORT_TMA && call->max_seqlen_k > row->max_queries)
         return false;
@@ -285,12 +285,51 @@ static enum fit fit_of(const fa_tune_row *row, const fa_call *call, const fa_key
         return FIT_NO_ARCH;
     if (!(row->dtypes >> call->q.dtype & 1))
         return FIT_NO_DTYPE;
-    if (call->head_dim > row->head_dim || call->head_dim_v > (row->head_dim_v ? row->head_dim_v : row->head_dim))
+    if (call->head_dim > row->head_dim || call->head_dim_v > row->head_dim)
         return FIT_NO_HEAD_DIM;
     if (!(row->masks >> key->mask & 1) || (row->max_queries && row->only != FA_FOR_LONG_TMA && call->max_seqlen_q > row->max_queries) ||
         !is_for(row, call, key))
         return FIT_NO_MASK;
     return FIT_WHOLLY;
+}
+
+/* The first width that holds so many. */
+static int width_of(int columns, const int *widths)
+{
+    while (*widths < columns)
+        widths++;
+    return *widths;
+}
+
+void fa_tune_columns(const fa_tune_row *row, fa_key *key)
+{
+    static const int of_output[] = {64, 96, 128, 192, 256}; /* of O, as WGMMA is there (ptx_sm90.cuh) */
+    static const int of_two_k[] = {192, 256}, of_two_v[] = {128, 192, 256}; /* backward: panels that two consumers share */
+    switch (row->kernel) {
+    case FA_KERNEL_FORWARD_SM90:
+        if (key->dtype == FLASH_ATTN_F8E4M3) {
+            key->head_dim = key->head_dim_v = row->head_dim;
+            break;
+        }
+        key->head_dim   = key->head_dim < of_output[0] ? of_output[0] : key->head_dim;
+        key->head_dim_v = width_of(key->head_dim_v, of_output);
+        break;
+    case FA_KERNEL_BACKWARD_SM90:
+        if (row->head_dim <= 128) {
+            key->head_dim = key->head_dim_v = row->head_dim;
+            break;
+        }
+        key->head_dim   = width_of(key->head_dim, of_two_k);
+        key->head_dim_v = width_of(key->head_dim_v, of_two_v);
+        break;
+    case FA_KERNEL_FORWARD_FEW_SM90: key->head_dim = key->head_dim_v = row->head_dim; break;
+    case FA_KERNEL_FORWARD_LATENT_SM90:
+        key->head_dim   = row->head_dim;
+        key->head_dim_v = FA_LATENT_COLUMNS_V;
+        break;
+    default: return;
+    }
+    key->even_d = 0;
 }
 
 flash_attn_status fa_tune_choose(const fa_call *call, const fa_key *key, const char *name, const fa_tune_row **row)

@@ -77,23 +77,23 @@ enum fa_row_for {
     FA_FOR_SHORT_TMA, /* and with no more keys than max_queries */
     FA_FOR_LONG_TMA,  /* and with more queries than max_queries, neither packed nor with a cache index */
     FA_FOR_SOFTCAP_TMA, /* as FA_FOR_TMA, with softcap */
+    FA_FOR_NARROW_V_TMA, /* as FA_FOR_TMA, V of no more than FA_NARROW_V columns */
     FA_FOR_LATENT    /* V is the first columns of K, of more than 256 and up to 512 (takes_latent). Rows of a tile as of FA_FOR_FEW */
 };
 
-enum { FA_LATENT_COLUMNS_V = 512 }; /* that forward_latent_sm90 holds */
+enum { FA_NARROW_V = 128, FA_LATENT_COLUMNS_V = 512 /* that forward_latent_sm90 holds */ };
 
 typedef struct fa_tune_row {
     int            arch_min, arch_max; /* compute capability, 80 for 8.0 */
     enum fa_kernel_id kernel;
     unsigned       dtypes;
-    int            head_dim; /* the largest that it holds */
+    int            head_dim; /* the largest that it holds, of Q and of V */
     unsigned       masks;
     enum fa_row_for only;
     int            max_queries; /* for so few queries at most, FA_FOR_LONG_TMA: for more; 0: any number */
     int            tile_q, tile_k, warps, stages, min_blocks, variant;
     int            max_spill_bytes; /* that the tests accept: 0, unless measured to be faster all the same */
     const char    *why;
-    int            head_dim_v; /* the largest of V, where that is less; 0: as head_dim */
 } fa_tune_row;
 
 extern const fa_tune_row fa_tune_rows[];
@@ -106,6 +106,9 @@ int fa_tune_arch(int device_arch);
 /* More than 128 queries (fewer are split over the keys by the portable kernel, and so is what asks for parts), more than 32 columns, a
  * scale above 0, strides that a tensor map describes. */
 bool fa_tune_takes_tma(const fa_call *call);
+
+/* Columns of Q and K and of V as the row's kernel counts them, of those that the call has. TMA bounds columns, so Hopper's kernels may have more. */
+void fa_tune_columns(const fa_tune_row *row, fa_key *key);
 
 /* The first row that fits. key holds what the call needs, not yet the tiles. name: only rows of that kernel; NULL: any.
  * UNSUPPORTED says what is lacking. */
