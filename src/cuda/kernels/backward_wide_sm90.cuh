@@ -1,7 +1,7 @@
 /*
  * A step of backward_sm90.cu at head dims above 128 (BY_COLUMNS). Consumer 0 makes S^T and P^T and passes P^T on, consumer 1 makes dP^T and dS^T; of dV, dK
- * and dQ each has its part of the columns, of 256 a half, of 192 the first has two panels and the other one. Consumer 0 is ahead of the other, so that the tensor cores have the products of one while the other is at
- * its elements:
+ * and dQ each has its part of the columns, of 256 a half, of 192 the first has two panels and the other one. Consumer 0 is ahead of the other, so that the tensor
+ * cores have the products of one while the other is at its elements:
  *
  *     consumer 0                                                  consumer 1
  *     S = K Q^T; of the step before dK, half of dQ                dK and half of dQ of the step before; dP = V dO^T
@@ -16,9 +16,10 @@
 
 #include "backward_products_sm90.cuh"
 
+/* The first COUNT of an accumulator's elements. */
 template <int COUNT, int ALL> FA_DEVICE float (&first_of(float (&x)[ALL]))[COUNT] { return reinterpret_cast<float(&)[COUNT]>(x); }
 
-/* What of them a consumer has. */
+/* The panels of dK and dV that a consumer has: its places are for the first's. */
 template <int GROUP> FA_DEVICE auto &own_dk(consumer &c) { return first_of<32 * panels_of(GROUP, false)>(c.dk); }
 template <int GROUP> FA_DEVICE auto &own_dv(consumer &c) { return first_of<32 * panels_of(GROUP, true)>(c.dv); }
 
