@@ -3,8 +3,8 @@
 
     make && python3 bench/compare_torch.py [--quick] [--threads 1,2] [--rounds N] [--json FILE [--append]]
 
-Training: batch 1, 512 / d heads, no mask and causal, forward and backward; GFLOP/s count 4 s^2 d h, half of it when
-causal, 2.5 times for the backward. Inference, only where asked for: the forward without gradients, ours without LSE.
+Training: batch 1, 512 / d heads, no mask and causal, forward and backward; --head-dims 192:128 gives V a head_dim of
+its own. GFLOP/s count 4 s^2 d h, half of it when causal, 2.5 times for the backward. Inference, only where asked for: the forward without gradients, ours without LSE.
 Decode: one query of 32 heads on 8 key heads. PyTorch runs whichever of its CPU backends is fastest in the cell. Tensors
 are PyTorch's own [b, h, s, d], random normal, never zeros. Where the tier is amx, float32 is also timed with AMX off, and
 float16 on the tier amx-fp16 where the processor has AMX-FP16 but a hypervisor hides it; PyTorch then does not see it.
@@ -55,15 +55,16 @@ DECODE = {"heads": 32, "heads_k": 8, "head_dim": 128, "seqlen": 32768}
 
 
 class Cell:
-    """Inputs [1, heads, s, d] in PyTorch's layout; `truth` is what head `head` must hold."""
+    """Inputs [1, heads, s, d], V d_v, in PyTorch's layout; `truth` is what head `head` must hold."""
 
-    def __init__(self, dtype, d, seqlen_q, seqlen_k, heads, heads_k, causal, backward, want_lse=True):
-        self.dtype, self.d, self.seqlen_q, self.seqlen_k, self.causal = dtype, d, seqlen_q, seqlen_k, causal
+    def __init__(self, dtype, d, seqlen_q, seqlen_k, heads, heads_k, causal, backward, want_lse=True, d_v=None):
+        d_v = d_v or d
+        self.dtype, self.d, self.d_v, self.seqlen_q, self.seqlen_k, self.causal = dtype, d, d_v, seqlen_q, seqlen_k, causal
         self.heads, self.heads_k, self.backward, self.head = heads, heads_k, backward, heads - 1
         self.want_lse = want_lse
         kind = getattr(torch, dtype)
-        self.q, self.dout = (torch.randn(1, heads, seqlen_q, d).to(kind) for _ in range(2))
-        self.k, self.v = (torch.randn(1, heads_k, seqlen_k, d).to(kind) for _ in range(2))
+        self.q, self.dout = (torch.randn(1, heads, seqlen_q, n).to(kind) for n in (d, d_v))
+        self.k, self.v = (torch.randn(1, heads_k, seqlen_k, n).to(kind) for n in (d, d_v))
         self.rows = torch.linspace(0, seqlen_q - 1, SAMPLES).long()
         self.keys = torch.linspace(0, seqlen_k - 1, SAMPLES).long()
         self._find_truth()
@@ -120,7 +121,7 @@ class Cell:
     def work(self):
         """Operations of the forward, and bytes of K and V."""
         pairs = self.seqlen_q * self.seqlen_k / (2 if self.causal else 1)
-        return 4 * pairs * self.d * self.heads, 2 * self.k.numel() * self.k.element_size()
+        return 2 * pairs * (self.d + self.d_v) * self.heads, (self.k.numel() + self.v.numel()) * self.k.element_size()
 
 
 # ---- who runs it: step() runs once and returns (seconds of the forward, seconds of the backward) ----
@@ -153,7 +154,7 @@ class Ours:
         q, k, v, self.dout = (t.transpose(1, 2) for t in (cell.q, cell.k, cell.v, cell.dout))
         self.call = Call(q, k, v, causal=cell.causal)
         self.call.context = self.context
-        self.results = [torch.full_like(t, float("nan")) for t in (cell.q[..., : cell.v.shape[3]], cell.q, cell.k, cell.v)]
+        self.results = [torch.full_like(t, float("nan")) for t in (cell.dout, cell.q, cell.k, cell.v)]
         self.lse = torch.full((1, cell.heads, cell.seqlen_q), float("nan"))
         self.views = [t.transpose(1, 2) for t in self.results]
         self.call._set_results(self.views[0], self.lse if cell.want_lse else None)
@@ -303,8 +304,9 @@ def rows_of(cell, threads, name, runs, times):
     """A row of the report for each pass."""
     mine, theirs = runs[name], runs.get("torch")
     flops, kv_bytes = cell.work()
+    more = (3 * cell.d + 2 * cell.d_v) / (cell.d + cell.d_v)
     passes = (
-        [("forward", 0, 1), ("backward", 1, 2.5), ("forward+backward", 2, 3.5)]
+        [("forward", 0, 1), ("backward", 1, more), ("forward+backward", 2, 1 + more)]
         if cell.backward
         else [("decode" if cell.want_lse else "inference", 0, 1)]
     )
@@ -319,6 +321,7 @@ def rows_of(cell, threads, name, runs, times):
             "pass": label,
             "dtype": cell.dtype,
             "head_dim": cell.d,
+            "head_dim_v": cell.d_v,
             "heads": cell.heads,
             "heads_k": cell.heads_k,
             "seqlen_q": cell.seqlen_q,
@@ -345,7 +348,7 @@ def header(tier):
     """tier: the machine's highest."""
     bf16 = "%BF16" if tier == "avx512-bf16" else "%AMX"
     return (
-        f"{'pass':16} {'dtype':8} {'d':>3} {'mask':6} {'s':>5} {'thr':>3} {'tier':6} | {'ms':>9} {'median':>9} "
+        f"{'pass':16} {'dtype':8} {'d':>7} {'mask':6} {'s':>5} {'thr':>3} {'tier':6} | {'ms':>9} {'median':>9} "
         f"{'GFLOP/s':>8} {'%FMA':>5} {bf16:>5} | {'PyTorch':>9} {'median':>9} {'GFLOP/s':>8} | {'ratio':>6} {'median':>6} | errors"
     )
 
@@ -374,8 +377,9 @@ def show(row, peaks):
         ]
         percents = [f"{100 * ours / peak:5.1f}" if peak else f"{'-':>5}" for peak in shown]
         rate = f"{ours:8.0f} {' '.join(percents)}"
+    dims = ":".join(str(n) for n in dict.fromkeys((row["head_dim"], row.get("head_dim_v", row["head_dim"]))))
     line = (
-        f"{row['pass']:16} {row['dtype']:8} {row['head_dim']:3} {'causal' if row['causal'] else 'full':6} {row['seqlen_k']:5} "
+        f"{row['pass']:16} {row['dtype']:8} {dims:>7} {'causal' if row['causal'] else 'full':6} {row['seqlen_k']:5} "
         f"{row['threads']:3} {row['tier']:6} | {row['ours']['min_ms']:9.3f} {row['ours']['median_ms']:9.3f} {rate} | "
     )
     if row["torch"]:
@@ -428,7 +432,7 @@ def run_cell(report, options, make, tiers, threads_list):
             wrong = runs[tier].wrong()
             if wrong:
                 print(
-                    f"WRONG: ours, tier {tier}, {cell.dtype} d={cell.d} s={cell.seqlen_k} causal={cell.causal}: {wrong}"
+                    f"WRONG: ours, tier {tier}, {cell.dtype} d={cell.d}:{cell.d_v} s={cell.seqlen_k} causal={cell.causal}: {wrong}"
                 )
                 report.wrong += 1
                 runs.pop(tier).close()
@@ -449,7 +453,7 @@ class Report:
 
     def with_earlier(self, cell, threads, tier, times):
         """The turns of `tier` and PyTorch in this cell, those of earlier rounds too."""
-        kept = self.turns.setdefault((cell.dtype, *cell.q.shape, *cell.k.shape, cell.causal, cell.backward, threads, tier), {})
+        kept = self.turns.setdefault((cell.dtype, *cell.q.shape, *cell.k.shape, cell.d_v, cell.causal, cell.backward, threads, tier), {})
         for name in {tier, "torch"} & set(times):
             kept.setdefault(name, []).extend(times[name])
         return kept
@@ -473,7 +477,7 @@ class Report:
 
 
 def identity(row):
-    return tuple(
+    return row.get("head_dim_v", row["head_dim"]), *(
         row[name]
         for name in (
             "pass",
@@ -488,6 +492,12 @@ def identity(row):
             "tier",
         )
     )
+
+
+def head_dims(text):
+    """(d, d_v) of 128 or of 192:128."""
+    d, d_v = (int(n) for n in (text.split(":") if ":" in text else (text, text)))
+    return d, d_v
 
 
 def arguments():
@@ -508,7 +518,7 @@ def arguments():
         help="default: 1,2,16, as far as there are cores",
     )
     parser.add_argument("--dtypes", type=listed(), default=list(TOLERANCE))
-    parser.add_argument("--head-dims", type=listed(int), default=[64, 128])
+    parser.add_argument("--head-dims", type=listed(head_dims), default=[(64, 64), (128, 128)])
     parser.add_argument("--seqlens", type=listed(int), default=[1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--masks", type=listed(), default=["full", "causal"])
     parser.add_argument("--heads", type=int, help="default: 512 / d")
@@ -545,14 +555,14 @@ def go_through_grid(report, options, more):
     inference = options.only == "inference"
     for dtype in options.dtypes:
         tiers = options.tiers or ["auto", *more.get(dtype, [])]
-        for d in options.head_dims if options.only != "decode" else []:
+        for d, d_v in options.head_dims if options.only != "decode" else []:
             heads = options.heads or max(1, 512 // d)
             for mask in options.masks:
                 for s in options.seqlens:
                     run_cell(
                         report,
                         options,
-                        lambda: Cell(dtype, d, s, s, heads, heads, mask == "causal", not inference, not inference),
+                        lambda: Cell(dtype, d, s, s, heads, heads, mask == "causal", not inference, not inference, d_v),
                         tiers,
                         options.threads,
                     )

@@ -54,7 +54,7 @@ def gpu_speed(row_pair, name):
     return speeds[0] if len(speeds) == 1 else 3.5 / (1 / speeds[0] + 2.5 / speeds[1])
 
 
-def gpu_dims(row):
+def dims_of(row):
     return row["head_dim"], row.get("head_dim_v", row["head_dim"])
 
 
@@ -63,7 +63,7 @@ def dims_title(dims):
 
 
 def gpu_figures(report):
-    rows = {(r["pass"], gpu_dims(r), r["causal"], r["seqlen"]): r for r in report["rows"]}
+    rows = {(r["pass"], dims_of(r), r["causal"], r["seqlen"]): r for r in report["rows"]}
     dims, lengths = ([*sorted({key[n] for key in rows})] for n in (1, 3))
     names = ordered({name for row in rows.values() for name in row["tflops"]})
     card = report["card"].split(",")[0]
@@ -99,8 +99,8 @@ def cpu_series(row):
     )
 
 
-def cpu_panel(rows, dtype, d, causal):
-    chosen = [r for r in rows if (r["dtype"], r["head_dim"], r["causal"]) == (dtype, d, causal)]
+def cpu_panel(rows, dtype, dims, causal):
+    chosen = [r for r in rows if (r["dtype"], dims_of(r), r["causal"]) == (dtype, dims, causal)]
     lengths = sorted({r["seqlen_k"] for r in chosen})
     found = {}
     for row in chosen:
@@ -108,7 +108,7 @@ def cpu_panel(rows, dtype, d, causal):
             if side:
                 found[name, row["seqlen_k"]] = row["flops"] / side["min_ms"] / 1e6
     bars = {name: [found.get((name, s)) for s in lengths] for name in ordered({name for name, _ in found})}
-    return panel(f"{dtype}, head dim {d}, {'causal' if causal else 'no mask'}", lengths, bars)
+    return panel(f"{dtype}, head dim {dims_title(dims)}, {'causal' if causal else 'no mask'}", lengths, bars)
 
 
 def decode_figure(rows, cpu):
@@ -132,7 +132,7 @@ def cpu_figures(report):
     for label in ("forward", "backward", "forward+backward"):
         for threads in sorted({r["threads"] for r in report["rows"]}):
             rows = [r for r in report["rows"] if (r["pass"], r["threads"]) == (label, threads)]
-            dtypes, dims = (list(dict.fromkeys(r[name] for r in rows)) for name in ("dtype", "head_dim"))
+            dtypes, dims = list(dict.fromkeys(r["dtype"] for r in rows)), {dims_of(r) for r in rows}
             panels = [
                 cpu_panel(rows, dtype, d, causal) for dtype in dtypes for d in sorted(dims) for causal in (False, True)
             ]
@@ -179,7 +179,7 @@ def title_of(row):
 
 def gpu_cells(report):
     """[(row, {series: TFLOP/s or None})] of gpu.py's report, in the order of passes, head dims, masks and lengths."""
-    rows = sorted(report["rows"], key=lambda r: (r["pass"] != "forward", gpu_dims(r), r["causal"], r["seqlen"]))
+    rows = sorted(report["rows"], key=lambda r: (r["pass"] != "forward", dims_of(r), r["causal"], r["seqlen"]))
     return [(row, {name: gpu_speed([row], name) for name in row["tflops"]}) for row in rows]
 
 
@@ -200,7 +200,7 @@ def gpu_summary_table(report):
     yield "|---" * (len(peers) + 2) + "|"
     groups = {}
     for cell in gpu_cells(report):
-        groups.setdefault((cell[0]["pass"], gpu_dims(cell[0])), []).append(cell)
+        groups.setdefault((cell[0]["pass"], dims_of(cell[0])), []).append(cell)
     for (label, dims), cells in groups.items():
         ours = [speeds["ours"] for _, speeds in cells if speeds.get("ours")]
         line = [f"{label}, {dims_title(dims)}", f"{min(ours):.0f}-{max(ours):.0f}" if ours else "-"]
@@ -217,7 +217,7 @@ def gpu_cells_table(report):
     yield "| | d | causal | s | ours | " + " | ".join(peers) + " | " + " | ".join(f"ours / {peer}" for peer in peers) + " |"
     yield "|---" * (5 + 2 * len(peers)) + "|"
     for row, speeds in gpu_cells(report):
-        line = [row["pass"], dims_title(gpu_dims(row)), "yes" if row["causal"] else "no", row["seqlen"]]
+        line = [row["pass"], dims_title(dims_of(row)), "yes" if row["causal"] else "no", row["seqlen"]]
         line += [f"{speeds[name]:.0f}" if speeds.get(name) else "-" for name in ("ours", *peers)]
         line += [f"{ratio[0]:.2f}" if (ratio := times_as_fast([(row, speeds)], peer)) else "-" for peer in peers]
         yield "| " + " | ".join(map(str, line)) + " |"
@@ -258,7 +258,7 @@ def cells_table(report):
         theirs = f"{speed_of(row, 'torch'):.{1 if row['pass'] == 'decode' else 0}f}" if row["torch"] else "-"
         ratios = [f"{row[name]:.2f}" if row[name] else "-" for name in ("ratio_min", "ratio_median")]
         yield (
-            f"| {title_of(row)} | {row['head_dim']} | {'causal' if row['causal'] else 'none'} | {row['seqlen_k']} | "
+            f"| {title_of(row)} | {dims_title(dims_of(row))} | {'causal' if row['causal'] else 'none'} | {row['seqlen_k']} | "
             f"{row['threads']} | {theirs} | {speed_of(row, 'ours'):.{1 if row['pass'] == 'decode' else 0}f} | "
             f"{ratios[0]} | {ratios[1]} | {share(row, report)} |"
         )

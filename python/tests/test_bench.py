@@ -93,6 +93,18 @@ def test_every_pass_is_timed_and_appending_keeps_other_cells(compare, monkeypatc
     assert "WRONG" not in capsys.readouterr().out
 
 
+def test_v_may_have_a_head_dim_of_its_own(compare, monkeypatch, tmp_path):
+    file = tmp_path / "report.json"
+    words = (*SMALL, "--head-dims", "24:16", "--dtypes", "float32", "--masks", "full", "--threads", "1", "--only", "training", "--json", file)
+    assert run(compare, monkeypatch, *words) == 0
+    report = json.loads(file.read_text())
+    flops = {row["pass"]: row["flops"] for row in report["rows"] if row["tier"] == "auto"}
+    heads = report["rows"][0]["heads"]
+    assert flops["forward"] == 2 * 48 * 48 * (24 + 16) * heads
+    assert flops["backward"] == pytest.approx(2 * 48 * 48 * (3 * 24 + 2 * 16) * heads)
+    assert all("| 24:16 |" in line for line in list(plot.cells_table(report))[2:])
+
+
 def test_rounds_add_turns_to_a_cell_and_no_rows(compare, monkeypatch, tmp_path):
     file = tmp_path / "report.json"
     words = (*SMALL, "--dtypes", "float32", "--masks", "full", "--threads", "1", "--json", file)
