@@ -4,8 +4,8 @@
     make && python3 bench/compare_torch.py [--quick] [--threads 1,2] [--rounds N] [--json FILE [--append]]
 
 Training: batch 1, 512 / d heads, no mask and causal, forward and backward; --head-dims 192:128 gives V a head_dim of
-its own. GFLOP/s count 4 s^2 d h, half of it when causal, 2.5 times for the backward. Inference, only where asked for: the forward without gradients, ours without LSE.
-Decode: one query of 32 heads on 8 key heads. PyTorch runs whichever of its CPU backends is fastest in the cell. Tensors
+its own. GFLOP/s count 4 s^2 d h, half of it when causal, 2.5 times for the backward. Inference, only where asked
+for: the forward without gradients, ours without LSE. Decode: one query of 32 heads on 8 key heads. PyTorch runs whichever of its CPU backends is fastest in the cell. Tensors
 are PyTorch's own [b, h, s, d], random normal, never zeros. Where the tier is amx, float32 is also timed with AMX off, and
 float16 on the tier amx-fp16 where the processor has AMX-FP16 but a hypervisor hides it; PyTorch then does not see it.
 
