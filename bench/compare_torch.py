@@ -5,9 +5,9 @@
 
 Training: batch 1, 512 / d heads, no mask and causal, forward and backward; --head-dims 192:128 gives V a head_dim of
 its own. GFLOP/s count 4 s^2 d h, half of it when causal, 2.5 times for the backward. Inference, only where asked
-for: the forward without gradients, ours without LSE. Decode: one query of 32 heads on 8 key heads. PyTorch runs whichever of its CPU backends is fastest in the cell. Tensors
-are PyTorch's own [b, h, s, d], random normal, never zeros. Where the tier is amx, float32 is also timed with AMX off, and
-float16 on the tier amx-fp16 where the processor has AMX-FP16 but a hypervisor hides it; PyTorch then does not see it.
+for: the forward without gradients, ours without LSE. Decode: one query of 32 heads on 8 key heads. PyTorch runs
+whichever of its CPU backends is fastest in the cell. Tensors are PyTorch's own [b, h, s, d], random normal, never
+zeros. Where the tier is amx, float32 is also timed with AMX off, and float16 on the tier amx-fp16 where the processor has AMX-FP16 but a hypervisor hides it; PyTorch then does not see it.
 
 Before anything is timed each result is compared with float64: output and LSE of one whole head, and the gradients of
 some queries and keys. Ours start as NaN and must be within the tests' tolerances (a relative L2 error of 5e-6, 1e-3
@@ -35,6 +35,7 @@ if (ROOT / "build" / "libflashattn.so").exists():  # else the installed package
     os.environ.setdefault("FLASHATTN_LIBRARY", str(ROOT / "build" / "libflashattn.so"))
     sys.path.insert(0, str(ROOT / "python"))
 
+import head_dims  # noqa: E402
 import torch  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
@@ -304,7 +305,7 @@ def rows_of(cell, threads, name, runs, times):
     """A row of the report for each pass."""
     mine, theirs = runs[name], runs.get("torch")
     flops, kv_bytes = cell.work()
-    more = (3 * cell.d + 2 * cell.d_v) / (cell.d + cell.d_v)
+    more = head_dims.backward_share((cell.d, cell.d_v))
     passes = (
         [("forward", 0, 1), ("backward", 1, more), ("forward+backward", 2, 1 + more)]
         if cell.backward
@@ -377,7 +378,7 @@ def show(row, peaks):
         ]
         percents = [f"{100 * ours / peak:5.1f}" if peak else f"{'-':>5}" for peak in shown]
         rate = f"{ours:8.0f} {' '.join(percents)}"
-    dims = ":".join(str(n) for n in dict.fromkeys((row["head_dim"], row.get("head_dim_v", row["head_dim"]))))
+    dims = head_dims.title(head_dims.of_row(row))
     line = (
         f"{row['pass']:16} {row['dtype']:8} {dims:>7} {'causal' if row['causal'] else 'full':6} {row['seqlen_k']:5} "
         f"{row['threads']:3} {row['tier']:6} | {row['ours']['min_ms']:9.3f} {row['ours']['median_ms']:9.3f} {rate} | "
@@ -432,7 +433,7 @@ def run_cell(report, options, make, tiers, threads_list):
             wrong = runs[tier].wrong()
             if wrong:
                 print(
-                    f"WRONG: ours, tier {tier}, {cell.dtype} d={cell.d}:{cell.d_v} s={cell.seqlen_k} causal={cell.causal}: {wrong}"
+                    f"WRONG: ours, tier {tier}, {cell.dtype} d={head_dims.title((cell.d, cell.d_v))} s={cell.seqlen_k} causal={cell.causal}: {wrong}"
                 )
                 report.wrong += 1
                 runs.pop(tier).close()
@@ -477,12 +478,11 @@ class Report:
 
 
 def identity(row):
-    return row.get("head_dim_v", row["head_dim"]), *(
+    return head_dims.of_row(row), *(
         row[name]
         for name in (
             "pass",
             "dtype",
-            "head_dim",
             "heads",
             "heads_k",
             "seqlen_q",
@@ -492,12 +492,6 @@ def identity(row):
             "tier",
         )
     )
-
-
-def head_dims(text):
-    """(d, d_v) of 128 or of 192:128."""
-    d, d_v = (int(n) for n in (text.split(":") if ":" in text else (text, text)))
-    return d, d_v
 
 
 def arguments():
@@ -518,7 +512,7 @@ def arguments():
         help="default: 1,2,16, as far as there are cores",
     )
     parser.add_argument("--dtypes", type=listed(), default=list(TOLERANCE))
-    parser.add_argument("--head-dims", type=listed(head_dims), default=[(64, 64), (128, 128)])
+    parser.add_argument("--head-dims", type=listed(head_dims.widths), default=[(64, 64), (128, 128)])
     parser.add_argument("--seqlens", type=listed(int), default=[1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--masks", type=listed(), default=["full", "causal"])
     parser.add_argument("--heads", type=int, help="default: 512 / d")

@@ -15,7 +15,7 @@ then all have the same inputs, numbers that FP8 holds. --fa3 adds FlashAttention
 and --alibi are options of ours and FlexAttention's alone, Q then 4 times as large; --pages, of the forward alone, puts our K and V into shuffled
 pages of so many keys, while the peers have theirs in one piece, and so has `whole`, ours again. --dropout drops pairs, ours those that Philox names,
 written here once more; which ones the peers drop is not known, so they are timed and not checked. TFLOP/s count 4 s^2 d h b, half when causal, 2.5
-times for the backward (of 192:128 2 and 6 s^2 h b for d, 2 and 4 for V's). Each other answer is compared with float64 on one head first; a wrong one is shown as WRONG and makes the exit status 1. Every
+times for the backward (of 192:128 2 s^2 h b and 6 s^2 h b for each of 192 columns, 2 and 4 for each of V's). Each other answer is compared with float64 on one head first; a wrong one is shown as WRONG and makes the exit status 1. Every
 time is the median of several groups of launches between two events; ours and the peers take turns, in random order. FILE is written anew after each line.
 
 --decode: few queries of 32 heads on the keys of 8, no mask. GB/s count K and V once (and Q and O), beside what reading as many bytes
@@ -47,6 +47,7 @@ from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 
 import flashattn.torch_ops  # noqa: E402, F401 - so that kernels are compiled as for any user of PyTorch
 import fa3  # noqa: E402
+import head_dims  # noqa: E402
 from flashattn import _call, _native  # noqa: E402
 
 DEVICE, TOKENS, HIDDEN, FP8 = "cuda", 16384, 2048, torch.float8_e4m3fn
@@ -90,7 +91,8 @@ class Cell:
     """One problem: inputs [batch, seqlen, heads, d], V d_v, or packed [tokens, heads, d], and what is expected of head 0 of batch 0, or of the
     longest sequence."""
 
-    def __init__(self, d, d_v, seqlen, causal, options):
+    def __init__(self, d, seqlen, causal, options, d_v=None):
+        d_v = d_v or d
         packed, fp8 = options.varlen, options.fp8
         self.d, self.d_v, self.seqlen, self.causal, self.packed, self.deterministic = d, d_v, seqlen, causal, packed, options.deterministic
         self.softcap, self.page, self.slopes, self.dropout = options.softcap, options.pages, None, options.dropout
@@ -123,8 +125,8 @@ class Cell:
         return tensor[self.first : self.first + self.seqlen, 0] if self.packed else tensor[0, :, 0]
 
     def flops(self, backward):
-        columns = 6 * self.d + 4 * self.d_v if backward else 2 * (self.d + self.d_v)
-        full = columns * sum(n**2 for n in self.lengths) * self.heads
+        full = 2 * sum(n**2 for n in self.lengths) * (self.d + self.d_v) * self.heads
+        full *= head_dims.backward_share((self.d, self.d_v)) if backward else 1
         return full / 2 if self.causal else full
 
     def wrong(self, results, first, bound=1e-2):
@@ -422,7 +424,7 @@ def decode(options, seqlens, groups):
     """The table of --decode. Returns its rows."""
     pages = [name for name, size in Decode.PAGES.items() if options.pages in (0, size)]
     names = ["read", "copy", "ours", "by batch", *pages, "flash", "cudnn", *(["fa3"] if options.fa3 else [])]
-    heads, rows = [int(n) for n in options.head_dims.split(",")], []
+    heads, rows = [d for d, _ in options.head_dims], []
     largest = 4 * max(seqlens) * max(map(int, options.batches.split(","))) * Decode.HEADS_K * max(heads)
     pool = torch.empty(max(largest, 1 << 29), device=DEVICE, dtype=torch.bfloat16).normal_()
     header = f"{'d':>3} {'q':>2} {'b':>2} {'keys':>6} | " + " ".join(f"{n:>8}" for n in names) + " |     us  /read /flash /cudnn" + ("   /fa3" if options.fa3 else "")
@@ -532,7 +534,12 @@ def main():
     if not has_card():
         print("skipped: no CUDA device")
         return 0
-    options.head_dims = options.head_dims or ("128,64" if options.decode else "64,128,256")
+    try:
+        options.head_dims = [head_dims.widths(d) for d in (options.head_dims or ("128,64" if options.decode else "64,128,256")).split(",")]
+    except ValueError:
+        parser.error(f"--head-dims {options.head_dims}: expected numbers, or pairs such as 192:128, between commas")
+    if options.decode and any(d != d_v for d, d_v in options.head_dims):
+        parser.error("--decode has one head_dim for Q, K and V")
     lengths = options.seqlens or ("1024,4096,16384,131072" if options.decode else "512,1024,2048,4096,8192,16384")
     seqlens = [512, 2048, 8192] if options.quick else [int(s) for s in lengths.split(",")]
     groups = 3 if options.quick else options.groups
@@ -563,11 +570,10 @@ def main():
     header = f"{'pass':8} {'d':>7} {'causal':6} {'s':>5} | " + " ".join(f"{n:>9}" for n in names) + " | /flash  /best"
     print(header, "-" * len(header), sep="\n")
     rows, ratios, wrong = [], [], 0
-    for dims in options.head_dims.split(","):
-        d, d_v = (int(n) for n in (dims.split(":") * 2)[:2])
+    for d, d_v in options.head_dims:
         for causal in (False, True):
             for seqlen in seqlens:
-                cell = Cell(d, d_v, seqlen, causal, options)
+                cell = Cell(d, seqlen, causal, options, d_v)
                 runs = runs_of(cell, [n for n in names if n != "math" or seqlen <= 2048])
                 for backward in {"forward": [False], "backward": [True], "both": [False, True]}[options.passes]:
                     row = bench_pass(cell, backward, runs, groups)
@@ -578,7 +584,7 @@ def main():
                         ratios.append(over[0])
                     wrong += sum(isinstance(x, str) for x in row.values())
                     shown = [f"{x:9.1f}" if isinstance(x, float) else f"{x or '-':>9}" for x in (row.get(n) for n in names)]
-                    print(f"{'backward' if backward else 'forward':8} {dims:>7} {str(causal):6} {seqlen:5} | " + " ".join(shown) +
+                    print(f"{'backward' if backward else 'forward':8} {head_dims.title((d, d_v)):>7} {str(causal):6} {seqlen:5} | " + " ".join(shown) +
                           " | " + "  ".join(f"{x:5.2f}" if x else "    -" for x in over), flush=True)
                     rows.append({"pass": "backward" if backward else "forward", "head_dim": d, "head_dim_v": d_v, "causal": causal, "seqlen": seqlen,
                                  "varlen": options.varlen, "deterministic": options.deterministic, "softcap": options.softcap, "alibi": options.alibi,

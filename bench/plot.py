@@ -16,6 +16,8 @@ import pathlib
 import statistics
 import sys
 
+import head_dims
+
 # In the order of the bars: the name in the data, what the legend says, the colour.
 SERIES = {
     "math": ("PyTorch standard", "#b8c4d6"),
@@ -51,19 +53,12 @@ def gpu_speed(row_pair, name):
     speeds = [row["tflops"].get(name) if row else None for row in row_pair]
     if not all(isinstance(s, (int, float)) and s > 0 for s in speeds):  # None: no kernel; text: a wrong answer
         return None
-    return speeds[0] if len(speeds) == 1 else 3.5 / (1 / speeds[0] + 2.5 / speeds[1])
-
-
-def dims_of(row):
-    return row["head_dim"], row.get("head_dim_v", row["head_dim"])
-
-
-def dims_title(dims):
-    return ":".join(str(d) for d in dict.fromkeys(dims))
+    share = head_dims.backward_share(head_dims.of_row(row_pair[0]))
+    return speeds[0] if len(speeds) == 1 else (1 + share) / (1 / speeds[0] + share / speeds[1])
 
 
 def gpu_figures(report):
-    rows = {(r["pass"], dims_of(r), r["causal"], r["seqlen"]): r for r in report["rows"]}
+    rows = {(r["pass"], head_dims.of_row(r), r["causal"], r["seqlen"]): r for r in report["rows"]}
     dims, lengths = ([*sorted({key[n] for key in rows})] for n in (1, 3))
     names = ordered({name for row in rows.values() for name in row["tflops"]})
     card = report["card"].split(",")[0]
@@ -80,7 +75,7 @@ def gpu_figures(report):
                     name: [gpu_speed([rows.get((p, d, causal, s)) for p in passes], name) for s in lengths]
                     for name in names
                 }
-                panels.append(panel(f"{'causal' if causal else 'no mask'}, head dim {dims_title(d)}", lengths, bars))
+                panels.append(panel(f"{'causal' if causal else 'no mask'}, head dim {head_dims.title(d)}", lengths, bars))
         figures[f"gpu-{label}"] = {
             "title": f"Attention {title}, bfloat16, {card}",
             "unit": "TFLOP/s",
@@ -100,7 +95,7 @@ def cpu_series(row):
 
 
 def cpu_panel(rows, dtype, dims, causal):
-    chosen = [r for r in rows if (r["dtype"], dims_of(r), r["causal"]) == (dtype, dims, causal)]
+    chosen = [r for r in rows if (r["dtype"], head_dims.of_row(r), r["causal"]) == (dtype, dims, causal)]
     lengths = sorted({r["seqlen_k"] for r in chosen})
     found = {}
     for row in chosen:
@@ -108,7 +103,7 @@ def cpu_panel(rows, dtype, dims, causal):
             if side:
                 found[name, row["seqlen_k"]] = row["flops"] / side["min_ms"] / 1e6
     bars = {name: [found.get((name, s)) for s in lengths] for name in ordered({name for name, _ in found})}
-    return panel(f"{dtype}, head dim {dims_title(dims)}, {'causal' if causal else 'no mask'}", lengths, bars)
+    return panel(f"{dtype}, head dim {head_dims.title(dims)}, {'causal' if causal else 'no mask'}", lengths, bars)
 
 
 def decode_figure(rows, cpu):
@@ -132,7 +127,7 @@ def cpu_figures(report):
     for label in ("forward", "backward", "forward+backward"):
         for threads in sorted({r["threads"] for r in report["rows"]}):
             rows = [r for r in report["rows"] if (r["pass"], r["threads"]) == (label, threads)]
-            dtypes, dims = list(dict.fromkeys(r["dtype"] for r in rows)), {dims_of(r) for r in rows}
+            dtypes, dims = list(dict.fromkeys(r["dtype"] for r in rows)), {head_dims.of_row(r) for r in rows}
             panels = [
                 cpu_panel(rows, dtype, d, causal) for dtype in dtypes for d in sorted(dims) for causal in (False, True)
             ]
@@ -179,7 +174,7 @@ def title_of(row):
 
 def gpu_cells(report):
     """[(row, {series: TFLOP/s or None})] of gpu.py's report, in the order of passes, head dims, masks and lengths."""
-    rows = sorted(report["rows"], key=lambda r: (r["pass"] != "forward", dims_of(r), r["causal"], r["seqlen"]))
+    rows = sorted(report["rows"], key=lambda r: (r["pass"] != "forward", head_dims.of_row(r), r["causal"], r["seqlen"]))
     return [(row, {name: gpu_speed([row], name) for name in row["tflops"]}) for row in rows]
 
 
@@ -200,10 +195,10 @@ def gpu_summary_table(report):
     yield "|---" * (len(peers) + 2) + "|"
     groups = {}
     for cell in gpu_cells(report):
-        groups.setdefault((cell[0]["pass"], dims_of(cell[0])), []).append(cell)
+        groups.setdefault((cell[0]["pass"], head_dims.of_row(cell[0])), []).append(cell)
     for (label, dims), cells in groups.items():
         ours = [speeds["ours"] for _, speeds in cells if speeds.get("ours")]
-        line = [f"{label}, {dims_title(dims)}", f"{min(ours):.0f}-{max(ours):.0f}" if ours else "-"]
+        line = [f"{label}, {head_dims.title(dims)}", f"{min(ours):.0f}-{max(ours):.0f}" if ours else "-"]
         for peer in peers:
             ratios = times_as_fast(cells, peer)
             below = sum(ratio < 1 for ratio in ratios)
@@ -217,7 +212,7 @@ def gpu_cells_table(report):
     yield "| | d | causal | s | ours | " + " | ".join(peers) + " | " + " | ".join(f"ours / {peer}" for peer in peers) + " |"
     yield "|---" * (5 + 2 * len(peers)) + "|"
     for row, speeds in gpu_cells(report):
-        line = [row["pass"], dims_title(dims_of(row)), "yes" if row["causal"] else "no", row["seqlen"]]
+        line = [row["pass"], head_dims.title(head_dims.of_row(row)), "yes" if row["causal"] else "no", row["seqlen"]]
         line += [f"{speeds[name]:.0f}" if speeds.get(name) else "-" for name in ("ours", *peers)]
         line += [f"{ratio[0]:.2f}" if (ratio := times_as_fast([(row, speeds)], peer)) else "-" for peer in peers]
         yield "| " + " | ".join(map(str, line)) + " |"
@@ -258,7 +253,7 @@ def cells_table(report):
         theirs = f"{speed_of(row, 'torch'):.{1 if row['pass'] == 'decode' else 0}f}" if row["torch"] else "-"
         ratios = [f"{row[name]:.2f}" if row[name] else "-" for name in ("ratio_min", "ratio_median")]
         yield (
-            f"| {title_of(row)} | {dims_title(dims_of(row))} | {'causal' if row['causal'] else 'none'} | {row['seqlen_k']} | "
+            f"| {title_of(row)} | {head_dims.title(head_dims.of_row(row))} | {'causal' if row['causal'] else 'none'} | {row['seqlen_k']} | "
             f"{row['threads']} | {theirs} | {speed_of(row, 'ours'):.{1 if row['pass'] == 'decode' else 0}f} | "
             f"{ratios[0]} | {ratios[1]} | {share(row, report)} |"
         )

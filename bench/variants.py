@@ -3,7 +3,7 @@
 
     make && python3 bench/variants.py --passes backward --cells 128c2048,64n512 before=FOLDER now=src/cuda/kernels [--cycles] [--fa3 LIBRARY] [--fp8]
 
-A cell is a head_dim, c (causal) or n (no mask) and a length; bfloat16, or with --fp8 the forward's FP8 inputs, hidden dimension 2048, 16384 tokens, as in gpu.py. TFLOP/s by turns, each answer compared
+A cell is a head_dim (192:128: V has its own), c (causal) or n (no mask) and a length; bfloat16, or with --fp8 the forward's FP8 inputs, hidden dimension 2048, 16384 tokens, as in gpu.py. TFLOP/s by turns, each answer compared
 with float64 on one head first; WRONG makes the exit status 1. They move by 3% from minute to minute on a card at its power limit: with --cycles Nsight Compute (ncu)
 counts the cycles of one call instead, which repeat within 0.5%: those of its longest kernel and, in brackets, of the small ones beside it, in millions. Clocks are
 left as they are. One folder alone has no peer: the texts of the library itself are NAME= without a folder.
@@ -20,6 +20,7 @@ import sys
 import types
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+CELL = r"(\d+(?::\d+)?)([cn])(\d+)"
 COUNTED = "FLASHATTN_VARIANTS_COUNTED"  # set where this program runs under ncu
 METRIC, MARK = "sm__cycles_elapsed.max", "spin_kernel"  # torch.cuda._sleep's: it stands between two calls
 
@@ -76,7 +77,7 @@ def main():
     parser.add_argument("--fp8", action="store_true", help="FP8 inputs; forward only, without FlashAttention-3")
     options = parser.parse_args()
     cells = options.cells.split(",")
-    if any(not re.fullmatch(r"\d+[cn]\d+", cell) for cell in cells) or any("=" not in v for v in options.variants):
+    if any(not re.fullmatch(CELL, cell) for cell in cells) or any("=" not in v for v in options.variants):
         parser.error("a cell is like 128c2048, a variant NAME=FOLDER")
     if options.fp8 and (options.fa3 or options.passes == "backward"):
         parser.error("--fp8 has neither a backward nor --fa3")
@@ -102,8 +103,9 @@ def main():
     if not options.cycles:
         print(f"{'cell':10}" + "".join(f"{name:>10}" for name in names) + "   TFLOP/s", flush=True)
     for text in cells:
-        head_dim, mask, seqlen = re.fullmatch(r"(\d+)([cn])(\d+)", text).groups()
-        cell = gpu.Cell(int(head_dim), int(seqlen), mask == "c", plain)
+        dims, mask, seqlen = re.fullmatch(CELL, text).groups()
+        d, d_v = gpu.head_dims.widths(dims)
+        cell = gpu.Cell(d, int(seqlen), mask == "c", plain, d_v)
         runs = {name: (gpu.fa3.peer(cell) if name == "fa3" else made(cell, contexts[name]))[backward] for name in names}
         if options.cycles:
             for run in runs.values():

@@ -350,6 +350,23 @@ def plain_flex(q, k, v, block_mask=None, score_mod=None):
     return (scores.softmax(-1) @ v.float()).to(q.dtype)
 
 
+def test_v_of_the_gpu_bench_may_have_a_head_dim_of_its_own(gpu, monkeypatch, tmp_path, capsys):
+    file = tmp_path / "gpu.json"
+    words = ["--head-dims", "24:16", "--seqlens", "64", "--groups", "1", "--json", file]
+    assert run(gpu, monkeypatch, *words) == 0
+    report, shown = json.loads(file.read_text()), capsys.readouterr().out
+    assert "24:16" in shown and "0 wrong answers" in shown
+    assert all(isinstance(row["tflops"]["ours"], float) for row in report["rows"]) and len(report["rows"]) == 2 * 2
+    assert all(line.startswith(("| forward | 24:16 ", "| backward | 24:16 ")) for line in list(plot.gpu_cells_table(report))[2:])
+    assert {p["title"] for p in plot.gpu_figures(report)["gpu-both"]["panels"]} == {"no mask, head dim 24:16", "causal, head dim 24:16"}
+    cell = gpu.Cell(24, 64, False, argparse.Namespace(varlen=False, fp8=False, deterministic=False, softcap=0, pages=0, alibi=False, dropout=0), 16)
+    assert cell.flops(True) == pytest.approx(cell.flops(False) * (3 * 24 + 2 * 16) / (24 + 16))
+    for wrong in (["--head-dims", "24:16:8"], ["--head-dims", "x"], ["--decode", "--head-dims", "24:16"]):
+        with pytest.raises(SystemExit):
+            run(gpu, monkeypatch, *wrong)
+        assert "error: --" in capsys.readouterr().err
+
+
 def test_the_gpu_bench_from_end_to_end(gpu, monkeypatch, tmp_path, capsys):
     import torch
     from torch.nn.attention import flex_attention
@@ -471,7 +488,7 @@ def test_a_wrong_or_missing_peer_is_said_and_not_timed(gpu, monkeypatch, tmp_pat
 def test_flex_attention_itself_agrees(gpu):
     """Compiled for the CPU, where it has a forward only."""
     for causal in (False, True):
-        plain = argparse.Namespace(varlen=False, fp8=False, deterministic=False, softcap=0.0, alibi=False, pages=0)
+        plain = argparse.Namespace(varlen=False, fp8=False, deterministic=False, softcap=0.0, alibi=False, pages=0, dropout=0.0)
         cell = gpu.Cell(32, 128, causal, plain)
         forward, backward = gpu.flex(cell)
         assert cell.wrong(forward(), 0) is None

@@ -305,31 +305,20 @@ void fa_tune_columns(const fa_tune_row *row, fa_key *key)
 {
     static const int of_output[] = {64, 96, 128, 192, 256}; /* of O, as WGMMA is there (ptx_sm90.cuh) */
     static const int of_two_k[] = {192, 256}, of_two_v[] = {128, 192, 256}; /* backward: panels that two consumers share */
-    switch (row->kernel) {
-    case FA_KERNEL_FORWARD_SM90:
-        if (key->dtype == FLASH_ATTN_F8E4M3) {
-            key->head_dim = key->head_dim_v = row->head_dim;
-            break;
-        }
+    bool forward = row->kernel == FA_KERNEL_FORWARD_SM90, backward = row->kernel == FA_KERNEL_BACKWARD_SM90, latent = row->kernel == FA_KERNEL_FORWARD_LATENT_SM90;
+    if (!forward && !backward && !latent && row->kernel != FA_KERNEL_FORWARD_FEW_SM90)
+        return;
+    key->even_d = 0;
+    if (forward && key->dtype != FLASH_ATTN_F8E4M3) {
         key->head_dim   = key->head_dim < of_output[0] ? of_output[0] : key->head_dim;
         key->head_dim_v = width_of(key->head_dim_v, of_output);
-        break;
-    case FA_KERNEL_BACKWARD_SM90:
-        if (row->head_dim <= 128) {
-            key->head_dim = key->head_dim_v = row->head_dim;
-            break;
-        }
+    } else if (backward && row->head_dim > 128) {
         key->head_dim   = width_of(key->head_dim, of_two_k);
         key->head_dim_v = width_of(key->head_dim_v, of_two_v);
-        break;
-    case FA_KERNEL_FORWARD_FEW_SM90: key->head_dim = key->head_dim_v = row->head_dim; break;
-    case FA_KERNEL_FORWARD_LATENT_SM90:
+    } else {
         key->head_dim   = row->head_dim;
-        key->head_dim_v = FA_LATENT_COLUMNS_V;
-        break;
-    default: return;
+        key->head_dim_v = latent ? FA_LATENT_COLUMNS_V : row->head_dim;
     }
-    key->even_d = 0;
 }
 
 flash_attn_status fa_tune_choose(const fa_call *call, const fa_key *key, const char *name, const fa_tune_row **row)

@@ -72,7 +72,7 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
             barrier_wait(v_empty(), freed<1>(item));
             barrier_expect(v_full(), V_BYTES);
             fetch_ragged<FA_TILE_K, FA_HEAD_DIM_V>(v_tile(), maps.v, v_full(), w.kv_head, w.seq.kv_entry * args.apart_v + end, left);
-            if (BY_COLUMNS) /* one stage, which the step before has until its end */
+            if (BY_COLUMNS) /* of 256 columns one stage, which the step before has until its end */
                 fetch_dout(args, maps, w, at, n);
             n++;
         } else {
@@ -186,7 +186,7 @@ FA_DEVICE void pass_gradient(const work &w, const fa_map &map, int apart, bool o
 #pragma unroll
             for (int n = 0; n < SLOT_PANELS; n++) {
                 int panel = slot % PIECES * SLOT_PANELS + n;
-                if (!BY_COLUMNS || panel < panels_of(group, of_v))
+                if (panel < panels_of(group, of_v))
                     store_panel(w, map, apart, dq_at(slot) + n * PANEL_BYTES, 64 * (first_panel_of(group, of_v) + panel), first);
             }
     });

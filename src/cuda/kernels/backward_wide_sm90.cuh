@@ -161,7 +161,7 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
         wgmma_wait<1>();
         go_on_with_dq<GROUP>(c, dq);
     }
-    wgmma_wait<!FIRST && TWO_ROUNDS<GROUP>>();
+    wgmma_wait<!FIRST && TWO_ROUNDS<GROUP> ? 1 : 0>();
     hold(dp);
     if (INSPECTED && masked) {
         if (some_nonfinite(dp))
@@ -217,7 +217,6 @@ template <int GROUP> FA_DEVICE void last_by_columns(const fa_args &args, const w
     end_dk(c);
     go_on_with_dq<GROUP>(c, dq);
     wgmma_wait<0>();
-    hold(dq);
     release(k_empty());
     end_dq<GROUP>(dq);
     if (args.apart_dk >= 0)
