@@ -247,6 +247,12 @@ static const test_case backward_shapes[] = {
     {.name = "192 and 104 columns, softcap, ALiBi, sinks, dropout", .batch = 2, .seqlen_q = 300, .seqlen_k = 260, .heads_q = 2, .head_dim = 192, .head_dim_v = 104,
      .softcap = 20, .logit_size = 20, .alibi = true, .sinks = true, .dropout = 0.1f},
     {.name = "176 and 128 columns", .seqlen_q = 300, .seqlen_k = 200, .heads_q = 2, .head_dim = 176, .head_dim_v = 128},
+    {.name = "80 keys, whole tiles", .seqlen_q = 256, .seqlen_k = 320, .heads_q = 2, .head_dim = 256},
+    {.name = "80 keys, tails, causal", .batch = 2, .seqlen_q = 301, .seqlen_k = 195, .heads_q = 2, .mask = C, .head_dim = 256},
+    {.name = "80 keys, one key", .seqlen_q = 200, .seqlen_k = 1, .head_dim = 256},
+    {.name = "80 keys, window, softcap, dropout", .seqlen_q = 300, .seqlen_k = 330, .heads_q = 2, .mask = W, .window_left = 100, .window_right = 20, .softcap = 20,
+     .logit_size = 20, .dropout = 0.2f, .head_dim = 256},
+    {.name = "80 keys, used lengths", .batch = 5, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .seqused_q = LENGTHS_MIXED, .seqused_k = LENGTHS_MIXED, .head_dim = 256},
 };
 
 #endif

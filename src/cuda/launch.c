@@ -415,10 +415,11 @@ flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, con
     FA_TRY(make(driver, &call->v, squares ? 64 : rows_k, squares ? 64 : columns, wide, &maps->v));
     if (!backward)
         return FLASH_ATTN_OK;
+    int stored = row->tile_k % 64 == 0 ? 64 : row->tile_k; /* a consumer's keys */
     if (fa_map_gradient_rows(&call->dk) >= 0)
-        FA_TRY(make(driver, &call->dk, 64, columns, wide, &maps->dk));
+        FA_TRY(make(driver, &call->dk, stored, columns, wide, &maps->dk));
     if (fa_map_gradient_rows(&call->dv) >= 0)
-        FA_TRY(make(driver, &call->dv, 64, columns, wide, &maps->dv));
+        FA_TRY(make(driver, &call->dv, stored, columns, wide, &maps->dv));
     return make(driver, &call->dout, row->tile_q, columns, wide, &maps->dout);
 }
 

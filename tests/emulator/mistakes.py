@@ -120,9 +120,11 @@ MISTAKES = [
     ("groups that fold.cu does not end", FOLD, "((last - i) & (group - 1)) == 0", "last == i", FEW_BITS),
     ("O that was kept, read from another thread's place", FEW, "place_of(args, GROUP), c.o, of_all", "place_of(args, GROUP) + CONSUMING, c.o, of_all", FEW_BITS),
     ("a part's far rows that are not computed again", FEW, "        take_far_rows(args, w, c, max, sum, far, tile);\n", "        ;\n", FEW_BITS),
-    ("one barrier for dO's two stages", WIDE, "DOUT_IS_CLEAN + c.n % STAGES", "DOUT_IS_CLEAN", WIDE_BACK),
+    ("dS in P's place before the other's dV is made", WIDE, "    named_sync(P_IS_USED, 128 * CONSUMERS);\n", "    named_arrive(P_IS_USED, 128 * CONSUMERS);\n", WIDE_BACK),
+    ("V overwritten while dK leaves from there", WIDE, "    if (asks) {\n        bulk_added_was_read();\n        barrier_arrive(v_empty());", "    if (asks) {\n        barrier_arrive(v_empty());",
+     ("256 columns, many tiles", "every_backward*")),
     ("dQ of a round that the second consumer has not", WIDE, "panels_of(GROUP, false) > 1", "true", WIDE_BACK),
-    ("copies of the other adder's number waited for", BACKWARD, "tell<LAST_ROUNDS * SLOTS>(args, open, adder);", "tell<DQ_ROUNDS * SLOTS>(args, open, adder);", WIDE_BACK),
+    ("copies of the other adder's number waited for", BACKWARD, "            tell<COPIES>(args, open, ADDER);", "            tell<DQ_ROUNDS * PER_ROUND>(args, open, ADDER);", WIDE_BACK),
 ]
 
 

@@ -15,11 +15,11 @@ struct turn {
     int      stores, last; /* nobody has come to the tile before; an item's last step */
 };
 
-/* BY_COLUMNS: both consumers have the same 64 keys, and each some columns of dK, dV and dQ; one makes P, the other dS. */
+/* BY_COLUMNS: both consumers have the same 80 keys, and each some columns of dK, dV and dQ; one makes P, the other dS. */
 constexpr bool BY_COLUMNS = FA_HEAD_DIM > 128;
 /* DQ_TURNED: dQ^T = K^T dS^T, 80 queries across, for which shared memory reads less than for 64. */
 constexpr bool DQ_TURNED = FA_TILE_Q == 80;
-constexpr int CONSUMERS = 2, STAGES = FA_HEAD_DIM == 256 ? 1 : 2 /* of dO */, Q_STAGES = BY_COLUMNS ? 2 : 3, DS_STAGES = DQ_TURNED ? 1 : 2, WORKS = 8;
+constexpr int CONSUMERS = 2, STAGES = FA_HEAD_DIM == 256 || FA_HEAD_DIM_V == 256 ? 1 : 2 /* of dO */, Q_STAGES = BY_COLUMNS ? 2 : 3, DS_STAGES = DQ_TURNED ? 1 : 2, WORKS = 8;
 /* DQ_LATE: a step makes dQ of the one before. So no consumer waits for dS that the other is about to write: one is up to half a step ahead, and the tensor cores have its
  * products while the other is at its elements. With 64 queries it loses (decision 0056, eleventh round). */
 constexpr bool DQ_LATE = FA_TILE_Q == 128;
@@ -37,24 +37,29 @@ __device__ constexpr int panels_of(int group, bool of_v)
 {
     return BY_COLUMNS && group == 1 ? (of_v ? V_PANELS - FIRST_OF_V : K_PANELS - FIRST_OF_K) : of_v ? FIRST_OF_V : FIRST_OF_K;
 }
-static_assert(FA_WARPS == 4 * (CONSUMERS + 1) && FA_TILE_K == 64 * (BY_COLUMNS ? 1 : CONSUMERS), "a consumer has 64 keys");
-constexpr int S_COUNT = FA_TILE_Q / 2, DK_COUNT = 32 * FIRST_OF_K, DV_COUNT = 32 * FIRST_OF_V, DQ_COUNT = DQ_TURNED ? S_COUNT : 32, P_STEPS = FA_TILE_Q / 16; /* of a thread; 16 queries a step */
+static_assert(FA_WARPS == 4 * (CONSUMERS + 1) && FA_TILE_K == (BY_COLUMNS ? 80 : 64 * CONSUMERS), "a consumer has 64 keys, or all");
+constexpr int PANEL_COUNT = BY_COLUMNS ? FA_TILE_K / 2 : 32; /* of dK or dV, of a thread */
+constexpr int S_COUNT = (BY_COLUMNS ? FA_TILE_K : FA_TILE_Q) / 2, P_STEPS = S_COUNT / 8; /* of a thread; 16 queries a step, BY_COLUMNS keys */
+constexpr int DK_COUNT = PANEL_COUNT * FIRST_OF_K, DV_COUNT = PANEL_COUNT * FIRST_OF_V, DQ_COUNT = DQ_TURNED ? S_COUNT : 32;
 static_assert(FA_TILE_Q * 64 * K_PANELS == (BY_COLUMNS ? K_PANELS : 2) * 128 * DQ_COUNT, "a consumer has 64 x 64 of dQ a round, or 80 x 64");
 constexpr int K_BYTES = FA_TILE_K * FA_HEAD_DIM * 2, V_BYTES = FA_TILE_K * FA_HEAD_DIM_V * 2, Q_BYTES = FA_TILE_Q * FA_HEAD_DIM * 2, DO_BYTES = FA_TILE_Q * FA_HEAD_DIM_V * 2, DS_BYTES = FA_TILE_Q * FA_TILE_K * 2;
-constexpr int DQ_BYTES = 128 * DQ_COUNT * 4 / PIECES /* of a slot */, STAT_BYTES = FA_TILE_Q * 4;
+/* dQ's way out: a round in pieces of so many times 16 bytes a thread, each in a slot, of which one leaves while the other is filled: what there is room for. */
+__device__ constexpr int piece_of(int group) { return !BY_COLUMNS ? DQ_COUNT / 4 / PIECES : K_PANELS < 4 ? 4 : HAS_NOTED ? 2 : group == 1 ? 4 : 3; }
+__device__ constexpr int pieces_of(int group) { return (DQ_COUNT / 4 + piece_of(group) - 1) / piece_of(group); } /* of a round */
+constexpr int DQ_BYTES = 128 * 16 * piece_of(0) /* of a slot of the first consumer's */, STAT_BYTES = FA_TILE_Q * 4;
 constexpr int V_AT = K_BYTES, Q_AT = V_AT + V_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES, DS_AT = DO_AT + STAGES * DO_BYTES;
-constexpr int DQ_AT = DS_AT + DS_STAGES * DS_BYTES, LSE_AT = DQ_AT + ADDERS * SLOTS * DQ_BYTES, DELTA_AT = LSE_AT + Q_STAGES * STAT_BYTES;
-constexpr int PASSED_AT = DELTA_AT + STAGES * STAT_BYTES /* P from one consumer to the other, and what dS is made of instead */;
-constexpr int BARRIERS_AT = PASSED_AT + (BY_COLUMNS ? DS_BYTES * (1 + HAS_NOTED) : 0), BARRIERS = 6 + 2 * WORKS + 2 * (Q_STAGES + STAGES);
+constexpr int DQ_AT = DS_AT + DS_STAGES * DS_BYTES, LSE_AT = DQ_AT + SLOTS * (DQ_BYTES + (ADDERS - 1) * 128 * 16 * piece_of(1)), DELTA_AT = LSE_AT + Q_STAGES * STAT_BYTES;
+constexpr int PASSED_AT = DELTA_AT + STAGES * STAT_BYTES /* from one consumer to the other: what dS is made of in place of P */;
+constexpr int BARRIERS_AT = PASSED_AT + (BY_COLUMNS && HAS_NOTED ? DS_BYTES : 0), BARRIERS = 6 + 2 * WORKS + 2 * (Q_STAGES + STAGES);
 constexpr int TURN_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16, WORKS_AT = TURN_AT + (int)sizeof(turn);
 constexpr int STAGED_AT = (WORKS_AT + WORKS * (int)sizeof(work) + 1023) / 1024 * 1024;
-/* dK and dV on their way out, panels of 64 keys: at head_dim 64 both in the memory of dS that nobody reads, at 128 half of dK there and half behind all else, dV
- * where V of the same keys was; BY_COLUMNS both in that of dQ, one after the other; DQ_TURNED dK in that of dQ, dV where V was. */
-constexpr int  PANEL_BYTES = 64 * 128;
-constexpr bool DK_BY_DQ     = BY_COLUMNS || DQ_TURNED;
+/* dK and dV on their way out, panels of 64 keys (BY_COLUMNS of 80): at head_dim 64 both in the memory of dS that nobody reads, at 128 half of dK there and half behind all else, dV
+ * where V of the same keys was; BY_COLUMNS both where V was, one after the other; DQ_TURNED dK in the memory of dQ, dV where V was. */
+constexpr int  PANEL_BYTES  = (BY_COLUMNS ? FA_TILE_K : 64) * 128;
+constexpr bool DK_BY_DQ     = DQ_TURNED;
 constexpr bool STAGED_IN_DS = !BY_COLUMNS && FA_TILE_Q * 128 == 2 * PANEL_BYTES;
-constexpr bool V_IS_EARLY   = BY_COLUMNS || STAGED_IN_DS; /* given back before dV leaves, which does not pass through it */
-constexpr int  STAGED_BYTES = DK_BY_DQ || STAGED_IN_DS ? 0 : CONSUMERS * PANEL_BYTES;
+constexpr bool V_IS_EARLY   = STAGED_IN_DS; /* given back before dV leaves, which does not pass through it */
+constexpr int  STAGED_BYTES = DK_BY_DQ || BY_COLUMNS || STAGED_IN_DS ? 0 : CONSUMERS * PANEL_BYTES;
 
 static_assert(STAGED_AT + STAGED_BYTES <= 227 * 1024, "what a block may have");
 static_assert(!DK_BY_DQ || FIRST_OF_K / PIECES * PANEL_BYTES <= DQ_BYTES, "dK goes where dQ goes");
@@ -125,11 +130,15 @@ FA_DEVICE unsigned delta_at(unsigned n) { return shared_address(shared) + DELTA_
 FA_DEVICE int first_key_of(int group) { return BY_COLUMNS ? 0 : 64 * group; }
 FA_DEVICE int first_panel_of(int group, bool of_v) { return BY_COLUMNS ? group * (of_v ? FIRST_OF_V : FIRST_OF_K) : 0; }
 
-FA_DEVICE unsigned dq_at(int slot) { return shared_address(shared) + DQ_AT + slot * DQ_BYTES; }
+FA_DEVICE unsigned dq_at(int slot)
+{
+    int second = BY_COLUMNS && slot >= SLOTS ? slot - SLOTS : 0; /* slots behind the second consumer's first */
+    return shared_address(shared) + DQ_AT + slot * DQ_BYTES + second * 128 * 16 * (piece_of(1) - piece_of(0));
+}
 
-/* Named barriers; of DQ one a slot, of OWN and DS_IS_FREE one a consumer, of DOUT_IS_CLEAN one a stage of dO, for consumer 1 may be as many steps ahead. BY_COLUMNS alone:
- * P_IS_THERE, DOUT_IS_CLEAN, DS_IS_WHOLE; elsewhere OWN and, with one stage of dS, DS_IS_FREE. DQ_LATE has four of DS_IS_THERE (step_is_over). */
-enum { DS_IS_THERE = 1, DQ_IS_THERE = 3, P_IS_THERE = 7, OWN = 8, DOUT_IS_CLEAN = 8, DS_IS_WHOLE = 11, DS_IS_FREE = 10, DQ_IS_FREE = 12 };
+/* Named barriers; of DQ one a slot, of OWN, MINE and DS_IS_FREE one a consumer. BY_COLUMNS alone:
+ * P_IS_THERE, P_IS_USED, DOUT_IS_CLEAN (before P_IS_USED in each step, so nobody is there twice), MINE; elsewhere OWN and, with one stage of dS, DS_IS_FREE. DQ_LATE has four of DS_IS_THERE (step_is_over). */
+enum { DS_IS_THERE = 1, P_IS_USED = 2, DQ_IS_THERE = 3, P_IS_THERE = 7, OWN = 8, DOUT_IS_CLEAN = 8, DS_IS_FREE = 10, MINE = 10, DQ_IS_FREE = 12 };
 
 /* DQ_LATE: a consumer's dS of step n is there, and dQ of step n - 1 is made, so that the other may write over what it was made of. One may come here twice before the
  * other has once: hence two for each. */

@@ -111,7 +111,8 @@ template <int COUNT> FA_DEVICE void start_gradient(float (&c)[COUNT], unsigned (
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < P_STEPS; step++)
-        wgmma_registers(c, x[step], b.from(step * 2048), 1);
+        if constexpr (!BY_COLUMNS) /* which has another */
+            wgmma_registers(c, x[step], b.from(step * 2048), 1);
     wgmma_commit();
 }
 
@@ -380,19 +381,20 @@ FA_DEVICE void clear_hidden_keys(const work &w, unsigned (&ds)[P_STEPS][4], int 
 }
 
 /* To the warp that adds it to the float dQ. */
-FA_DEVICE void share_dq(const float (&dq)[DQ_COUNT], int group)
+template <int GROUP = -1> FA_DEVICE void share_dq(const float (&dq)[DQ_COUNT], int round = 0, int group = GROUP)
 {
-    constexpr int COUNT = DQ_COUNT / 4 / PIECES;
+    constexpr int PIECE = piece_of(GROUP), PER_ROUND = pieces_of(GROUP);
     unsigned      to    = dq_at(group * PIECES) + threadIdx.x % 128 * 16;
 #pragma unroll
     for (int j = 0; j < DQ_COUNT / 4; j++) {
-        if (j % COUNT == 0)
-            named_sync(DQ_IS_FREE + group * PIECES + j / COUNT, 128 + 32);
-        shared_store(to + j * (128 * 16), make_uint4(__float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]),
-                                                     __float_as_uint(dq[4 * j + 2]), __float_as_uint(dq[4 * j + 3])));
-        if (j % COUNT == COUNT - 1) {
+        int slot = (round * PER_ROUND + j / PIECE) % PIECES;
+        if (j % PIECE == 0)
+            named_sync(DQ_IS_FREE + group * PIECES + slot, 128 + 32);
+        shared_store(to + (slot * PIECE + j % PIECE) * (128 * 16), make_uint4(__float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]),
+                                                                              __float_as_uint(dq[4 * j + 2]), __float_as_uint(dq[4 * j + 3])));
+        if (j % PIECE == PIECE - 1 || j == DQ_COUNT / 4 - 1) {
             fence_async();
-            named_arrive(DQ_IS_THERE + group * PIECES + j / COUNT, 128 + 32);
+            named_arrive(DQ_IS_THERE + group * PIECES + slot, 128 + 32);
         }
     }
 }
@@ -417,24 +419,17 @@ template <int COUNT> FA_DEVICE void stage_panel(const float (&x)[COUNT], int pan
     fence_async();
 }
 
-constexpr int SLOT_PANELS = FIRST_OF_K / PIECES; /* of dK or dV, in a slot of dQ's memory */
-
-/* This consumer's part of dK or dV to the warp that adds its dQ, by way of dQ's memory: all slots, though there may be less. */
+/* This consumer's dK to the warp that adds dQ, by way of dQ's memory. */
 template <int COUNT> FA_DEVICE void share_gradient(const work &w, const float (&x)[COUNT], float factor, int group)
 {
     unsigned      thread = threadIdx.x % 128;
     asm volatile("" : "+r"(thread)); /* or the compiler keeps these places in registers while it walks the query tiles */
     int lane = thread % 32, warp = thread / 32;
+    named_sync(DQ_IS_FREE + group, 128 + 32);
 #pragma unroll
-    for (int panel = 0; panel < FIRST_OF_K; panel++) {
-        int slot = group * PIECES + panel / SLOT_PANELS;
-        if (panel % SLOT_PANELS == 0)
-            named_sync(DQ_IS_FREE + slot, 128 + 32);
-        if (panel < COUNT / 32)
-            stage_panel(x, panel, factor, lane, w.keys.end - w.first_k - first_key_of(group) - 16 * warp, dq_at(slot) + panel % SLOT_PANELS * PANEL_BYTES + warp * 2048);
-        if (panel % SLOT_PANELS == SLOT_PANELS - 1)
-            named_arrive(DQ_IS_THERE + slot, 128 + 32);
-    }
+    for (int panel = 0; panel < COUNT / 32; panel++)
+        stage_panel(x, panel, factor, lane, w.keys.end - w.first_k - first_key_of(group) - 16 * warp, dq_at(group) + panel * PANEL_BYTES + warp * 2048);
+    named_arrive(DQ_IS_THERE + group, 128 + 32);
 }
 
 /* TMA takes it from there, asked by one thread. */

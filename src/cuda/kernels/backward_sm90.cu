@@ -3,8 +3,7 @@
  *
  *     warpgroup 0, warp 0    producer: one thread finds this block's tiles of keys (struct work), fetches K and V of each and keeps
  *                            the rings of Q and dO full
- *                  warp 1    has TMA add dQ of each step to the float one in memory (above head_dim 128 warps 1 and 2, a consumer's each, and
- *                            dV and dK by the same way)
+ *                  warp 1    has TMA add dQ of each step to the float one in memory (above head_dim 128 warps 1 and 2, a consumer's each)
  *                  warp 3    one thread waits for the turn at the float dQ of the next step: adding alone takes a warp all of its time
  *     warpgroups 1, 2        consumers: 64 keys each, whose dK and dV stay in their registers while they walk the query tiles
  *
@@ -20,13 +19,13 @@
  * dQ needs dS of both consumers: each makes 64 queries of 128 x 64, or 64 columns of 64 x 128, or of the 80 x 128 that head_dim 128 has without a mask
  * (DQ_TURNED). Its order in memory is that of the registers, [64 queries or columns][8 columns, DQ_TURNED queries][thread][4], undone by backward_convert_sm90.cu.
  *
- * Above head_dim 128 (BY_COLUMNS) both consumers have the same 64 keys: backward_wide_sm90.cuh.
+ * Above head_dim 128 (BY_COLUMNS) both consumers have the same 80 keys: backward_wide_sm90.cuh.
  *
  * The compiler serialises all products where it runs out of registers: so nothing is in flight from one round of the loop to the next, and
  * loops are as plain as they can be (decision 0055).
  *
- * Shared memory: K, V, three stages of Q and two of dO (BY_COLUMNS two, and of 256 columns one of dO), two of dS (DQ_TURNED one; panels as in panels_sm90.cuh), dQ, LSE and delta of the stages,
- * barriers, works, at head_dim 128 with 64 queries a quarter of dK and dV on their way out.
+ * Shared memory: K, V, three stages of Q and two of dO (BY_COLUMNS two, and one of dO beside 256 columns), two of dS (DQ_TURNED one, BY_COLUMNS P's too; panels as in
+ * panels_sm90.cuh), dQ, LSE and delta of the stages, barriers, works, at head_dim 128 with 64 queries a quarter of dK and dV on their way out.
  */
 #include "backward_wide_sm90.cuh"
 
@@ -72,7 +71,7 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
             barrier_wait(v_empty(), freed<1>(item));
             barrier_expect(v_full(), V_BYTES);
             fetch_ragged<FA_TILE_K, FA_HEAD_DIM_V>(v_tile(), maps.v, v_full(), w.kv_head, w.seq.kv_entry * args.apart_v + end, left);
-            if (BY_COLUMNS) /* of 256 columns one stage, which the step before has until its end */
+            if (BY_COLUMNS) /* perhaps one stage, which the step before has until its end */
                 fetch_dout(args, maps, w, at, n);
             n++;
         } else {
@@ -158,12 +157,12 @@ template <int PENDING> FA_DEVICE void give_slot(int slot, bool asks)
     named_arrive(DQ_IS_FREE + slot, 128 + 32);
 }
 
-/* What consumers put into this warp's slots, ROUNDS times each: ask(n, slot) has TMA take the n-th, the last by LAST_COPIES copies at least. Before and after, slots
+/* What consumers put into this warp's slots, COPIES in turn: ask(n, slot) has TMA take the n-th, the last by LAST_COPIES copies at least. Before and after, slots
  * are with their consumers; where both are one's, so is the first, and the second as soon as TMA has read what came before. */
-template <int ROUNDS, int LAST_COPIES, typename ASK> FA_DEVICE void pass_slots(int adder, bool asks, ASK ask)
+template <int COPIES, int LAST_COPIES, typename ASK> FA_DEVICE void pass_slots(int adder, bool asks, ASK ask)
 {
 #pragma unroll 1
-    for (int n = 0; n < ROUNDS * SLOTS; n++) {
+    for (int n = 0; n < COPIES; n++) {
         int slot = adder * SLOTS + n % SLOTS;
         if (PIECES == SLOTS)
             give_slot<0>(slot ^ 1, asks);
@@ -177,32 +176,31 @@ template <int ROUNDS, int LAST_COPIES, typename ASK> FA_DEVICE void pass_slots(i
     }
 }
 
-/* Behind an item's last step dK takes dQ's way, BY_COLUMNS dV too, with its last step. */
-FA_DEVICE void pass_gradient(const work &w, const fa_map &map, int apart, bool of_v, int adder, bool asks)
+/* Behind an item's last step dK takes dQ's way (DK_BY_DQ). */
+FA_DEVICE void pass_gradient(const work &w, const fa_map &map, int apart, int adder, bool asks)
 {
-    pass_slots<1, 0>(adder, asks, [&](int, int slot) {
-        int group = slot / PIECES, first = w.first_k + first_key_of(group);
+    pass_slots<SLOTS, 0>(adder, asks, [&](int, int group) {
+        int first = w.first_k + first_key_of(group);
         if (first < w.seq.rows_k)
 #pragma unroll
-            for (int n = 0; n < SLOT_PANELS; n++) {
-                int panel = slot % PIECES * SLOT_PANELS + n;
-                if (panel < panels_of(group, of_v))
-                    store_panel(w, map, apart, dq_at(slot) + n * PANEL_BYTES, 64 * (first_panel_of(group, of_v) + panel), first);
-            }
+            for (int panel = 0; panel < K_PANELS; panel++)
+                store_panel(w, map, apart, dq_at(group) + panel * PANEL_BYTES, 64 * panel, first);
     });
 }
 
-FA_DEVICE void add_dq(const fa_args &args, const fa_maps &maps, int adder)
+template <int ADDER> FA_DEVICE void add_dq(const fa_args &args, const fa_maps &maps)
 {
+    constexpr int PIECE = piece_of(ADDER), PER_ROUND = pieces_of(ADDER), COPIES = BY_COLUMNS ? panels_of(ADDER, false) * PER_ROUND : SLOTS;
+    static_assert(COPIES % SLOTS == 0, "the first slot comes first in each step");
     bool asks = threadIdx.x % 32 == 0;
     int  open = -1;
 #pragma unroll
     for (int n = 0; n < SLOTS / PIECES; n++)
-        named_arrive(DQ_IS_FREE + adder * SLOTS + n, 128 + 32);
+        named_arrive(DQ_IS_FREE + ADDER * SLOTS + n, 128 + 32);
 #pragma unroll 1
     for (unsigned n = 0;; n++) {
         if (asks && (args.dq_order != FA_DQ_FIRST_COMES || !barrier_passed(turn_full(), filled<1>(n))))
-            tell<0>(args, open, adder); /* many wait for it, or whom this block waits for may */
+            tell<0>(args, open, ADDER); /* many wait for it, or whom this block waits for may */
         barrier_wait(turn_full(), filled<1>(n));
         turn now = next_turn();
         if (now.number == NO_MORE)
@@ -215,30 +213,24 @@ FA_DEVICE void add_dq(const fa_args &args, const fa_maps &maps, int adder)
             }
             continue;
         }
-        if (BY_COLUMNS && now.last && args.apart_dv >= 0)
-            pass_gradient(work_at(now.item), maps.dv, args.apart_dv, true, adder, asks);
-        float *to = args.dq_accum + (fa_i64)now.number * (FA_TILE_Q * FA_HEAD_DIM) + adder * (DQ_ROUNDS * SLOTS * DQ_BYTES / 4);
+        float *to = args.dq_accum + (fa_i64)now.number * (FA_TILE_Q * FA_HEAD_DIM) + ADDER * (FIRST_OF_K * FA_TILE_Q * 64);
         auto add = [&](int n, int slot) {
-            bulk_add(to + n * (DQ_BYTES / 4), dq_at(slot), DQ_BYTES, now.stores);
+            constexpr int BYTES = 128 * 16 * PIECE, LAST = 128 * DQ_COUNT * 4 - (PER_ROUND - 1) * BYTES;
+            int           bytes = LAST < BYTES && n % PER_ROUND == PER_ROUND - 1 ? LAST : BYTES;
+            bulk_add(to, dq_at(slot), bytes, now.stores);
+            to += bytes / 4;
             if (n == 0) /* not before: else this block would come first where another begins now */
                 barrier_arrive(turn_empty());
         };
-        constexpr int LAST_ROUNDS = BY_COLUMNS ? panels_of(1, false) : DQ_ROUNDS;
-        if (LAST_ROUNDS < DQ_ROUNDS && adder == 1)
-            pass_slots<LAST_ROUNDS, 1>(adder, asks, add);
-        else
-            pass_slots<DQ_ROUNDS, 1>(adder, asks, add);
+        pass_slots<COPIES, 1>(ADDER, asks, add);
         if (asks) { /* a step later there is nothing to wait for */
-            if (LAST_ROUNDS < DQ_ROUNDS && adder == 1)
-                tell<LAST_ROUNDS * SLOTS>(args, open, adder);
-            else
-                tell<DQ_ROUNDS * SLOTS>(args, open, adder);
+            tell<COPIES>(args, open, ADDER);
             open = now.stores || args.dq_order == FA_DQ_IN_ORDER ? now.number : -1;
         }
         if (DK_BY_DQ && now.last && args.apart_dk >= 0)
-            pass_gradient(work_at(now.item), maps.dk, args.apart_dk, false, adder, asks);
+            pass_gradient(work_at(now.item), maps.dk, args.apart_dk, ADDER, asks);
         if (asks && now.last) {
-            tell<0>(args, open, adder);
+            tell<0>(args, open, ADDER);
             barrier_arrive(added(now.item));
         }
     }
@@ -267,7 +259,7 @@ FA_DEVICE void finish_step(consumer &c, bool last)
         if (V_IS_EARLY)
             release(v_empty());
     }
-    share_dq(dq, c.group);
+    share_dq(dq, 0, c.group);
     wgmma_wait<0>();
     hold(c.dk);
     hold(c.ds);
@@ -296,7 +288,7 @@ template <bool FIRST> FA_DEVICE void finish_step_late(consumer &c)
     }
     named_arrive(step_is_over(c.group, c.n), 128 * CONSUMERS);
     if constexpr (!FIRST)
-        share_dq(dq, c.group);
+        share_dq(dq, 0, c.group);
     wgmma_wait<0>();
     hold(c.dk);
     hold(c.ds);
@@ -313,7 +305,7 @@ FA_DEVICE void finish_item_late(consumer &c)
     wgmma_wait<0>();
     hold(dq);
     release(k_empty());
-    share_dq(dq, c.group);
+    share_dq(dq, 0, c.group);
 }
 
 /* Step `tile`. Begins and ends with nothing in flight: else the compiler serialises all products. */
@@ -382,12 +374,11 @@ template <bool FIRST> FA_DEVICE void step(const fa_args &args, const work &w, co
     c.n++;
 }
 
-/* This consumer's keys of dK or dV straight from the registers; 0 past the sequence's last that counts. What is asked for in float32, has no map, or BY_COLUMNS
- * is seen by no query. */
-template <int COUNT> FA_DEVICE void store_gradient(const work &w, const fa_view &view, const float (&x)[COUNT], float factor, int cols, int group, int col = 0)
+/* This consumer's keys of dK or dV straight from the registers; 0 past the sequence's last that counts. What is asked for in float32 or has no map. */
+template <int COUNT> FA_DEVICE void store_gradient(const work &w, const fa_view &view, const float (&x)[COUNT], float factor, int cols, int group)
 {
     int    lane = threadIdx.x % 32, first = first_key_of(group) + threadIdx.x % 128 / 32 * 16;
-    fa_i64 from = w.seq.kv_entry * view.stride[0] + (w.seq.kv_row + w.first_k + first) * view.stride[1] + w.kv_head * view.stride[2] + col;
+    fa_i64 from = w.seq.kv_entry * view.stride[0] + (w.seq.kv_row + w.first_k + first) * view.stride[1] + w.kv_head * view.stride[2];
     int    rows = w.seq.rows_k - w.first_k - first, counting = w.keys.end - w.first_k - first; /* of this warp's 16 */
     if (!view.data)
         return;
@@ -395,7 +386,7 @@ template <int COUNT> FA_DEVICE void store_gradient(const work &w, const fa_view 
     for (int n = 0; n < COUNT; n += 2) {
         int    row = n / 2 % 2 * 8 + lane / 4, at = n / 4 * 8 + lane % 4 * 2;
         float2 pair = row < counting ? make_float2(x[n] * factor, x[n + 1] * factor) : make_float2(0.0f, 0.0f);
-        if (row >= rows || col + at >= cols)
+        if (row >= rows || at >= cols)
             continue;
         if (view.dtype == FA_F32)
             *(float2 *)((float *)view.data + from + row * view.stride[1] + at) = pair;
@@ -499,7 +490,7 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
             at.head = same_for_all(at.head);
         barrier_wait(k_full(), filled<1>(item));
         load_held_k(c);
-        if (!DK_BY_DQ) { /* dS will be where dK of the item before may still lie */
+        if (!DK_BY_DQ && !BY_COLUMNS) { /* dS will be where dK of the item before may still lie */
             if (threadIdx.x % 128 == 0)
                 bulk_added_was_read();
             named_sync(OWN + group, 128);
@@ -519,7 +510,7 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
                     any_step<GROUP, false>(args, w, c, item, at, false, left == 1);
             }
             if constexpr (BY_COLUMNS)
-                last_by_columns<GROUP>(args, w, c, factor);
+                last_by_columns<GROUP>(args, maps, w, c, factor);
             if constexpr (DQ_LATE)
                 finish_item_late(c);
         } else {
@@ -528,12 +519,9 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
             if (V_IS_EARLY)
                 release(v_empty());
         }
-        if constexpr (BY_COLUMNS) {
-            if (steps == 0 || args.apart_dk < 0)
-                store_gradient(w, args.dk, own_dk<GROUP>(c), args.scale * factor, args.head_dim, group, 64 * first_panel_of(GROUP, false));
-            if (steps == 0 || args.apart_dv < 0)
-                store_gradient(w, args.dv, own_dv<GROUP>(c), factor, args.head_dim_v, group, 64 * first_panel_of(GROUP, true));
-        } else
+        if constexpr (BY_COLUMNS)
+            end_by_columns<GROUP>(args, maps, w, c, factor);
+        else
             store_gradients(args, maps, w, c, factor, steps > 0);
     }
     wait_for_free_ds(group);
@@ -552,8 +540,10 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 1)
         registers_down<24>(); /* of the 504 that three threads have */
         if (threadIdx.x == 0)
             produce(args, maps);
-        else if (threadIdx.x >= 32 && threadIdx.x < 32 + 32 * ADDERS)
-            add_dq(args, maps, ADDERS > 1 ? threadIdx.x / 32 - 1 : 0);
+        else if (threadIdx.x / 32 == 1)
+            add_dq<0>(args, maps);
+        else if (ADDERS > 1 && threadIdx.x / 32 == 2)
+            add_dq<ADDERS - 1>(args, maps);
         else if (threadIdx.x == 96)
             take_turns(args);
     } else {

@@ -1,143 +1,264 @@
 /*
- * A step of backward_sm90.cu at head dims above 128 (BY_COLUMNS). Consumer 0 makes S^T and P^T and passes P^T on, consumer 1 makes dP^T and dS^T; of dV, dK
- * and dQ each has its part of the columns, of 256 a half, of 192 the first has two panels and the other one. Consumer 0 is ahead of the other, so that the tensor
- * cores have the products of one while the other is at its elements:
+ * A step of backward_sm90.cu at head dims above 128 (BY_COLUMNS). Both consumers have the same 80 keys, for S and dP stand with queries down and dK^T and dV^T with columns down:
+ * 80 keys are one product across. Consumer 0 makes S and P, consumer 1 dP and dS; of dV, dK and dQ each has its part of the columns, of 256 a half, of 192 the first has two panels
+ * and the other one. The tensor cores have the products of one while the other is at its elements:
  *
  *     consumer 0                                                  consumer 1
- *     S = K Q^T; of the step before dK, half of dQ                dK and half of dQ of the step before; dP = V dO^T
- *     P = exp(S - LSE), to consumer 1                             the other half of dQ; P from consumer 0; dV
- *     the other half of dQ, dV                                    dS = P (dP - delta), to shared memory
+ *     S = Q K^T; of the step before dK^T = Q^T dS                 dP = dO V^T; P from consumer 0; dV^T
+ *     P = exp(S - LSE), to consumer 1                             dS = P (dP - delta), in P's place
+ *     dV^T = dO^T P; of the step before dQ = dS K                 dQ, dK^T
  *
- * dQ leaves in rounds of 64 columns, each in two pieces, each consumer's by a warp of its own. For that it may wait, so Q and dO, which have few stages, are given
- * back before it, as soon as the last product of them is there. P lies in shared memory until dS of its step is there, dS for two steps.
+ * Registers hold dK^T and dV^T, 160, and either S or a round of dQ: the latter leaves in rounds of 64 columns, each in pieces, each consumer's by a warp of its own. P and then dS of
+ * a step lie in one of two places, [80 keys][64 queries]; consumer 1 waits for the other's dV before it writes dS, and P of the next step but one is behind the word that dS of the next is there.
  */
 #ifndef FA_BACKWARD_WIDE_SM90_CUH
 #define FA_BACKWARD_WIDE_SM90_CUH
 
 #include "backward_products_sm90.cuh"
 
-/* The first COUNT of an accumulator's elements. */
-template <int COUNT, int ALL> FA_DEVICE float (&first_of(float (&x)[ALL]))[COUNT] { return reinterpret_cast<float(&)[COUNT]>(x); }
+/* Of an accumulator a panel, or the first ones. */
+template <int COUNT, int ALL> FA_DEVICE float (&part_of(float (&x)[ALL], int first))[COUNT] { return reinterpret_cast<float(&)[COUNT]>(x[first]); }
 
 /* The panels of dK and dV that a consumer has: its places are for the first's. */
-template <int GROUP> FA_DEVICE auto &own_dk(consumer &c) { return first_of<32 * panels_of(GROUP, false)>(c.dk); }
-template <int GROUP> FA_DEVICE auto &own_dv(consumer &c) { return first_of<32 * panels_of(GROUP, true)>(c.dv); }
+template <int GROUP> FA_DEVICE auto &own_dk(consumer &c) { return part_of<PANEL_COUNT * panels_of(GROUP, false)>(c.dk, 0); }
+template <int GROUP> FA_DEVICE auto &own_dv(consumer &c) { return part_of<PANEL_COUNT * panels_of(GROUP, true)>(c.dv, 0); }
 
-template <int GROUP> FA_DEVICE void start_dv(consumer &c) { start_gradient(own_dv<GROUP>(c), c.p, dout_tile(c.n), first_panel_of(GROUP, true)); }
-
-/* dK += dS^T Q, both from shared memory: only consumer 1 has had dS^T in registers. */
-template <int COUNT> FA_DEVICE void start_dk(float (&c)[COUNT], unsigned ds, unsigned q, int panel)
+/* c += X^T Y; x: from its panel `panel` on a tile of dO or Q, y: P or dS. */
+template <int COUNT> FA_DEVICE void start_turned(float (&c)[COUNT], unsigned x, unsigned y, int panel)
 {
-    matrix a = matrix_of(ds, 0), b = matrix_of(q + panel * (FA_TILE_Q * 128), FA_TILE_Q * 128);
+    matrix a = matrix_of(x + panel * (FA_TILE_Q * 128), 0), b = matrix_of(y, 0);
     hold(c);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < P_STEPS; step++)
-        wgmma_shared<1, 1>(c, a.from(step * 2048), b.from(step * 2048), 1);
+    for (int n = 0; n < COUNT / PANEL_COUNT; n++)
+#pragma unroll
+        for (int step = 0; step < FA_TILE_Q / 16; step++)
+            wgmma_shared<0, 1>(part_of<PANEL_COUNT>(c, n * PANEL_COUNT), a.from(n * (FA_TILE_Q * 128) + step * 2048), b.from(step * 32), 1);
     wgmma_commit();
 }
 
-/* Of the step before: dK, and the first round of this consumer's dQ. */
-template <int GROUP> FA_DEVICE void start_dk_and_dq(consumer &c, float (&dq)[DQ_COUNT])
+template <int GROUP> FA_DEVICE void start_dv(consumer &c) { start_turned(own_dv<GROUP>(c), dout_tile(c.n), ds_tile(c.n), first_panel_of(GROUP, true)); }
+/* Of dK COUNT panels, from the consumer's own one `first` on. */
+template <int GROUP, int COUNT = panels_of(GROUP, false)> FA_DEVICE void start_dk(consumer &c, unsigned n, int first = 0)
 {
-    start_dk(own_dk<GROUP>(c), ds_tile(c.n - 1), q_tile(c.n - 1), first_panel_of(GROUP, false));
-    start_dq(dq, ds_tile(c.n - 1), GROUP, 0);
-}
-
-/* dK is there: Q is done with. */
-FA_DEVICE void end_dk(consumer &c)
-{
-    hold(c.dk);
-    release(q_empty(c.n - 1));
+    start_turned(part_of<PANEL_COUNT * COUNT>(c.dk, PANEL_COUNT * first), q_tile(n), ds_tile(n), first_panel_of(GROUP, false) + first);
 }
 
 template <int GROUP> constexpr bool TWO_ROUNDS = panels_of(GROUP, false) > 1;
 
-/* The first round of dQ is there: it leaves, the other begins. */
-template <int GROUP> FA_DEVICE void go_on_with_dq(consumer &c, float (&dq)[DQ_COUNT])
+/* dQ = dS K, a panel of this consumer's. */
+template <int GROUP> FA_DEVICE void start_wide_dq(float (&dq)[DQ_COUNT], unsigned n, int round)
 {
+    matrix a = matrix_of(ds_tile(n), 0), b = matrix_of(k_tile() + (first_panel_of(GROUP, false) + round) * (FA_TILE_K * 128), 0);
     hold(dq);
-    share_dq(dq, GROUP);
-    if constexpr (TWO_ROUNDS<GROUP>)
-        start_dq(dq, ds_tile(c.n - 1), GROUP, 1);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < FA_TILE_K / 16; step++)
+        wgmma_shared<1, 1>(dq, a.from(step * 2048), b.from(step * 2048), step > 0);
+    wgmma_commit();
 }
 
-/* And the other, when it is there. */
-template <int GROUP> FA_DEVICE void end_dq(float (&dq)[DQ_COUNT])
+/* By consumer 0: its first round of dQ is there; it leaves, and the other one. LAST of an item: K is free. */
+template <bool LAST = false> FA_DEVICE void end_dq(float (&dq)[DQ_COUNT], unsigned n)
 {
-    if constexpr (TWO_ROUNDS<GROUP>) {
-        hold(dq);
-        share_dq(dq, GROUP);
-    }
+    hold(dq);
+    share_dq<0>(dq);
+    start_wide_dq<0>(dq, n, 1);
+    wgmma_wait<0>();
+    hold(dq);
+    if (LAST)
+        release(k_empty());
+    share_dq<0>(dq, 1);
+}
+
+/* Where this lane's row of the 8x8 matrices of P or dS is, 16 keys by this warp's 16 queries, turned round; 16 keys on: + 2048. The same of a panel of dK, with columns for queries. */
+FA_DEVICE unsigned turned_at(unsigned tile)
+{
+    int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8, chunk = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
+    return tile + row * 128 + ((chunk ^ row % 8) << 4);
 }
 
 /* Thread to thread: both have the same elements. */
-FA_DEVICE unsigned passed_at() { return shared_address(shared) + PASSED_AT + threadIdx.x % 128 * 16; }
+FA_DEVICE unsigned passed_at(int n) { return shared_address(shared) + PASSED_AT + threadIdx.x % 128 * 16 + n * 2048; }
 
-FA_DEVICE void pass(const unsigned (&p)[P_STEPS][4], int number)
+FA_DEVICE void pass(const unsigned (&x)[4], int n) { shared_store(passed_at(n), make_uint4(x[0], x[1], x[2], x[3])); }
+
+FA_DEVICE void take(unsigned (&x)[4], int n)
 {
-#pragma unroll
-    for (int n = 0; n < P_STEPS; n++)
-        shared_store(passed_at() + (number * P_STEPS + n) * 2048, make_uint4(p[n][0], p[n][1], p[n][2], p[n][3]));
+    uint4 four = shared_load_16(passed_at(n));
+    x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
 }
 
-FA_DEVICE void take(unsigned (&p)[4], int n)
+/* ---- elements: queries down, keys across. Element 4 j + 2 h + e: of this thread's rows the h-th, key 8 j + 2 t + e ---- */
+
+/* Of a thread's two queries, which of its keys they see: [first, last] less its own first key. */
+struct seen_keys {
+    int first[2], last[2];
+};
+
+FA_DEVICE int own_query(int tile) { return tile * FA_TILE_Q + fragment_row(); }
+FA_DEVICE int own_key(const work &w) { return w.first_k + threadIdx.x % 4 * 2; }
+
+FA_DEVICE seen_keys keys_of(const fa_args &args, const work &w, int tile)
 {
-    uint4 four = shared_load_16(passed_at() + n * 2048);
-    p[0] = four.x, p[1] = four.y, p[2] = four.z, p[3] = four.w;
+    seen_keys seen;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        row_limits limits = row_limits_of(window_of(args), w.seq, w.keys, own_query(tile) + 8 * h);
+        seen.first[h]     = limits.first - own_key(w);
+        seen.last[h]      = own_query(tile) + 8 * h < w.seq.seqlen_q ? limits.last - own_key(w) : -1;
+    }
+    return seen;
+}
+
+FA_DEVICE bool sees(const seen_keys &seen, int n)
+{
+    int key = n / 4 * 8 + n % 2;
+    return key >= seen.first[n / 2 % 2] && key <= seen.last[n / 2 % 2];
+}
+
+/* P or dS of an edge tile: exactly 0 where it is masked, whatever Q, dO, LSE and delta hold. */
+FA_DEVICE void mask_elements(float (&x)[S_COUNT], const seen_keys &seen)
+{
+#pragma unroll
+    for (int n = 0; n < S_COUNT; n++)
+        x[n] = sees(seen, n) ? x[n] : 0.0f;
+}
+
+/* LSE or delta of this thread's rows. */
+FA_DEVICE void load_rows(float (&rows)[2], unsigned from)
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        rows[h] = shared_load_float(from + (fragment_row() + 8 * h) * 4);
+}
+
+/* P = exp(S - LSE), in place. Softcap: what dS is made of, to the other consumer. */
+FA_DEVICE void row_exponentials(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], const float (&lse)[2], int tile)
+{
+    float unit = FA_HAS_SOFTCAP ? args.cap_unit : args.scale_log2, distance = (float)(own_query(tile) + w.seq.diagonal - own_key(w));
+#pragma unroll
+    for (int n = 0; n < S_COUNT; n += 4) {
+        float slope[4];
+        if constexpr (FA_HAS_SOFTCAP) {
+            cap_four(s + n, args.cap_slope);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                slope[i] = 1.0f - s[n + i] * s[n + i];
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float score = s[n + i] * unit - lse[i / 2];
+            if constexpr (FA_HAS_ALIBI)
+                score -= c.alibi_log2 * fabsf(distance + (float)(i / 2 * 8 - n * 2 - i % 2));
+            s[n + i] = exp2_fast(score);
+        }
+        if constexpr (FA_HAS_SOFTCAP) {
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                c.noted[n / 8][n / 4 % 2 * 2 + h] = pack<FA_DTYPE>(s[n + 2 * h] * slope[2 * h], s[n + 2 * h + 1] * slope[2 * h + 1]);
+            if (!FA_HAS_DROPOUT && n % 8 == 4)
+                pass(c.noted[n / 8], n / 8);
+        }
+    }
+}
+
+/* What is dropped of P becomes 0, and is marked by its sign in what dS is made of, P or under a softcap P (1 - tanh^2), which goes to the other consumer. */
+FA_DEVICE void drop_rows(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], int tile)
+{
+#if FA_HAS_DROPOUT
+    if constexpr (!FA_HAS_SOFTCAP)
+        pack_operand(c.noted, s);
+    drop_elements(args, s, c.batch_head, tile * (FA_TILE_Q / 16) + threadIdx.x % 128 / 32, w.first_k / 16);
+#pragma unroll
+    for (int n = 0; n < P_STEPS; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) /* P that is 0 anyway may be marked too */
+            c.noted[n][i] |= (s[8 * n + 2 * i] == 0.0f ? 0x8000u : 0) | (s[8 * n + 2 * i + 1] == 0.0f ? 0x80000000u : 0);
+        pass(c.noted[n], n);
+    }
+#endif
+}
+
+/* dS = P (dP - delta), in place of dP: 16 keys of it. Dropout as in backward_products_sm90.cuh. */
+FA_DEVICE void row_gradients(const fa_args &args, const unsigned (&p)[4], float *dp, const float (&delta)[2])
+{
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+        float2 pair = unpack<FA_DTYPE>(p[i / 2]);
+        float  row  = delta[i / 2 % 2];
+        if constexpr (FA_HAS_DROPOUT) {
+            row *= 1.0f - (float)args.dropout.threshold * 0x1p-16f;
+            dp[i]     = fmaxf(pair.x, 0.0f) * dp[i] - fabsf(pair.x) * row;
+            dp[i + 1] = fmaxf(pair.y, 0.0f) * dp[i + 1] - fabsf(pair.y) * row;
+            continue;
+        }
+        dp[i]     = pair.x * (dp[i] - row);
+        dp[i + 1] = pair.y * (dp[i + 1] - row);
+    }
 }
 
 template <bool FIRST>
 FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int tile, bool masked)
 {
     constexpr int GROUP = 0;
-    float         s[S_COUNT], dq[DQ_COUNT];
-    row_stats     rows;
-    dropped_bits<S_COUNT> bits;
+    float         s[S_COUNT], dq[DQ_COUNT], rows[2];
     wait_for_q(c.n);
-    start_scores(s, k_tile(), q_tile(c.n));
+    start_rows_by_rows<FA_TILE_Q, FA_TILE_K>(s, q_tile(c.n), k_tile());
     if constexpr (!FIRST) {
         named_sync(DS_IS_THERE, 128 * CONSUMERS);
-        start_dk_and_dq<GROUP>(c, dq);
+        start_dk<GROUP>(c, c.n - 1);
     }
-    find_dropped(args, w, c, bits, tile);
-    wgmma_wait<FIRST ? 0 : 2>();
+    load_rows(rows, lse_at(c.n));
+    wgmma_wait<FIRST ? 0 : 1>();
     hold(s);
     if (INSPECTED && masked && some_nonfinite(s)) { /* before the other has P, and so before dQ and dK are begun */
-        clear_own_keys(GROUP);
+        clear_by_warp<K_BYTES>(k_tile());
         clear_by_warp(q_tile(c.n));
     }
-    load_stats(rows, lse_at(c.n));
-    exponentials(args, w, c, s, rows, tile);
-    if constexpr (!FIRST) {
-        wgmma_wait<1>();
-        end_dk(c);
-    }
-    if constexpr (FA_HAS_SOFTCAP && !FA_HAS_DROPOUT)
-        pass(c.noted, 1);
-    if (INSPECTED && masked)
-        mask_elements(s, columns_of(args, w, tile, GROUP));
-    pack_probabilities(c, s, bits);
-    if constexpr (FA_HAS_DROPOUT)
-        pass(c.noted, 1);
-    pass(c.p, 0);
-    named_arrive(P_IS_THERE, 128 * CONSUMERS);
+    row_exponentials(args, w, c, s, rows, tile);
+    drop_rows(args, w, c, s, tile);
     if constexpr (!FIRST) {
         wgmma_wait<0>();
-        go_on_with_dq<GROUP>(c, dq);
+        hold(c.dk);
+        release(q_empty(c.n - 1));
     }
-    wait_for_dout(c.n);
+    unsigned to = turned_at(ds_tile(c.n));
     if (INSPECTED && masked) {
-        named_sync(DOUT_IS_CLEAN + c.n % STAGES, 128 * CONSUMERS);
-        give_back_nonfinite(c.p, columns_of(args, w, tile, GROUP), {delta_at(c.n)});
+        seen_keys seen = keys_of(args, w, tile);
+        mask_elements(s, seen);
+        wait_for_dout(c.n);
+        load_rows(rows, delta_at(c.n));
+#pragma unroll
+        for (int n = 0; n < S_COUNT; n++) /* the dO of an edge tile loses its Inf and NaN; delta has them, and dV gets them by P */
+            if (!finite(rows[n / 2 % 2]) && sees(seen, n))
+                s[n] = __int_as_float(0x7FFFFFFF);
     }
+#pragma unroll
+    for (int n = 0; n < P_STEPS; n++) {
+        unsigned p[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            p[i] = pack<FA_DTYPE>(s[8 * n + 2 * i], s[8 * n + 2 * i + 1]);
+        store_matrix_transposed(to + n * 2048, p);
+    }
+    fence_async();
+    named_arrive(P_IS_THERE, 128 * CONSUMERS);
+    named_sync(MINE + GROUP, 128);
+    wait_for_dout(c.n);
+    if (INSPECTED && masked)
+        named_sync(DOUT_IS_CLEAN, 128 * CONSUMERS);
     start_dv<GROUP>(c);
-    wgmma_wait<0>();
-    hold(c.dv);
-    hold(c.p);
-    release(dout_empty(c.n));
     if constexpr (!FIRST)
-        end_dq<GROUP>(dq);
+        start_wide_dq<GROUP>(dq, c.n - 1, 0);
+    wgmma_wait<FIRST ? 0 : 1>();
+    hold(c.dv);
+    named_arrive(P_IS_USED, 128 * CONSUMERS);
+    release(dout_empty(c.n));
+    if constexpr (!FIRST) {
+        wgmma_wait<0>();
+        end_dq(dq, c.n - 1);
+    }
     c.n++;
 }
 
@@ -145,82 +266,149 @@ template <bool FIRST>
 FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsigned item, int tile, bool masked)
 {
     constexpr int GROUP = 1;
-    float         dp[S_COUNT], dq[DQ_COUNT];
-    unsigned      ds[P_STEPS][4];
-    row_stats     rows;
+    float         dp[S_COUNT], dq[DQ_COUNT], rows[2];
     if constexpr (FIRST)
         barrier_wait(v_full(), filled<1>(item));
-    else {
-        start_dk_and_dq<GROUP>(c, dq);
-        wgmma_wait<1>();
-        end_dk(c);
-    }
     wait_for_dout(c.n);
-    start_scores<FA_HEAD_DIM_V>(dp, v_tile(), dout_tile(c.n));
-    if constexpr (!FIRST) {
-        wgmma_wait<1>();
-        go_on_with_dq<GROUP>(c, dq);
-    }
-    wgmma_wait<!FIRST && TWO_ROUNDS<GROUP> ? 1 : 0>();
+    start_rows_by_rows<FA_TILE_Q, FA_TILE_K, FA_HEAD_DIM_V>(dp, dout_tile(c.n), v_tile());
+    load_rows(rows, delta_at(c.n));
+    wgmma_wait<0>();
     hold(dp);
     if (INSPECTED && masked) {
         if (some_nonfinite(dp))
             clear_by_warp<DO_BYTES>(dout_tile(c.n));
-        named_arrive(DOUT_IS_CLEAN + c.n % STAGES, 128 * CONSUMERS);
+        named_arrive(DOUT_IS_CLEAN, 128 * CONSUMERS);
     }
-    load_stats(rows, delta_at(c.n));
-    named_sync(P_IS_THERE, 128 * CONSUMERS);
-#pragma unroll
-    for (int n = 0; n < P_STEPS; n++)
-        take(c.p[n], n);
-    wait_for_q(c.n); /* for dK; consumer 0 has */
-    if (INSPECTED && masked)
-        give_back_nonfinite(c.p, columns_of(args, w, tile, GROUP), rows);
+    named_sync(P_IS_THERE, 128 * CONSUMERS); /* and this consumer's warps have cleared theirs of dO */
     start_dv<GROUP>(c);
+    unsigned to = turned_at(ds_tile(c.n));
 #pragma unroll
     for (int n = 0; n < P_STEPS; n++) {
+        unsigned p[4];
         if constexpr (HAS_NOTED)
-            take(c.noted[n], P_STEPS + n);
-        score_gradients(args, HAS_NOTED ? c.noted[n] : c.p[n], dp, rows, n);
-        if constexpr (HAS_NOTED) /* at once: registers are short */
-            hold(dp);
+            take(p, n);
+        else
+            load_matrix_transposed(p, to + n * 2048);
+        row_gradients(args, p, dp + 8 * n, rows);
     }
+    if (masked)
+        mask_elements(dp, keys_of(args, w, tile));
     wgmma_wait<0>();
     hold(c.dv);
-    hold(c.p);
     release(dout_empty(c.n));
-    if (INSPECTED && masked)
-        mask_elements(dp, columns_of(args, w, tile, GROUP));
-    pack_operand(ds, dp);
-    if (!INSPECTED && masked)
-        clear_hidden_keys(w, ds, GROUP);
-    share_ds(ds_tile(c.n), ds, GROUP);
+    wait_for_q(c.n); /* for dK; consumer 0 has */
+    named_sync(P_IS_USED, 128 * CONSUMERS);
+#pragma unroll
+    for (int n = 0; n < P_STEPS; n++) {
+        unsigned ds[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            ds[i] = pack<FA_DTYPE>(dp[8 * n + 2 * i], dp[8 * n + 2 * i + 1]);
+        store_matrix_transposed(to + n * 2048, ds);
+    }
     fence_async();
     named_arrive(DS_IS_THERE, 128 * CONSUMERS);
-    if constexpr (!FIRST)
-        end_dq<GROUP>(dq);
-    named_sync(DS_IS_WHOLE, 128); /* for this consumer's own products */
+    named_sync(MINE + GROUP, 128); /* for this consumer's own products */
+    start_wide_dq<GROUP>(dq, c.n, 0);
+    if constexpr (TWO_ROUNDS<GROUP>) { /* a panel of dK beside each round on its way out */
+        start_dk<GROUP, 1>(c, c.n);
+        wgmma_wait<1>();
+        hold(dq);
+        share_dq<GROUP>(dq);
+        start_wide_dq<GROUP>(dq, c.n, 1);
+    }
+    start_dk<GROUP, 1>(c, c.n, panels_of(GROUP, false) - 1);
+    wgmma_wait<1>();
+    hold(dq);
+    share_dq<GROUP>(dq, TWO_ROUNDS<GROUP>);
+    wgmma_wait<0>();
+    hold(c.dk);
+    release(q_empty(c.n));
     c.n++;
 }
 
-/* What the last step of an item has left; dV leaves while its products are made. */
-template <int GROUP> FA_DEVICE void last_by_columns(const fa_args &args, const work &w, consumer &c, float factor)
+/* ---- dK and dV: columns down, keys across ---- */
+
+/* To where V was, for TMA, in whole panels; keys past the last that counts are 0. */
+template <int COUNT> FA_DEVICE void send_gradient(const work &w, const fa_map &map, int apart, const float (&x)[COUNT], float factor, int group, int panel)
+{
+    int counting = w.keys.end - own_key(w);
+#pragma unroll
+    for (int n = 0; n < COUNT / 8; n++) {
+        unsigned a[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float *from = x + 8 * n + 2 * i;
+            int          key  = n % P_STEPS * 16 + i / 2 * 8;
+            a[i] = pack<FA_DTYPE>(key < counting ? from[0] * factor : 0.0f, key + 1 < counting ? from[1] * factor : 0.0f);
+        }
+        store_matrix_transposed(turned_at(v_tile() + (panel + n / P_STEPS) * PANEL_BYTES) + n % P_STEPS * 2048, a);
+    }
+    fence_async();
+    named_sync(MINE + group, 128);
+    if (threadIdx.x % 128 == 0)
+#pragma unroll
+        for (int n = 0; n < COUNT / PANEL_COUNT; n++)
+            store_panel(w, map, apart, v_tile() + (panel + n) * PANEL_BYTES, 64 * (panel + n), w.first_k);
+}
+
+/* Straight from the registers, what is asked for in float32, has no map or is seen by no query. */
+template <int COUNT> FA_DEVICE void store_turned(const work &w, const fa_view &view, const float (&x)[COUNT], float factor, int cols, int panel)
+{
+    int    lane = threadIdx.x % 32, first = 64 * panel + fragment_row(), key = lane % 4 * 2, rows = w.seq.rows_k - w.first_k, counting = w.keys.end - w.first_k;
+    fa_i64 from = w.seq.kv_entry * view.stride[0] + (w.seq.kv_row + w.first_k) * view.stride[1] + w.kv_head * view.stride[2];
+    if (!view.data)
+        return;
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) {
+        int    row = n % PANEL_COUNT / 4 * 8 + n % 2 + key, col = first + n / PANEL_COUNT * 64 + n / 2 % 2 * 8;
+        fa_i64 at    = from + row * view.stride[1] + col;
+        float  value = row < counting ? x[n] * factor : 0.0f;
+        if (row >= rows || col >= cols)
+            continue;
+        if (view.dtype == FA_F32)
+            ((float *)view.data)[at] = value;
+        else
+            ((fa_u16 *)view.data)[at] = (fa_u16)pack<FA_DTYPE>(value, 0.0f);
+    }
+}
+
+/* What the last step of an item has left. */
+template <int GROUP> FA_DEVICE void last_by_columns(const fa_args &args, const fa_maps &maps, const work &w, consumer &c, float factor)
 {
     float dq[DQ_COUNT];
-    release(v_empty());
-    if (GROUP == 0)
-        named_sync(DS_IS_THERE, 128 * CONSUMERS);
-    start_dk_and_dq<GROUP>(c, dq);
+    if (GROUP == 0) {
+        named_sync(DS_IS_THERE, 128 * CONSUMERS); /* and V is done with */
+        start_dk<GROUP>(c, c.n - 1);
+        start_wide_dq<GROUP>(dq, c.n - 1, 0);
+    } else
+        release(k_empty());
     if (args.apart_dv >= 0)
-        share_gradient(w, own_dv<GROUP>(c), factor, GROUP);
-    wgmma_wait<0>();
-    end_dk(c);
-    go_on_with_dq<GROUP>(c, dq);
-    wgmma_wait<0>();
-    release(k_empty());
-    end_dq<GROUP>(dq);
-    if (args.apart_dk >= 0)
-        share_gradient(w, own_dk<GROUP>(c), args.scale * factor, GROUP);
+        send_gradient(w, maps.dv, args.apart_dv, own_dv<GROUP>(c), factor, GROUP, first_panel_of(GROUP, true));
+    if (GROUP == 0) {
+        wgmma_wait<0>();
+        hold(c.dk);
+        release(q_empty(c.n - 1));
+        end_dq<true>(dq, c.n - 1);
+    }
+}
+
+template <int GROUP> FA_DEVICE void end_by_columns(const fa_args &args, const fa_maps &maps, const work &w, consumer &c, float factor)
+{
+    bool some = steps_of(w) > 0, asks = threadIdx.x % 128 == 0;
+    if (!some || args.apart_dv < 0)
+        store_turned(w, args.dv, own_dv<GROUP>(c), factor, args.head_dim_v, first_panel_of(GROUP, true));
+    if (some && args.apart_dk >= 0 && K_PANELS <= V_PANELS) {
+        if (asks)
+            bulk_added_was_read();
+        named_sync(MINE + GROUP, 128);
+        send_gradient(w, maps.dk, args.apart_dk, own_dk<GROUP>(c), args.scale * factor, GROUP, first_panel_of(GROUP, false));
+    } else
+        store_turned(w, args.dk, own_dk<GROUP>(c), args.scale * factor, args.head_dim, first_panel_of(GROUP, false));
+    if (asks) {
+        bulk_added_was_read();
+        barrier_arrive(v_empty());
+    }
 }
 
 #endif
