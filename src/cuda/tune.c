@@ -140,7 +140,7 @@ const fa_tune_row fa_tune_rows[] = {
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 192, FA_ON_ANY, FA_FOR_NARROW_V_TMA, 0, 64, 80, 12, 2, 1, 0, 304,
      "as at 256: of three panels of dK one consumer has two, of dV's two each has one (decision 0075)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_TMA, 0, 64, 80, 12, 2, 1, 0, 304,
-     "two consumers of the same 80 keys, each some of the columns, for dK and dV of more keys have no registers; one makes P, one dS (decisions 0056, 0075)"},
+     "two consumers of the same 80 keys, each some of the columns, for dK and dV of more keys have no registers; one makes P, one dS (decisions 0056, 0076)"},
     {80, 129, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ANY, 0, 64, 128, 4, 2, 2, 0, 512,
      "head_dim 64: four warps of 32 keys, queries in two halves, two blocks a multiprocessor (decision 0042)"},
     {80, 80, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_ANY, 0, 64, 128, 8, 2, 1, 0, 512,

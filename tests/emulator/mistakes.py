@@ -124,7 +124,7 @@ MISTAKES = [
     ("V overwritten while dK leaves from there", WIDE, "    if (asks) {\n        bulk_added_was_read();\n        barrier_arrive(v_empty());", "    if (asks) {\n        barrier_arrive(v_empty());",
      ("256 columns, many tiles", "every_backward*")),
     ("dQ of a round that the second consumer has not", WIDE, "panels_of(GROUP, false) > 1", "true", WIDE_BACK),
-    ("copies of the other adder's number waited for", BACKWARD, "            tell<COPIES>(args, open, ADDER);", "            tell<DQ_ROUNDS * PER_ROUND>(args, open, ADDER);", WIDE_BACK),
+    ("others told of dQ whose copies are under way", BACKWARD, "            tell<COPIES>(args, open, ADDER);", "            tell<2 * COPIES>(args, open, ADDER);", WIDE_BACK),
 ]
 
 

@@ -167,15 +167,18 @@ FA_DEVICE void row_exponentials(const fa_args &args, const work &w, consumer &c,
 FA_DEVICE void drop_rows(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], int tile)
 {
 #if FA_HAS_DROPOUT
-    if constexpr (!FA_HAS_SOFTCAP)
-        pack_operand(c.noted, s);
-    drop_elements(args, s, c.batch_head, tile * (FA_TILE_Q / 16) + threadIdx.x % 128 / 32, w.first_k / 16);
 #pragma unroll
-    for (int n = 0; n < P_STEPS; n++) {
+    for (int n = 0; n < P_STEPS; n++) { /* one after the other: registers are short */
+        float(&x)[8]        = part_of<8>(s, 8 * n);
+        unsigned(&noted)[4] = c.noted[n];
+#pragma unroll
+        for (int i = 0; i < 4 && !FA_HAS_SOFTCAP; i++)
+            noted[i] = pack<FA_DTYPE>(x[2 * i], x[2 * i + 1]);
+        drop_elements(args, x, c.batch_head, tile * (FA_TILE_Q / 16) + threadIdx.x % 128 / 32, w.first_k / 16 + n);
 #pragma unroll
         for (int i = 0; i < 4; i++) /* P that is 0 anyway may be marked too */
-            c.noted[n][i] |= (s[8 * n + 2 * i] == 0.0f ? 0x8000u : 0) | (s[8 * n + 2 * i + 1] == 0.0f ? 0x80000000u : 0);
-        pass(c.noted[n], n);
+            noted[i] |= (x[2 * i] == 0.0f ? 0x8000u : 0) | (x[2 * i + 1] == 0.0f ? 0x80000000u : 0);
+        pass(noted, n);
     }
 #endif
 }
