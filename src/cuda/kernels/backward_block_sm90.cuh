@@ -29,7 +29,6 @@ constexpr bool HAS_NOTED = FA_HAS_SOFTCAP || FA_HAS_DROPOUT; /* dS is made of so
 constexpr int ADDERS = BY_COLUMNS ? 2 : 1; /* warps that add dQ */
 constexpr int SLOTS = 2, PIECES = SLOTS * ADDERS / CONSUMERS; /* of dQ's memory: of such a warp, of a consumer, who in a round fills each of its own once */
 static_assert(PIECES == SLOTS || ADDERS == 1, "a warp's slots are one consumer's, or it has all");
-constexpr int DQ_ROUNDS = BY_COLUMNS ? 2 : 1; /* in which a consumer's dQ leaves; of 192 columns the second consumer's in one */
 /* Panels of dK and dV, and those that the first consumer has: the second has as many, or BY_COLUMNS what is left. */
 constexpr int K_PANELS = FA_HEAD_DIM / 64, V_PANELS = FA_HEAD_DIM_V / 64, FIRST_OF_K = BY_COLUMNS ? 2 : K_PANELS, FIRST_OF_V = BY_COLUMNS ? (V_PANELS + 1) / 2 : V_PANELS;
 static_assert(BY_COLUMNS ? V_PANELS > 1 : FA_HEAD_DIM == FA_HEAD_DIM_V, "both have some");

@@ -102,10 +102,10 @@ FA_DEVICE void hold_s(float (&s)[S_COUNT], consumer &c)
         hold(c.k);
 }
 
-/* c += X^T Y; x: P^T or dS^T, y: a tile of dO or Q, from a panel on as many columns as c has. */
-template <int COUNT> FA_DEVICE void start_gradient(float (&c)[COUNT], unsigned (&x)[P_STEPS][4], unsigned y, int panel = 0)
+/* c += X^T Y; x: P^T or dS^T, y: a tile of dO or Q. */
+template <int COUNT> FA_DEVICE void start_gradient(float (&c)[COUNT], unsigned (&x)[P_STEPS][4], unsigned y)
 {
-    matrix b = matrix_of(y + panel * (FA_TILE_Q * 128), FA_TILE_Q * 128);
+    matrix b = matrix_of(y, FA_TILE_Q * 128);
     hold(c);
     hold(x);
     wgmma_fence();
@@ -119,11 +119,11 @@ template <int COUNT> FA_DEVICE void start_gradient(float (&c)[COUNT], unsigned (
 /* dQ begins with this consumer's own keys, so that the other's dS has longer to come. */
 constexpr bool OWN_FIRST = !BY_COLUMNS && !DQ_LATE;
 
-/* This consumer's part of dS K, in a round; DQ_TURNED of K^T dS^T. */
-FA_DEVICE void start_dq(float (&dq)[DQ_COUNT], unsigned ds, int group, int round = 0)
+/* This consumer's part of dS K; DQ_TURNED of K^T dS^T. */
+FA_DEVICE void start_dq(float (&dq)[DQ_COUNT], unsigned ds, int group)
 {
     constexpr bool BY_ROWS = FA_TILE_Q == 128;
-    int            panel = BY_ROWS ? 0 : group * DQ_ROUNDS + round;
+    int            panel = BY_ROWS ? 0 : group;
     matrix         a = matrix_of(ds + (BY_ROWS ? group * (64 * 128) : 0), 0), b = matrix_of(k_tile() + panel * (FA_TILE_K * 128), 0);
     hold(dq);
     wgmma_fence();
@@ -359,11 +359,18 @@ FA_DEVICE void pack_probabilities(consumer &c, const float (&s)[S_COUNT], const 
     }
 }
 
-/* dS, queries down, for dQ: a consumer's 64 keys are one panel. */
+/* Where this lane's row of the 8x8 matrices of dS is, 16 queries by this warp's 16 keys, turned round; 16 queries on: + 2048. BY_COLUMNS of P and dS with keys and
+ * queries changed over, and of a panel of dK or dV with columns for queries. */
+FA_DEVICE unsigned turned_at(unsigned tile)
+{
+    int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8, chunk = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
+    return tile + row * 128 + ((chunk ^ row % 8) << 4);
+}
+
+/* dS, queries down, for dQ: a consumer's 64 keys are one panel. BY_COLUMNS P or dS, keys down. */
 FA_DEVICE void share_ds(unsigned tile, const unsigned (&ds)[P_STEPS][4], int group)
 {
-    int      lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8, chunk = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
-    unsigned to = tile + first_key_of(group) / 64 * (FA_TILE_Q * 128) + row * 128 + ((chunk ^ row % 8) << 4);
+    unsigned to = turned_at(tile + first_key_of(group) / 64 * (FA_TILE_Q * 128));
 #pragma unroll
     for (int step = 0; step < P_STEPS; step++)
         store_matrix_transposed(to + step * 2048, ds[step]);

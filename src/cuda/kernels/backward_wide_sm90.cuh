@@ -71,13 +71,6 @@ template <bool LAST = false> FA_DEVICE void end_dq(float (&dq)[DQ_COUNT], unsign
     share_dq<0>(dq, 1);
 }
 
-/* Where this lane's row of the 8x8 matrices of P or dS is, 16 keys by this warp's 16 queries, turned round; 16 keys on: + 2048. The same of a panel of dK, with columns for queries. */
-FA_DEVICE unsigned turned_at(unsigned tile)
-{
-    int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8, chunk = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
-    return tile + row * 128 + ((chunk ^ row % 8) << 4);
-}
-
 /* Thread to thread: both have the same elements. */
 FA_DEVICE unsigned passed_at(int n) { return shared_address(shared) + PASSED_AT + threadIdx.x % 128 * 16 + n * 2048; }
 
@@ -206,6 +199,7 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
 {
     constexpr int GROUP = 0;
     float         s[S_COUNT], dq[DQ_COUNT], rows[2];
+    unsigned      operand[P_STEPS][4];
     wait_for_q(c.n);
     start_rows_by_rows<FA_TILE_Q, FA_TILE_K>(s, q_tile(c.n), k_tile());
     if constexpr (!FIRST) {
@@ -226,7 +220,6 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
         hold(c.dk);
         release(q_empty(c.n - 1));
     }
-    unsigned to = turned_at(ds_tile(c.n));
     if (INSPECTED && masked) {
         seen_keys seen = keys_of(args, w, tile);
         mask_elements(s, seen);
@@ -237,14 +230,8 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
             if (!finite(rows[n / 2 % 2]) && sees(seen, n))
                 s[n] = __int_as_float(0x7FFFFFFF);
     }
-#pragma unroll
-    for (int n = 0; n < P_STEPS; n++) {
-        unsigned p[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            p[i] = pack<FA_DTYPE>(s[8 * n + 2 * i], s[8 * n + 2 * i + 1]);
-        store_matrix_transposed(to + n * 2048, p);
-    }
+    pack_operand(operand, s);
+    share_ds(ds_tile(c.n), operand, GROUP);
     fence_async();
     named_arrive(P_IS_THERE, 128 * CONSUMERS);
     named_sync(MINE + GROUP, 128);
@@ -270,6 +257,7 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
 {
     constexpr int GROUP = 1;
     float         dp[S_COUNT], dq[DQ_COUNT], rows[2];
+    unsigned      operand[P_STEPS][4];
     if constexpr (FIRST)
         barrier_wait(v_full(), filled<1>(item));
     wait_for_dout(c.n);
@@ -301,14 +289,8 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
     release(dout_empty(c.n));
     wait_for_q(c.n); /* for dK; consumer 0 has */
     named_sync(P_IS_USED, 128 * CONSUMERS);
-#pragma unroll
-    for (int n = 0; n < P_STEPS; n++) {
-        unsigned ds[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            ds[i] = pack<FA_DTYPE>(dp[8 * n + 2 * i], dp[8 * n + 2 * i + 1]);
-        store_matrix_transposed(to + n * 2048, ds);
-    }
+    pack_operand(operand, dp);
+    share_ds(ds_tile(c.n), operand, GROUP);
     fence_async();
     named_arrive(DS_IS_THERE, 128 * CONSUMERS);
     named_sync(MINE + GROUP, 128); /* for this consumer's own products */
@@ -355,25 +337,41 @@ template <int COUNT> FA_DEVICE void send_gradient(const work &w, const fa_map &m
             store_panel(w, map, apart, v_tile() + (panel + n) * PANEL_BYTES, 64 * (panel + n), w.first_k);
 }
 
-/* Straight from the registers, what is asked for in float32, has no map or is seen by no query. */
+/* Straight from the registers, row by row, for columns share an address: even so it is a quarter of the kernel's machine code, which takes long to compile. */
+template <typename ELEMENT, int COUNT>
+FA_DEVICE void store_rows(ELEMENT *to, fa_i64 stride, const float (&x)[COUNT], float factor, int rows, int counting, int cols)
+{
+#pragma unroll
+    for (int n = 0; n < PANEL_COUNT; n += n % 2 ? 3 : 1) {
+        int row = n / 4 * 8 + n % 2;
+        if (row >= rows)
+            break;
+        ELEMENT *at = to + row * stride;
+#pragma unroll
+        for (int half = 0; half < 2 * COUNT / PANEL_COUNT; half++) { /* a thread has two of a panel's columns */
+            int   col   = half / 2 * 64 + half % 2 * 8;
+            float value = row < counting ? x[half / 2 * PANEL_COUNT + n + half % 2 * 2] * factor : 0.0f;
+            if (col >= cols)
+                continue;
+            if constexpr (sizeof(ELEMENT) == 4)
+                at[col] = value;
+            else
+                at[col] = (fa_u16)pack<FA_DTYPE>(value, 0.0f);
+        }
+    }
+}
+
+/* What is asked for in float32, has no map or is seen by no query. */
 template <int COUNT> FA_DEVICE void store_turned(const work &w, const fa_view &view, const float (&x)[COUNT], float factor, int cols, int panel)
 {
-    int    lane = threadIdx.x % 32, first = 64 * panel + fragment_row(), key = lane % 4 * 2, rows = w.seq.rows_k - w.first_k, counting = w.keys.end - w.first_k;
-    fa_i64 from = w.seq.kv_entry * view.stride[0] + (w.seq.kv_row + w.first_k) * view.stride[1] + w.kv_head * view.stride[2];
+    int    col = 64 * panel + fragment_row(), key = threadIdx.x % 4 * 2, rows = w.seq.rows_k - w.first_k - key, counting = w.keys.end - w.first_k - key;
+    fa_i64 from = w.seq.kv_entry * view.stride[0] + (w.seq.kv_row + w.first_k + key) * view.stride[1] + w.kv_head * view.stride[2] + col;
     if (!view.data)
         return;
-#pragma unroll
-    for (int n = 0; n < COUNT; n++) {
-        int    row = n % PANEL_COUNT / 4 * 8 + n % 2 + key, col = first + n / PANEL_COUNT * 64 + n / 2 % 2 * 8;
-        fa_i64 at    = from + row * view.stride[1] + col;
-        float  value = row < counting ? x[n] * factor : 0.0f;
-        if (row >= rows || col >= cols)
-            continue;
-        if (view.dtype == FA_F32)
-            ((float *)view.data)[at] = value;
-        else
-            ((fa_u16 *)view.data)[at] = (fa_u16)pack<FA_DTYPE>(value, 0.0f);
-    }
+    if (view.dtype == FA_F32)
+        store_rows((float *)view.data + from, view.stride[1], x, factor, rows, counting, cols - col);
+    else
+        store_rows((fa_u16 *)view.data + from, view.stride[1], x, factor, rows, counting, cols - col);
 }
 
 /* What the last step of an item has left. */
