@@ -367,7 +367,7 @@ FA_DEVICE unsigned turned_at(unsigned tile)
     return tile + row * 128 + ((chunk ^ row % 8) << 4);
 }
 
-/* dS, queries down, for dQ: a consumer's 64 keys are one panel. BY_COLUMNS P or dS, keys down. */
+/* dS, queries down, for dQ: a consumer's 64 keys are one panel. */
 FA_DEVICE void share_ds(unsigned tile, const unsigned (&ds)[P_STEPS][4], int group)
 {
     unsigned to = turned_at(tile + first_key_of(group) / 64 * (FA_TILE_Q * 128));

@@ -156,6 +156,14 @@ FA_DEVICE void row_exponentials(const fa_args &args, const work &w, consumer &c,
     }
 }
 
+/* Eight elements, of two rows and two 8x8 matrices. */
+FA_DEVICE void pack_eight(unsigned (&a)[4], const float *x)
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        a[i] = pack<FA_DTYPE>(x[2 * i], x[2 * i + 1]);
+}
+
 /* What is dropped of P becomes 0, and is marked by its sign in what dS is made of, P or under a softcap P (1 - tanh^2), which goes to the other consumer. */
 FA_DEVICE void drop_rows(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], int tile)
 {
@@ -164,9 +172,8 @@ FA_DEVICE void drop_rows(const fa_args &args, const work &w, consumer &c, float 
     for (int n = 0; n < P_STEPS; n++) { /* one after the other: registers are short */
         float(&x)[8]        = part_of<8>(s, 8 * n);
         unsigned(&noted)[4] = c.noted[n];
-#pragma unroll
-        for (int i = 0; i < 4 && !FA_HAS_SOFTCAP; i++)
-            noted[i] = pack<FA_DTYPE>(x[2 * i], x[2 * i + 1]);
+        if (!FA_HAS_SOFTCAP)
+            pack_eight(noted, x);
         drop_elements(args, x, c.batch_head, tile * (FA_TILE_Q / 16) + threadIdx.x % 128 / 32, w.first_k / 16 + n);
 #pragma unroll
         for (int i = 0; i < 4; i++) /* P that is 0 anyway may be marked too */
@@ -199,7 +206,6 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
 {
     constexpr int GROUP = 0;
     float         s[S_COUNT], dq[DQ_COUNT], rows[2];
-    unsigned      operand[P_STEPS][4];
     wait_for_q(c.n);
     start_rows_by_rows<FA_TILE_Q, FA_TILE_K>(s, q_tile(c.n), k_tile());
     if constexpr (!FIRST) {
@@ -230,8 +236,12 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
             if (!finite(rows[n / 2 % 2]) && sees(seen, n))
                 s[n] = __int_as_float(0x7FFFFFFF);
     }
-    pack_operand(operand, s);
-    share_ds(ds_tile(c.n), operand, GROUP);
+#pragma unroll
+    for (int n = 0; n < P_STEPS; n++) {
+        unsigned a[4];
+        pack_eight(a, s + 8 * n);
+        store_matrix_transposed(turned_at(ds_tile(c.n)) + n * 2048, a); /* found anew: one register more, and dropout spills others */
+    }
     fence_async();
     named_arrive(P_IS_THERE, 128 * CONSUMERS);
     named_sync(MINE + GROUP, 128);
@@ -257,7 +267,6 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
 {
     constexpr int GROUP = 1;
     float         dp[S_COUNT], dq[DQ_COUNT], rows[2];
-    unsigned      operand[P_STEPS][4];
     if constexpr (FIRST)
         barrier_wait(v_full(), filled<1>(item));
     wait_for_dout(c.n);
@@ -289,8 +298,12 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
     release(dout_empty(c.n));
     wait_for_q(c.n); /* for dK; consumer 0 has */
     named_sync(P_IS_USED, 128 * CONSUMERS);
-    pack_operand(operand, dp);
-    share_ds(ds_tile(c.n), operand, GROUP);
+#pragma unroll
+    for (int n = 0; n < P_STEPS; n++) {
+        unsigned a[4];
+        pack_eight(a, dp + 8 * n);
+        store_matrix_transposed(to + n * 2048, a);
+    }
     fence_async();
     named_arrive(DS_IS_THERE, 128 * CONSUMERS);
     named_sync(MINE + GROUP, 128); /* for this consumer's own products */
