@@ -253,6 +253,10 @@ static const test_case backward_shapes[] = {
     {.name = "80 keys, window, softcap, dropout", .seqlen_q = 300, .seqlen_k = 330, .heads_q = 2, .mask = W, .window_left = 100, .window_right = 20, .softcap = 20,
      .logit_size = 20, .dropout = 0.2f, .head_dim = 256},
     {.name = "80 keys, used lengths", .batch = 5, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .seqused_q = LENGTHS_MIXED, .seqused_k = LENGTHS_MIXED, .head_dim = 256},
+    {.name = "192 and 128 columns, tails, groups", .batch = 2, .seqlen_q = 395, .seqlen_k = 533, .heads_q = 4, .heads_k = 2, .head_dim = 192, .head_dim_v = 128},
+    {.name = "192 and 128 columns, varlen, used lengths", .batch = 6, .seqlen_q = 300, .seqlen_k = 400, .heads_q = 2, .head_dim = 192, .head_dim_v = 128,
+     .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_MIXED, .seqused_q = LENGTHS_HOLES, .seqused_k = LENGTHS_MIXED, .mask = C},
+    {.name = "144 and 40 columns, packed", .batch = 3, .seqlen_q = 200, .seqlen_k = 200, .heads_q = 2, .head_dim = 144, .head_dim_v = 40, .mask = C},
 };
 
 #endif

@@ -137,8 +137,8 @@ const fa_tune_row fa_tune_rows[] = {
      "long: tiles of 80 queries, for which shared memory reads less than for 64; short ones waste a part of the last; spills as above (decision 0056)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_TMA, 0, 64, 128, 12, 2, 1, 0, 224,
      "two consumers of 64 keys; dQ by TMA; the producer's thread spills (decision 0055)"},
-    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 192, FA_ON_ANY, FA_FOR_NARROW_V_TMA, 0, 64, 80, 12, 2, 1, 0, 304,
-     "as at 256: of three panels of dK one consumer has two, of dV's two each has one (decision 0075)"},
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 192, FA_ON_ANY, FA_FOR_NARROW_V_TMA, 0, 48, 128, 12, 2, 1, 0, 336,
+     "DeepSeek's 192 and 128: two consumers of 64 keys; dK and dV leave registers for S and dP of 48 queries, and for no options (decision 0077)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_TMA, 0, 64, 80, 12, 2, 1, 0, 304,
      "two consumers of the same 80 keys, each some of the columns, for dK and dV of more keys have no registers; one makes P, one dS (decisions 0056, 0076)"},
     {80, 129, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ANY, 0, 64, 128, 4, 2, 2, 0, 512,
@@ -250,6 +250,8 @@ static bool has_own_options(const fa_tune_row *row, const fa_call *call)
 {
     enum { LARGEST_SOFTCAP = 128, SWIZZLE_ROWS = 8 };
     bool own = row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_BACKWARD_SM90;
+    if (row->kernel == FA_KERNEL_BACKWARD_SM90 && row->only == FA_FOR_NARROW_V_TMA) /* no registers are left */
+        own = false;
     return own && row->dtypes == FA_IN_16_BIT && call->softcap <= LARGEST_SOFTCAP &&
            (call->softcap == 0 || call->scale <= 1e30f * call->softcap) && (!call->pages.table || (call->k.shape[0] > 0 && fa_page_piece(call, row->tile_k) >= SWIZZLE_ROWS));
 }

@@ -16,9 +16,10 @@ struct turn {
 };
 
 /* BY_COLUMNS: both consumers have the same 80 keys, and each some columns of dK, dV and dQ; one makes P, the other dS. */
-constexpr bool BY_COLUMNS = FA_HEAD_DIM > 128;
-/* DQ_TURNED: dQ^T = K^T dS^T, 80 queries across, for which shared memory reads less than for 64. */
-constexpr bool DQ_TURNED = FA_TILE_Q == 80;
+constexpr bool BY_COLUMNS = FA_HEAD_DIM > 128 && FA_TILE_K == 80;
+/* DQ_TURNED: dQ^T = K^T dS^T, 80 queries across, for which shared memory reads less than for 64; or 48, beside which dK of 192 columns has room. Of its three panels a consumer has
+ * one, and of the third half of the queries (THIRD_SHARED). */
+constexpr bool DQ_TURNED = FA_TILE_Q == 80 || FA_TILE_Q == 48, THIRD_SHARED = DQ_TURNED && FA_HEAD_DIM == 192;
 constexpr int CONSUMERS = 2, STAGES = FA_HEAD_DIM == 256 || FA_HEAD_DIM_V == 256 ? 1 : 2 /* of dO */, Q_STAGES = BY_COLUMNS ? 2 : 3, DS_STAGES = DQ_TURNED ? 1 : 2, WORKS = 8;
 /* DQ_LATE: a step makes dQ of the one before. So no consumer waits for dS that the other is about to write: one is up to half a step ahead, and the tensor cores have its
  * products while the other is at its elements. With 64 queries it loses (decision 0056, eleventh round). */
@@ -26,12 +27,13 @@ constexpr bool DQ_LATE = FA_TILE_Q == 128;
 constexpr bool FIRST_APART = BY_COLUMNS || DQ_LATE; /* an item's first step has a text of its own: it makes no dQ */
 static_assert(!DQ_LATE || (DS_STAGES == 2 && !BY_COLUMNS), "dS of a step lies until the next one's products");
 constexpr bool HAS_NOTED = FA_HAS_SOFTCAP || FA_HAS_DROPOUT; /* dS is made of something else than P */
+static_assert(!THIRD_SHARED || !(HAS_NOTED || FA_HAS_ALIBI), "for which there are no registers");
 constexpr int ADDERS = BY_COLUMNS ? 2 : 1; /* warps that add dQ */
 constexpr int SLOTS = 2, PIECES = SLOTS * ADDERS / CONSUMERS; /* of dQ's memory: of such a warp, of a consumer, who in a round fills each of its own once */
 static_assert(PIECES == SLOTS || ADDERS == 1, "a warp's slots are one consumer's, or it has all");
 /* Panels of dK and dV, and those that the first consumer has: the second has as many, or BY_COLUMNS what is left. */
 constexpr int K_PANELS = FA_HEAD_DIM / 64, V_PANELS = FA_HEAD_DIM_V / 64, FIRST_OF_K = BY_COLUMNS ? 2 : K_PANELS, FIRST_OF_V = BY_COLUMNS ? (V_PANELS + 1) / 2 : V_PANELS;
-static_assert(BY_COLUMNS ? V_PANELS > 1 : FA_HEAD_DIM == FA_HEAD_DIM_V, "both have some");
+static_assert(!BY_COLUMNS || V_PANELS > 1, "both have some");
 __device__ constexpr int panels_of(int group, bool of_v)
 {
     return BY_COLUMNS && group == 1 ? (of_v ? V_PANELS - FIRST_OF_V : K_PANELS - FIRST_OF_K) : of_v ? FIRST_OF_V : FIRST_OF_K;
@@ -39,12 +41,12 @@ __device__ constexpr int panels_of(int group, bool of_v)
 static_assert(FA_WARPS == 4 * (CONSUMERS + 1) && FA_TILE_K == (BY_COLUMNS ? 80 : 64 * CONSUMERS), "a consumer has 64 keys, or all");
 constexpr int PANEL_COUNT = BY_COLUMNS ? FA_TILE_K / 2 : 32; /* of dK or dV, of a thread */
 constexpr int S_COUNT = (BY_COLUMNS ? FA_TILE_K : FA_TILE_Q) / 2, P_STEPS = S_COUNT / 8; /* of a thread; 16 queries a step, BY_COLUMNS keys */
-constexpr int DK_COUNT = PANEL_COUNT * FIRST_OF_K, DV_COUNT = PANEL_COUNT * FIRST_OF_V, DQ_COUNT = DQ_TURNED ? S_COUNT : 32;
-static_assert(FA_TILE_Q * 64 * K_PANELS == (BY_COLUMNS ? K_PANELS : 2) * 128 * DQ_COUNT, "a consumer has 64 x 64 of dQ a round, or 80 x 64");
+constexpr int DK_COUNT = PANEL_COUNT * FIRST_OF_K, DV_COUNT = PANEL_COUNT * FIRST_OF_V, DQ_COUNT = DQ_TURNED ? S_COUNT : 32, THIRD_COUNT = 12, ROUND_COUNT = DQ_COUNT + THIRD_SHARED * THIRD_COUNT /* of dQ in a round */;
+static_assert(FA_TILE_Q * 64 * K_PANELS == (BY_COLUMNS ? K_PANELS : 2) * 128 * ROUND_COUNT, "a consumer has 64 x 64 of dQ a round, or DQ_TURNED half of it");
 constexpr int K_BYTES = FA_TILE_K * FA_HEAD_DIM * 2, V_BYTES = FA_TILE_K * FA_HEAD_DIM_V * 2, Q_BYTES = FA_TILE_Q * FA_HEAD_DIM * 2, DO_BYTES = FA_TILE_Q * FA_HEAD_DIM_V * 2, DS_BYTES = FA_TILE_Q * FA_TILE_K * 2;
 /* dQ's way out: a round in pieces of so many times 16 bytes a thread, each in a slot, of which one leaves while the other is filled: what there is room for. */
-__device__ constexpr int piece_of(int group) { return !BY_COLUMNS ? DQ_COUNT / 4 / PIECES : K_PANELS < 4 ? 4 : HAS_NOTED ? 2 : group == 1 ? 4 : 3; }
-__device__ constexpr int pieces_of(int group) { return (DQ_COUNT / 4 + piece_of(group) - 1) / piece_of(group); } /* of a round */
+__device__ constexpr int piece_of(int group) { return !BY_COLUMNS ? ROUND_COUNT / 4 / PIECES : K_PANELS < 4 ? 4 : HAS_NOTED ? 2 : group == 1 ? 4 : 3; }
+__device__ constexpr int pieces_of(int group) { return (ROUND_COUNT / 4 + piece_of(group) - 1) / piece_of(group); } /* of a round */
 constexpr int DQ_BYTES = 128 * 16 * piece_of(0) /* of a slot of the first consumer's */, STAT_BYTES = FA_TILE_Q * 4;
 constexpr int V_AT = K_BYTES, Q_AT = V_AT + V_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES, DS_AT = DO_AT + STAGES * DO_BYTES;
 constexpr int DQ_AT = DS_AT + DS_STAGES * DS_BYTES, LSE_AT = DQ_AT + SLOTS * (DQ_BYTES + (ADDERS - 1) * 128 * 16 * piece_of(1)), DELTA_AT = LSE_AT + Q_STAGES * STAT_BYTES;
@@ -61,7 +63,7 @@ constexpr bool V_IS_EARLY   = STAGED_IN_DS; /* given back before dV leaves, whic
 constexpr int  STAGED_BYTES = DK_BY_DQ || BY_COLUMNS || STAGED_IN_DS ? 0 : CONSUMERS * PANEL_BYTES;
 
 static_assert(STAGED_AT + STAGED_BYTES <= 227 * 1024, "what a block may have");
-static_assert(!DK_BY_DQ || FIRST_OF_K / PIECES * PANEL_BYTES <= DQ_BYTES, "dK goes where dQ goes");
+static_assert(!DK_BY_DQ || PANEL_BYTES <= DQ_BYTES, "dK goes where dQ goes");
 
 extern "C" __constant__ int fa_shared_bytes = STAGED_AT + STAGED_BYTES;
 extern __shared__ __align__(1024) char shared[];

@@ -1,13 +1,16 @@
 /*
  * After backward_sm90.cu: its float dQ becomes the caller's. A block has a tile of queries of one head, a warp 16 rows x 64 columns at once, which
- * it finds in the order of an accumulator; of 80 queries 8 rows x 64 columns, in the order of a dQ^T. Where no key was seen there is none, and dQ is 0.
+ * it finds in the order of an accumulator; of 80 or 48 queries 8 rows x 64 columns, in the order of a dQ^T. Where no key was seen there is none, and dQ is 0.
  */
 #include "fragment_sm90.cuh"
 #include "packed_sm90.cuh"
 
-constexpr bool DQ_TURNED = FA_TILE_Q == 80;
+constexpr bool DQ_TURNED = FA_TILE_Q == 80 || FA_TILE_Q == 48;
 constexpr int  PIECES    = FA_TILE_Q / (DQ_TURNED ? 8 : 16) * (FA_HEAD_DIM / 64); /* of a warp */
-static_assert(PIECES % 4 == 0, "a consumer has four warps");
+static_assert(DQ_TURNED || PIECES % 4 == 0, "a consumer has four warps");
+
+constexpr bool THIRD_SHARED = DQ_TURNED && FA_HEAD_DIM == 192;
+constexpr int  PANEL_PIECES = FA_TILE_Q / 8; /* of a dQ^T's 64 columns */
 
 FA_DEVICE float4 load_piece(const float4 *from, bool there) { return there ? __ldcs(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
 
@@ -17,7 +20,12 @@ FA_DEVICE void convert_turned(const fa_args &args, const sequence &s, const floa
     int   lane = threadIdx.x % 32, t = lane % 4, g = lane / 4;
     float f    = args.scale * args.dropout.keep_scale;
     for (int piece = threadIdx.x / 32; piece < PIECES; piece += FA_WARPS) {
-        int    col = piece / (FA_TILE_Q / 8) * 64, row = first + piece % (FA_TILE_Q / 8) * 8;
+        int col = piece / PANEL_PIECES * 64, row = first + piece % PANEL_PIECES * 8;
+        if (THIRD_SHARED) { /* a consumer's pieces are those of a panel, and of the third half */
+            int half = piece % (PIECES / 2) - PANEL_PIECES, group = piece / (PIECES / 2);
+            col = half < 0 ? group * 64 : 128;
+            row = first + (half < 0 ? half + PANEL_PIECES : group * (PANEL_PIECES / 2) + half) * 8;
+        }
         float4 x[4];
 #pragma unroll
         for (int w = 0; w < 4; w++)

@@ -130,13 +130,29 @@ FA_DEVICE void start_dq(float (&dq)[DQ_COUNT], unsigned ds, int group)
 #pragma unroll
     for (int step = 0; step < FA_TILE_K / 16; step++) {
         int whose = OWN_FIRST && group == 1 ? 1 - step / 4 : step / 4;
-        if (OWN_FIRST && step == 4)
+        if (OWN_FIRST && !THIRD_SHARED && step == 4)
             named_sync(DS_IS_THERE, 128 * CONSUMERS);
         matrix of_ds = a.from(whose * (FA_TILE_Q * 128) + step % 4 * 32), of_k = b.from((4 * whose + step % 4) * 2048);
         if constexpr (DQ_TURNED)
             wgmma_shared<0, 1>(dq, of_k, of_ds, step > 0); /* rows of both are queries or keys as they lie */
         else
             wgmma_shared<1>(dq, of_ds, of_k, step > 0);
+    }
+    wgmma_commit();
+}
+
+/* THIRD_SHARED: of the third panel half of the queries, before dQ's own. */
+FA_DEVICE void start_third_of_dq(float (&third)[THIRD_COUNT], unsigned ds, int group)
+{
+    matrix a = matrix_of(k_tile() + 2 * (FA_TILE_K * 128), 0), b = matrix_of(ds + group * (FA_TILE_Q * 64), 0);
+    hold(third);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < FA_TILE_K / 16; step++) {
+        int whose = group == 1 ? 1 - step / 4 : step / 4;
+        if (step == 4)
+            named_sync(DS_IS_THERE, 128 * CONSUMERS);
+        wgmma_shared<0, 1>(third, a.from((4 * whose + step % 4) * 2048), b.from(whose * (FA_TILE_Q * 128) + step % 4 * 32), step > 0);
     }
     wgmma_commit();
 }
@@ -257,7 +273,7 @@ FA_DEVICE void exponentials(const fa_args &args, const work &w, consumer &c, flo
  * them, whatever the text says. So a store that is never made hangs on them (P is not below 0), and behind it stands an instruction over which nothing moves. Were it all
  * of them, their end would be waited for too. How many is found by timing; an edge step has none (decision 0056, tenth round).
  */
-constexpr int PINNED = HAS_NOTED || FA_HAS_ALIBI || FA_MASK == FA_MASK_WINDOW || FA_HEAD_DIM == 64 ? 0
+constexpr int PINNED = HAS_NOTED || FA_HAS_ALIBI || FA_MASK == FA_MASK_WINDOW || FA_HEAD_DIM != 128 ? 0
                        : FA_MASK == FA_MASK_CAUSAL                                                    ? 12
                        : DQ_TURNED                                                                    ? 17
                                                                                                       : 0;
@@ -339,6 +355,27 @@ FA_DEVICE void give_back_nonfinite(unsigned (&p)[P_STEPS][4], const columns &see
     }
 }
 
+/* THIRD_SHARED, which has no registers for a branch behind dP's wait: by delta, which is not finite where a row of dO is not, before dP is begun. P as it is then. */
+FA_DEVICE bool some_nonfinite_row(unsigned lse_from, unsigned delta_from) /* a query that sees no key has delta 0, whatever its dO holds, and LSE -Inf */
+{
+    row_stats lse = {lse_from}, delta = {delta_from};
+    load_own(lse);
+    load_own(delta);
+    return __any_sync(~0u, !finite(lse.own[0].x) || !finite(lse.own[0].y) || !finite(delta.own[0].x) || !finite(delta.own[0].y)); /* of 48 columns the last lanes have something else, which does no harm */
+}
+
+FA_DEVICE void give_back_nonfinite(float (&p)[S_COUNT], const columns &seen, const row_stats &delta)
+{
+#pragma unroll
+    for (int n = 0; n < S_COUNT; n += 4) {
+        float2 row = stats_of(delta, n / 4);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (!finite(i % 2 ? row.y : row.x) && sees(seen, i / 2, 2 * n + i % 2))
+                p[n + i] = __int_as_float(0x7FFFFFFF);
+    }
+}
+
 FA_DEVICE void pack_operand(unsigned (&a)[P_STEPS][4], const float (&s)[S_COUNT])
 {
 #pragma unroll
@@ -387,19 +424,19 @@ FA_DEVICE void clear_hidden_keys(const work &w, unsigned (&ds)[P_STEPS][4], int 
                 ds[n][h] = ds[n][2 + h] = 0;
 }
 
-/* To the warp that adds it to the float dQ. */
-template <int GROUP = -1> FA_DEVICE void share_dq(const float (&dq)[DQ_COUNT], int round = 0, int group = GROUP)
+/* To the warp that adds it to the float dQ: of a round the elements from `first` on. */
+template <int GROUP = -1, int COUNT> FA_DEVICE void share_dq(const float (&dq)[COUNT], int round = 0, int group = GROUP, int first = 0)
 {
     constexpr int PIECE = piece_of(GROUP), PER_ROUND = pieces_of(GROUP);
     unsigned      to    = dq_at(group * PIECES) + threadIdx.x % 128 * 16;
 #pragma unroll
-    for (int j = 0; j < DQ_COUNT / 4; j++) {
-        int slot = (round * PER_ROUND + j / PIECE) % PIECES;
+    for (int i = 0; i < COUNT; i += 4) {
+        int j = (first + i) / 4, slot = (round * PER_ROUND + j / PIECE) % PIECES;
         if (j % PIECE == 0)
             named_sync(DQ_IS_FREE + group * PIECES + slot, 128 + 32);
-        shared_store(to + (slot * PIECE + j % PIECE) * (128 * 16), make_uint4(__float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]),
-                                                                              __float_as_uint(dq[4 * j + 2]), __float_as_uint(dq[4 * j + 3])));
-        if (j % PIECE == PIECE - 1 || j == DQ_COUNT / 4 - 1) {
+        shared_store(to + (slot * PIECE + j % PIECE) * (128 * 16),
+                     make_uint4(__float_as_uint(dq[i]), __float_as_uint(dq[i + 1]), __float_as_uint(dq[i + 2]), __float_as_uint(dq[i + 3])));
+        if (j % PIECE == PIECE - 1 || j == ROUND_COUNT / 4 - 1) {
             fence_async();
             named_arrive(DQ_IS_THERE + group * PIECES + slot, 128 + 32);
         }
@@ -426,17 +463,23 @@ template <int COUNT> FA_DEVICE void stage_panel(const float (&x)[COUNT], int pan
     fence_async();
 }
 
+constexpr int SLOT_PANELS = DK_BY_DQ ? DQ_BYTES / PANEL_BYTES : K_PANELS, GRADIENT_ROUNDS = (K_PANELS + SLOT_PANELS - 1) / SLOT_PANELS; /* of dK in dQ's memory */
+
 /* This consumer's dK to the warp that adds dQ, by way of dQ's memory. */
 template <int COUNT> FA_DEVICE void share_gradient(const work &w, const float (&x)[COUNT], float factor, int group)
 {
     unsigned      thread = threadIdx.x % 128;
     asm volatile("" : "+r"(thread)); /* or the compiler keeps these places in registers while it walks the query tiles */
     int lane = thread % 32, warp = thread / 32;
-    named_sync(DQ_IS_FREE + group, 128 + 32);
 #pragma unroll
-    for (int panel = 0; panel < COUNT / 32; panel++)
-        stage_panel(x, panel, factor, lane, w.keys.end - w.first_k - first_key_of(group) - 16 * warp, dq_at(group) + panel * PANEL_BYTES + warp * 2048);
-    named_arrive(DQ_IS_THERE + group, 128 + 32);
+    for (int panel = 0; panel < COUNT / 32; panel++) {
+        int at = panel % SLOT_PANELS;
+        if (at == 0)
+            named_sync(DQ_IS_FREE + group, 128 + 32);
+        stage_panel(x, panel, factor, lane, w.keys.end - w.first_k - first_key_of(group) - 16 * warp, dq_at(group) + at * PANEL_BYTES + warp * 2048);
+        if (at == SLOT_PANELS - 1 || panel == COUNT / 32 - 1)
+            named_arrive(DQ_IS_THERE + group, 128 + 32);
+    }
 }
 
 /* TMA takes it from there, asked by one thread. */

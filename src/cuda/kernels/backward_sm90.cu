@@ -16,8 +16,8 @@
  *
  * With 128 queries (DQ_LATE) dQ is that of the step before, for which nobody waits: see backward_block_sm90.cuh.
  *
- * dQ needs dS of both consumers: each makes 64 queries of 128 x 64, or 64 columns of 64 x 128, or of the 80 x 128 that head_dim 128 has without a mask
- * (DQ_TURNED). Its order in memory is that of the registers, [64 queries or columns][8 columns, DQ_TURNED queries][thread][4], undone by backward_convert_sm90.cu.
+ * dQ needs dS of both consumers: each makes 64 queries of 128 x 64, or 64 columns of 64 x 128, or of the 80 x 128 that head_dim 128 has without a mask, or of 48 x 192
+ * and half of the queries of the third 64 (DQ_TURNED). Its order in memory is that of the registers, [64 queries or columns][8 columns, DQ_TURNED queries][thread][4], undone by backward_convert_sm90.cu.
  *
  * Above head_dim 128 (BY_COLUMNS) both consumers have the same 80 keys: backward_wide_sm90.cuh.
  *
@@ -179,13 +179,15 @@ template <int COPIES, int LAST_COPIES, typename ASK> FA_DEVICE void pass_slots(i
 /* Behind an item's last step dK takes dQ's way (DK_BY_DQ). */
 FA_DEVICE void pass_gradient(const work &w, const fa_map &map, int apart, int adder, bool asks)
 {
-    pass_slots<SLOTS, 0>(adder, asks, [&](int, int group) {
-        int first = w.first_k + first_key_of(group);
-        if (first < w.seq.rows_k)
 #pragma unroll
-            for (int panel = 0; panel < K_PANELS; panel++)
-                store_panel(w, map, apart, dq_at(group) + panel * PANEL_BYTES, 64 * panel, first);
-    });
+    for (int round = 0; round < GRADIENT_ROUNDS; round++)
+        pass_slots<SLOTS, 0>(adder, asks, [&](int, int group) {
+            int first = w.first_k + first_key_of(group);
+            if (first < w.seq.rows_k)
+#pragma unroll
+                for (int panel = round * SLOT_PANELS; panel < fa_min_int(K_PANELS, (round + 1) * SLOT_PANELS); panel++)
+                    store_panel(w, map, apart, dq_at(group) + panel % SLOT_PANELS * PANEL_BYTES, 64 * panel, first);
+        });
 }
 
 template <int ADDER> FA_DEVICE void add_dq(const fa_args &args, const fa_maps &maps)
@@ -215,7 +217,7 @@ template <int ADDER> FA_DEVICE void add_dq(const fa_args &args, const fa_maps &m
         }
         float *to = args.dq_accum + (fa_i64)now.number * (FA_TILE_Q * FA_HEAD_DIM) + ADDER * (FIRST_OF_K * FA_TILE_Q * 64);
         auto add = [&](int n, int slot) {
-            constexpr int BYTES = 128 * 16 * PIECE, LAST = 128 * DQ_COUNT * 4 - (PER_ROUND - 1) * BYTES;
+            constexpr int BYTES = 128 * 16 * PIECE, LAST = 128 * ROUND_COUNT * 4 - (PER_ROUND - 1) * BYTES;
             int           bytes = LAST < BYTES && n % PER_ROUND == PER_ROUND - 1 ? LAST : BYTES;
             bulk_add(to, dq_at(slot), bytes, now.stores);
             to += bytes / 4;
@@ -241,15 +243,23 @@ template <int ADDER> FA_DEVICE void add_dq(const fa_args &args, const fa_maps &m
 /* A step's dS is in registers: dV, dQ and dK of it. */
 FA_DEVICE void finish_step(consumer &c, bool last)
 {
-    float dq[DQ_COUNT];
+    float dq[DQ_COUNT], third[THIRD_COUNT];
     share_ds(ds_tile(c.n), c.ds, c.group);
     start_gradient(c.dv, c.p, dout_tile(c.n));
     wait_for_own_ds(c.group);
-    start_dq(dq, ds_tile(c.n), c.group);
+    if constexpr (THIRD_SHARED) /* beside dV, for dQ's own panel will be where P is, and beside dK even this would be too much */
+        start_third_of_dq(third, ds_tile(c.n), c.group);
+    else
+        start_dq(dq, ds_tile(c.n), c.group);
     wgmma_wait<1>();
     hold(c.dv);
     hold(c.p);
     release(dout_empty(c.n));
+    if constexpr (THIRD_SHARED) {
+        start_dq(dq, ds_tile(c.n), c.group);
+        wgmma_wait<1>();
+        hold(third);
+    }
     start_gradient(c.dk, c.ds, q_tile(c.n));
     wgmma_wait<1>();
     hold(dq);
@@ -260,6 +270,8 @@ FA_DEVICE void finish_step(consumer &c, bool last)
             release(v_empty());
     }
     share_dq(dq, 0, c.group);
+    if constexpr (THIRD_SHARED)
+        share_dq(third, 0, c.group, DQ_COUNT);
     wgmma_wait<0>();
     hold(c.dk);
     hold(c.ds);
@@ -322,7 +334,10 @@ template <bool FIRST> FA_DEVICE void step(const fa_args &args, const work &w, co
     if constexpr (FIRST || !FIRST_APART)
         barrier_wait(v_full(), filled<1>(item)); /* later than K: dV was there */
     wait_for_dout(c.n);
-    start_scores(dp, v_tile() + first_key_of(c.group) * 128, dout_tile(c.n));
+    bool nonfinite = THIRD_SHARED && edge && some_nonfinite_row(lse_at(c.n), delta_at(c.n));
+    if (nonfinite)
+        clear_by_warp<DO_BYTES>(dout_tile(c.n));
+    start_scores<FA_HEAD_DIM_V>(dp, v_tile() + first_key_of(c.group) * 128, dout_tile(c.n));
     load_stats(delta, delta_at(c.n));
     if (edge)
         seen = columns_of(args, w, tile, c.group);
@@ -336,6 +351,8 @@ template <bool FIRST> FA_DEVICE void step(const fa_args &args, const work &w, co
     exponentials(args, w, c, s, lse, tile);
     if (edge)
         mask_elements(s, seen);
+    if (nonfinite)
+        give_back_nonfinite(s, seen, delta);
     if constexpr (HAS_NOTED)
         pack_probabilities(c, s, bits);
     if (PINNED > 0 && !edge)
@@ -355,7 +372,9 @@ template <bool FIRST> FA_DEVICE void step(const fa_args &args, const work &w, co
         score_gradients(s, dp, delta);
         pack_probabilities(c, s, bits);
     }
-    if (edge) {
+    if (THIRD_SHARED && edge)
+        mask_elements(dp, seen);
+    if (!THIRD_SHARED && edge) {
         bool some = some_nonfinite(dp);
         if (some) {
             clear_by_warp(dout_tile(c.n));
