@@ -101,7 +101,9 @@ static void every_backward_shape_is_right(void **state)
 
 /* ---- Inf and NaN in V reach the rows that see them and no other ---- */
 
-enum { LENGTH = 300, HEAD_DIM = 64, COUNT = LENGTH * HEAD_DIM };
+enum { LENGTH = 300, HEAD_DIM = 256 /* from row to row */, COUNT = LENGTH * HEAD_DIM };
+
+static int columns_k = 64, columns_v = 64; /* that the tests below use */
 
 static float value_of(uint16_t bf16)
 {
@@ -127,7 +129,7 @@ static flash_attn_problem problem_at(char *at, flash_attn_mask mask)
         p.window_left = 70, p.window_right = 20;
     flash_attn_tensor *all[] = {&p.q, &p.k, &p.v, &p.o};
     for (int n = 0; n < 4; n++)
-        *all[n] = (flash_attn_tensor){at + n * COUNT * 2, FLASH_ATTN_BF16, 0, {1, LENGTH, 1, HEAD_DIM}, {0}};
+        *all[n] = (flash_attn_tensor){at + n * COUNT * 2, FLASH_ATTN_BF16, 0, {1, LENGTH, 1, n < 2 ? columns_k : columns_v}, {COUNT, HEAD_DIM, HEAD_DIM, 1}};
     return p;
 }
 
@@ -152,6 +154,8 @@ static void nonfinite_values_reach_only_who_sees_them(void **state)
         expect_ok(flash_attn_forward(context, &p, NULL));
         assert_true(gpu->to_host(got, device + 3 * COUNT * 2, sizeof got));
         for (int i = 0; i < COUNT; i++) {
+            if (i % HEAD_DIM >= columns_v)
+                continue;
             float expected = value_of(host[3 * COUNT + i]), x = value_of(got[i]);
             bool  same = isnan(expected) ? isnan(x) : isinf(expected) ? x == expected : fabsf(x - expected) <= 0.02f;
             if (!same)
@@ -182,6 +186,8 @@ static void page_ids_out_of_range_are_bounded(void **state)
     p.q.shape[1] = p.o.shape[1] = LENGTH / 2;
     p.k.shape[0] = p.v.shape[0] = PAGES - 1;
     p.k.shape[1] = p.v.shape[1] = PAGE;
+    p.q.stride[0] = p.o.stride[0] = COUNT / 2;
+    p.k.stride[0] = p.v.stride[0] = PAGE * HEAD_DIM;
     p.pages                     = (flash_attn_pages){.table = (const int32_t *)(device + 8 * COUNT), .pages_per_seq = PAGES};
     p.seqused_k                 = p.pages.table + 2 * PAGES;
     for (size_t n = 0; n <= 2 * sizeof bad / sizeof *bad; n++) { /* 0: right ones; then behind the used keys, then among the second one's */
@@ -211,7 +217,7 @@ static void set_to(uint16_t *matrix, uint16_t value)
 /* Row first + c of zeros gets a 1 in column c. */
 static void set_identity(uint16_t *matrix, int first)
 {
-    for (int c = 0; c < HEAD_DIM && first + c < LENGTH; c++)
+    for (int c = 0; c < columns_k && first + c < LENGTH; c++)
         matrix[(first + c) * HEAD_DIM + c] = 0x3F80;
 }
 
@@ -223,20 +229,20 @@ static void the_forward_drops_the_pairs_that_the_reference_drops(void **state)
     static uint16_t host[4 * COUNT], got[COUNT];
     char           *device = gpu->alloc(sizeof host);
     assert_non_null(device);
-    for (int n = 0; n < 3 * (LENGTH + HEAD_DIM - 1) / HEAD_DIM; n++) {
+    for (int n = 0; n < 3 * ((LENGTH + columns_k - 1) / columns_k); n++) {
         flash_attn_problem want = problem_at((char *)host, (flash_attn_mask)(n % 3)), p = problem_at(device, (flash_attn_mask)(n % 3));
         want.device.type        = FLASH_ATTN_REFERENCE;
         p.device.type           = FLASH_ATTN_CUDA;
         want.dropout = p.dropout = (flash_attn_dropout){.p = 0.4f, .seed = 12345678912345u, .offset = 1ull << 40 | 17};
         memset(host, 0, sizeof host);
-        set_identity(host + 2 * COUNT, n / 3 * HEAD_DIM);
+        set_identity(host + 2 * COUNT, n / 3 * columns_k);
         assert_true(gpu->to_device(device, host, sizeof host));
         expect_ok(flash_attn_forward(NULL, &want, NULL));
         expect_ok(flash_attn_forward(context, &p, NULL));
         assert_true(gpu->to_host(got, device + 3 * COUNT * 2, sizeof got));
         for (int i = 0; i < COUNT; i++)
             if ((got[i] == 0) != (host[3 * COUNT + i] == 0))
-                fail_msg("mask %d, query %d, key %d + %d: %#x, expected %#x", n % 3, i / HEAD_DIM, n / 3 * HEAD_DIM, i % HEAD_DIM, got[i], host[3 * COUNT + i]);
+                fail_msg("mask %d, query %d, key %d + %d: %#x, expected %#x", n % 3, i / HEAD_DIM, n / 3 * columns_k, i % HEAD_DIM, got[i], host[3 * COUNT + i]);
     }
     gpu->free(device);
 }
@@ -257,7 +263,7 @@ static flash_attn_problem backward_at(char *at, flash_attn_mask mask, bool packe
     }
     *g         = (flash_attn_grads){0};
     for (int n = 0; n < 4; n++) {
-        *all[n]      = p.q;
+        *all[n]      = n == 0 || n == 3 ? p.v : p.q;
         all[n]->data = at + (4 + n) * COUNT * 2;
     }
     return p;
@@ -273,19 +279,20 @@ static bool may_be_nan(const uint16_t *want, int i)
 static void expect_gradients(const uint16_t *got, const uint16_t *want, const char *what, flash_attn_mask mask)
 {
     for (int i = 0; i < GRADS; i++) {
+        if (i % HEAD_DIM >= (i < 2 * COUNT ? columns_k : columns_v))
+            continue;
         float expected = value_of(want[i]), x = value_of(got[i]);
         bool  same     = isfinite(expected) ? fabsf(x - expected) <= 0.05f + 0.02f * fabsf(expected) : !isfinite(x);
         same           = same || (isfinite(expected) && !isfinite(x) && may_be_nan(want, i));
         if (!same)
-            fail_msg("%s, mask %d, gradient %d, row %d, column %d: %g, expected %g", what, (int)mask, i / COUNT, i % COUNT / HEAD_DIM,
+            fail_msg("%d columns, %s, mask %d, gradient %d, row %d, column %d: %g, expected %g", columns_k, what, (int)mask, i / COUNT, i % COUNT / HEAD_DIM,
                      i % HEAD_DIM, (double)x, (double)expected);
     }
 }
 
-static void nan_reaches_only_gradients_that_depend_on_it(void **state)
+/* In `rounds` rounds. */
+static void expect_nan_where_it_belongs(int rounds)
 {
-    (void)state;
-    need_hopper();
     static const struct {
         const char *what;
         int         tensor, row;
@@ -295,8 +302,8 @@ static void nan_reaches_only_gradients_that_depend_on_it(void **state)
     char                        *device = gpu->alloc(sizeof host);
     assert_non_null(device);
     for (size_t n = 0; n < sizeof poisoned / sizeof *poisoned; n++)
-        for (int round = 1; round < 12; round++) {
-            /* all masks of two packed sequences, or one that makes a difference of one: without a mask everything is NaN */
+        for (int round = 1; round <= rounds; round++) {
+            /* all masks of two packed sequences, or one that makes a difference of one: without a mask everything is NaN; from 7 on with softcap */
             flash_attn_mask    mask   = (flash_attn_mask)(round % 3);
             bool               packed = round % 6 >= 3;
             if (round == 6)
@@ -321,19 +328,33 @@ static void nan_reaches_only_gradients_that_depend_on_it(void **state)
     gpu->free(device);
 }
 
-/* All scores are 0. dO hands out one query a column of dV; and as all of dP is 1 and K hands out one key a column of dQ, that is below 0 where it is dropped,
- * by more than rounding where eight keys are seen. */
-static void the_backward_drops_the_pairs_that_the_reference_drops(void **state)
+static void with_columns(int k, int v, void (*test)(int), int rounds)
+{
+    columns_k = k, columns_v = v;
+    test(rounds);
+    columns_k = columns_v = 64;
+}
+
+static void nan_reaches_only_gradients_that_depend_on_it(void **state)
 {
     (void)state;
     need_hopper();
+    with_columns(64, 64, expect_nan_where_it_belongs, 11);
+    with_columns(192, 128, expect_nan_where_it_belongs, 5);
+    with_columns(256, 256, expect_nan_where_it_belongs, 5);
+}
+
+/* All scores are 0. dO hands out one query a column of dV; and as all of dP is 1 and K hands out one key a column of dQ, that is below 0 where it is dropped,
+ * by more than rounding where eight keys are seen. */
+static void expect_dropped_pairs(int masks)
+{
     static _Alignas(16) uint16_t host[BACKWARD_BYTES / 2];
     static uint16_t              got[GRADS];
     char                        *device = gpu->alloc(sizeof host);
     assert_non_null(device);
-    for (int n = 0; n < 6 * ((LENGTH + HEAD_DIM - 1) / HEAD_DIM); n++) {
-        flash_attn_mask    mask = (flash_attn_mask)(n % 3);
-        int                first = n / 6 * HEAD_DIM, of_dv = n / 3 % 2;
+    for (int n = 0; n < 2 * masks * ((LENGTH + columns_k - 1) / columns_k); n++) {
+        flash_attn_mask    mask = (flash_attn_mask)(n % masks);
+        int                first = n / masks / 2 * columns_k, of_dv = n / masks % 2;
         flash_attn_grads   want_grads, grads;
         flash_attn_problem want = backward_at((char *)host, mask, false, &want_grads), p = backward_at(device, mask, false, &grads);
         want.device.type        = FLASH_ATTN_REFERENCE;
@@ -353,12 +374,22 @@ static void the_backward_drops_the_pairs_that_the_reference_drops(void **state)
         expect_ok(flash_attn_backward(backward_context, &p, &grads, NULL));
         assert_true(gpu->to_host(got, device + 5 * COUNT * 2, sizeof got));
         for (int i = of_dv ? 0 : 8 * HEAD_DIM, at = of_dv ? 2 * COUNT : 0; i < COUNT; i++) {
+            if (i % HEAD_DIM >= columns_k)
+                continue;
             float x = value_of(got[at + i]), expected = value_of(host[5 * COUNT + at + i]);
             if (of_dv ? (x == 0) != (expected == 0) : (x < -1e-4f) != (expected < -1e-4f))
-                fail_msg("mask %d, %s, row %d, column %d + %d: %g, expected %g", n % 3, of_dv ? "dV" : "dQ", i / HEAD_DIM, first, i % HEAD_DIM, (double)x, (double)expected);
+                fail_msg("%d columns, mask %d, %s, row %d, column %d + %d: %g, expected %g", columns_k, (int)mask, of_dv ? "dV" : "dQ", i / HEAD_DIM, first, i % HEAD_DIM, (double)x, (double)expected);
         }
     }
     gpu->free(device);
+}
+
+static void the_backward_drops_the_pairs_that_the_reference_drops(void **state)
+{
+    (void)state;
+    need_hopper();
+    with_columns(64, 64, expect_dropped_pairs, 3);
+    with_columns(256, 256, expect_dropped_pairs, 3);
 }
 
 static void find_hopper(void)

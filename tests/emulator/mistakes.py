@@ -27,7 +27,8 @@ WHOLE_BACK = ("whole tiles", "every_backward*")
 MANY_BACK = ("many tiles a block", "every_backward*")
 LONG_BACK = ("80 queries, whole tiles", "every_backward*")
 FEW_BACK = ("few have queries", "every_backward*")
-WIDE_BACK = ("192 and 128 columns, window", "every_backward*")
+WIDE_BACK = ("192 columns, varlen", "every_backward*")
+THIRD_BACK = ("192 and 128 columns, varlen", "every_backward*")
 LATENT_TWO = ("two queries", "every_shape*")
 LATENT_PAGES = ("pages of 64, pairs", "every_shape*")
 LATENT_ONE_PIECE = ("pages of 48", "every_shape*") # two producers fetch nothing
@@ -42,7 +43,7 @@ FINISH_O = "    finish_output(c, c.tile);\n    if (moved)"
 AFTER_S = "    if (n + 1 == w.tiles)\n        release(q_empty(item));\n    finish_scores(args, w, s, c.group, n, MASKED);\n"
 WAIT_FOR_DV = "    wgmma_wait<1>();\n    hold(c.dv);\n    hold(c.p);\n"
 GIVE_DOUT = "    release(dout_empty(c.n));\n"
-SHARE_DQ = "    share_dq(dq, c.group);\n    wgmma_wait<0>();\n    hold(c.dk);\n    hold(c.ds);\n"
+WAIT_FOR_DK = "    wgmma_wait<0>();\n    hold(c.dk);\n    hold(c.ds);\n"
 GIVE_Q = "    release(q_empty(c.n));\n"
 
 # Name, file, what stands there, what the mistake makes of it, shapes.
@@ -65,7 +66,7 @@ MISTAKES = [
     ("nobody waits for the other's dS of the step before", BACKWARD, "        named_sync(step_is_over(1 - c.group, c.n - 1), 128 * CONSUMERS);\n    share_ds", "        ;\n    share_ds", WHOLE_BACK),
     ("nobody waits for the other's dS of the last step", BACKWARD, "    named_sync(step_is_over(1 - c.group, c.n - 1), 128 * CONSUMERS);\n    start_dq", "    start_dq", WHOLE_BACK),
     ("dO given back before dV is there", BACKWARD, WAIT_FOR_DV + GIVE_DOUT, GIVE_DOUT + WAIT_FOR_DV, WHOLE_BACK),
-    ("Q given back before dK is there", BACKWARD, SHARE_DQ + GIVE_Q, GIVE_Q + SHARE_DQ, WHOLE_BACK),
+    ("Q given back before dK is there", BACKWARD, WAIT_FOR_DK + GIVE_Q, GIVE_Q + WAIT_FOR_DK, WHOLE_BACK),
     ("dQ's memory given back unread", BACKWARD, "    if (asks)\n        bulk_added_was_read<PENDING>();\n    __syncwarp();\n", "    __syncwarp();\n", WHOLE_BACK),
     ("dQ told of before it is there", BACKWARD, "    bulk_added<PENDING>();\n    fence_async_global();\n    add_release", "    add_release", WHOLE_BACK),
     ("nobody waits for who stores dQ", BACKWARD, "        while ((now & ALL_HAVE) != ALL_HAVE)\n            now = load_acquire(turn);\n", "", WHOLE_BACK),
@@ -125,6 +126,11 @@ MISTAKES = [
      ("256 columns, many tiles", "every_backward*")),
     ("dQ of a round that the second consumer has not", WIDE, "panels_of(GROUP, false) > 1", "true", WIDE_BACK),
     ("others told of dQ whose copies are under way", BACKWARD, "            tell<COPIES>(args, open, ADDER);", "            tell<2 * COPIES>(args, open, ADDER);", WIDE_BACK),
+    ("dO of queries that see no key is not looked at", PRODUCTS, "!finite(lse.own[0].x) || !finite(lse.own[0].y) || ", "", THIRD_BACK),
+    ("the third panel of dQ made of dS that is not there", PRODUCTS, "        if (step == 4)\n            named_sync(DS_IS_THERE, 128 * CONSUMERS);\n        wgmma_shared<0, 1>(third",
+     "        if (step == 4)\n            named_arrive(DS_IS_THERE, 128 * CONSUMERS);\n        wgmma_shared<0, 1>(third", THIRD_BACK),
+    ("a half of the third panel where the other's is", PRODUCTS, "ds + group * (FA_TILE_Q * 64), 0)", "ds, 0)", THIRD_BACK),
+    ("the last panel of dK beside the first", PRODUCTS, "        int at = panel % SLOT_PANELS;\n", "        int at = panel < SLOT_PANELS ? panel : 1;\n", THIRD_BACK),
 ]
 
 
