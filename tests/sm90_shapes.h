@@ -257,6 +257,10 @@ static const test_case backward_shapes[] = {
     {.name = "192 and 128 columns, varlen, used lengths", .batch = 6, .seqlen_q = 300, .seqlen_k = 400, .heads_q = 2, .head_dim = 192, .head_dim_v = 128,
      .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_MIXED, .seqused_q = LENGTHS_HOLES, .seqused_k = LENGTHS_MIXED, .mask = C},
     {.name = "144 and 40 columns, packed", .batch = 3, .seqlen_q = 200, .seqlen_k = 200, .heads_q = 2, .head_dim = 144, .head_dim_v = 40, .mask = C},
+    {.name = "80 queries, causal, tails", .batch = 2, .seqlen_q = 4177, .seqlen_k = 533, .heads_q = 2, .mask = C, .head_dim = 128},
+    {.name = "80 queries, causal, used lengths", .batch = 3, .seqlen_q = 4300, .seqlen_k = 260, .seqused_q = LENGTHS_MIXED, .seqused_k = LENGTHS_MIXED, .mask = C,
+     .head_dim = 128},
+    {.name = "80 queries, causal, 96 columns", .seqlen_q = 4100, .seqlen_k = 300, .heads_q = 2, .mask = C, .head_dim = 96},
 };
 
 #endif

@@ -135,6 +135,8 @@ const fa_tune_row fa_tune_rows[] = {
      "two consumers of 64 keys; dQ by TMA; the producer's thread spills, and under a softcap the consumers' dozen registers (decision 0055)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_NONE, FA_FOR_LONG_TMA, 512, 80, 128, 12, 2, 1, 0, 304,
      "long: tiles of 80 queries, for which shared memory reads less than for 64; short ones waste a part of the last; spills as above (decision 0056)"},
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_CAUSAL, FA_FOR_LONG_TMA, 4096, 80, 128, 12, 2, 1, 0, 304,
+     "causal, where they waste more at the diagonal; options have no registers (decision 0056, twelfth round)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_TMA, 0, 64, 128, 12, 2, 1, 0, 224,
      "two consumers of 64 keys; dQ by TMA; the producer's thread spills (decision 0055)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 192, FA_ON_ANY, FA_FOR_NARROW_V_TMA, 0, 48, 128, 12, 2, 1, 0, 336,
@@ -250,8 +252,8 @@ static bool has_own_options(const fa_tune_row *row, const fa_call *call)
 {
     enum { LARGEST_SOFTCAP = 128, SWIZZLE_ROWS = 8 };
     bool own = row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_BACKWARD_SM90;
-    if (row->kernel == FA_KERNEL_BACKWARD_SM90 && row->only == FA_FOR_NARROW_V_TMA) /* no registers are left */
-        own = false;
+    if (row->kernel == FA_KERNEL_BACKWARD_SM90 && (row->only == FA_FOR_NARROW_V_TMA || (row->only == FA_FOR_LONG_TMA && row->masks == FA_ON_CAUSAL)))
+        own = false; /* no registers are left */
     return own && row->dtypes == FA_IN_16_BIT && call->softcap <= LARGEST_SOFTCAP &&
            (call->softcap == 0 || call->scale <= 1e30f * call->softcap) && (!call->pages.table || (call->k.shape[0] > 0 && fa_page_piece(call, row->tile_k) >= SWIZZLE_ROWS));
 }

@@ -20,10 +20,10 @@ constexpr bool BY_COLUMNS = FA_HEAD_DIM > 128 && FA_TILE_K == 80;
 /* DQ_TURNED: dQ^T = K^T dS^T, 80 queries across, for which shared memory reads less than for 64; or 48, beside which dK of 192 columns has room. Of its three panels a consumer has
  * one, and of the third half of the queries (THIRD_SHARED). */
 constexpr bool DQ_TURNED = FA_TILE_Q == 80 || FA_TILE_Q == 48, THIRD_SHARED = DQ_TURNED && FA_HEAD_DIM == 192;
-constexpr int CONSUMERS = 2, STAGES = FA_HEAD_DIM == 256 || FA_HEAD_DIM_V == 256 ? 1 : 2 /* of dO */, Q_STAGES = BY_COLUMNS ? 2 : 3, DS_STAGES = DQ_TURNED ? 1 : 2, WORKS = 8;
+constexpr int CONSUMERS = 2, STAGES = FA_HEAD_DIM == 256 || FA_HEAD_DIM_V == 256 ? 1 : 2 /* of dO */, Q_STAGES = BY_COLUMNS || FA_TILE_Q == 80 ? 2 : 3, DS_STAGES = FA_TILE_Q == 48 ? 1 : 2, WORKS = 8;
 /* DQ_LATE: a step makes dQ of the one before. So no consumer waits for dS that the other is about to write: one is up to half a step ahead, and the tensor cores have its
  * products while the other is at its elements. With 64 queries it loses (decision 0056, eleventh round). */
-constexpr bool DQ_LATE = FA_TILE_Q == 128;
+constexpr bool DQ_LATE = FA_TILE_Q == 128 || FA_TILE_Q == 80;
 constexpr bool FIRST_APART = BY_COLUMNS || DQ_LATE; /* an item's first step has a text of its own: it makes no dQ */
 static_assert(!DQ_LATE || (DS_STAGES == 2 && !BY_COLUMNS), "dS of a step lies until the next one's products");
 constexpr bool HAS_NOTED = FA_HAS_SOFTCAP || FA_HAS_DROPOUT; /* dS is made of something else than P */

@@ -8,7 +8,7 @@
 #include "dropout_sm90.cuh"
 
 /* Of K's columns a consumer keeps the first 16 K_HELD of its keys in registers, where these have room and it pays: S then reads the less of shared memory. */
-constexpr bool HOLDS_K = !HAS_NOTED && !FA_HAS_ALIBI && (FA_HEAD_DIM == 64 ? FA_MASK != FA_MASK_WINDOW : FA_HEAD_DIM == 128 && FA_MASK == FA_MASK_CAUSAL);
+constexpr bool HOLDS_K = !HAS_NOTED && !FA_HAS_ALIBI && (FA_HEAD_DIM == 64 ? FA_MASK != FA_MASK_WINDOW : FA_HEAD_DIM == 128 && FA_MASK == FA_MASK_CAUSAL && FA_TILE_Q == 64);
 constexpr int  K_HELD  = 4;
 
 struct consumer {
@@ -273,10 +273,7 @@ FA_DEVICE void exponentials(const fa_args &args, const work &w, consumer &c, flo
  * them, whatever the text says. So a store that is never made hangs on them (P is not below 0), and behind it stands an instruction over which nothing moves. Were it all
  * of them, their end would be waited for too. How many is found by timing; an edge step has none (decision 0056, tenth round).
  */
-constexpr int PINNED = HAS_NOTED || FA_HAS_ALIBI || FA_MASK == FA_MASK_WINDOW || FA_HEAD_DIM != 128 ? 0
-                       : FA_MASK == FA_MASK_CAUSAL                                                    ? 12
-                       : DQ_TURNED                                                                    ? 17
-                                                                                                      : 0;
+constexpr int PINNED = HAS_NOTED || FA_HAS_ALIBI || FA_MASK == FA_MASK_WINDOW || FA_HEAD_DIM != 128 ? 0 : FA_TILE_Q == 80 ? 17 : FA_MASK == FA_MASK_CAUSAL ? 12 : 0;
 
 FA_DEVICE void pin_exponentials(const float (&p)[S_COUNT])
 {

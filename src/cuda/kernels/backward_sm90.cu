@@ -311,7 +311,8 @@ template <bool FIRST> FA_DEVICE void finish_step_late(consumer &c)
 FA_DEVICE void finish_item_late(consumer &c)
 {
     float dq[DQ_COUNT];
-    release(v_empty());
+    if (V_IS_EARLY)
+        release(v_empty());
     named_sync(step_is_over(1 - c.group, c.n - 1), 128 * CONSUMERS);
     start_dq(dq, ds_tile(c.n - 1), c.group);
     wgmma_wait<0>();
@@ -439,28 +440,33 @@ template <int COUNT> FA_DEVICE void stage_gradient(const work &w, const fa_map &
             store_panel(w, map, apart, staged_at(c, is_dv, panel), 64 * panel, first);
 }
 
-/* V's memory is free when dV has been read from there. */
+/* V's memory is free when dV has been read from there: where dK takes dQ's way, and waits for its memory, before that. */
 FA_DEVICE void store_gradients(const fa_args &args, const fa_maps &maps, const work &w, const consumer &c, float factor, bool some)
 {
-    constexpr int MAY_LAST = STAGED_IN_DS ? 2 : DK_BY_DQ ? 0 : K_PANELS; /* copies that V has no need to wait for */
+    constexpr int MAY_LAST = STAGED_IN_DS ? 2 : K_PANELS; /* copies that V has no need to wait for */
+    bool          asks = threadIdx.x % 128 == 0;
     if (args.apart_dv >= 0)
         stage_gradient(w, maps.dv, args.apart_dv, c.dv, factor, true, c);
     else
         store_gradient(w, args.dv, c.dv, factor, args.head_dim_v, c.group);
-    if (args.apart_dk >= 0 && (some || !DK_BY_DQ)) {
-        if (DK_BY_DQ)
-            share_gradient(w, c.dk, args.scale * factor, c.group);
-        else
-            stage_gradient(w, maps.dk, args.apart_dk, c.dk, args.scale * factor, false, c);
-        if (threadIdx.x % 128 == 0)
-            bulk_added_was_read<MAY_LAST>();
-    } else {
-        store_gradient(w, args.dk, c.dk, args.scale * factor, args.head_dim, c.group);
-        if (threadIdx.x % 128 == 0)
-            bulk_added_was_read();
-    }
-    if (!V_IS_EARLY && threadIdx.x % 128 == 0)
+    if (DK_BY_DQ && asks) {
+        bulk_added_was_read();
         barrier_arrive(v_empty());
+    }
+    if (args.apart_dk < 0 || (DK_BY_DQ && !some))
+        store_gradient(w, args.dk, c.dk, args.scale * factor, args.head_dim, c.group);
+    else if (DK_BY_DQ)
+        share_gradient(w, c.dk, args.scale * factor, c.group);
+    else
+        stage_gradient(w, maps.dk, args.apart_dk, c.dk, args.scale * factor, false, c);
+    if (!DK_BY_DQ && asks) {
+        if (args.apart_dk >= 0)
+            bulk_added_was_read<MAY_LAST>();
+        else
+            bulk_added_was_read();
+        if (!V_IS_EARLY)
+            barrier_arrive(v_empty());
+    }
 }
 
 /* One step of an item, and what the last one leaves. */
