@@ -242,10 +242,15 @@ FA_DEVICE void inspect(const fa_args &args)
 
 /* ---- consumers ---- */
 
+/* Of Q's columns a consumer keeps the first 16 Q_HELD of its rows in registers, as left operands: S then reads the less of shared memory. All at head_dim 128; elsewhere
+ * registers are short or it is no faster (decision 0047, fifth round). */
+constexpr int Q_HELD = !FP8 && !ONE_BY_ONE && FA_HEAD_DIM == 128 && FA_HEAD_DIM_V == 128 && FA_DTYPE_O != FA_F32 && !FA_HAS_SOFTCAP && !FA_HAS_DROPOUT ? 8 : 0;
+
 /* What a consumer has at hand. */
 struct consumer {
     float     o[O_COUNT], kept_max[2]; /* kept_max: the rows' maximum when O was last taken out */
     unsigned  p[P_STEPS][4]; /* of key tile `tile`, counted since the kernel began */
+    unsigned  q[Q_HELD > 0 ? Q_HELD : 1][4];
     row_state rows;
     int       group;
     bool      fresh, has_kept; /* O holds nothing yet, or since it was taken out */
@@ -327,11 +332,44 @@ FA_DEVICE void drop(const fa_args &args, const work &w, float (&p)[S_COUNT], int
                       same_for_all(w.right - step) * (FA_TILE_K / 16));
 }
 
+FA_DEVICE void load_held_q(consumer &c, unsigned item)
+{
+    int      lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+    unsigned from = q_tile(item) + c.group * Q_GROUP + row * 128;
+#pragma unroll
+    for (int step = 0; step < Q_HELD; step++)
+        load_matrix(c.q[step], from + step / 4 * (FA_TILE_Q * 128) + ((step % 4 * 2 + lane / 16 ^ row % 8) << 4));
+}
+
+/* S of tile `n`, but of an item's first, in whose shadow Q comes into registers. */
+FA_DEVICE void start_later_scores(float (&s)[S_COUNT], consumer &c, unsigned item, unsigned n)
+{
+    unsigned q = q_tile(item) + c.group * Q_GROUP;
+    if constexpr (Q_HELD == 0)
+        start_scores(s, q, k_tile(n));
+    else {
+        matrix a = matrix_of(q, 0), b = matrix_of(k_tile(n), 0);
+        hold(s);
+        hold(c.q);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < FA_HEAD_DIM / 16; step++) {
+            matrix k = b.from(step / 4 * (FA_TILE_K * 128) + step % 4 * 32);
+            if (step < Q_HELD)
+                wgmma_registers<0>(s, c.q[step], k, step > 0);
+            else
+                wgmma_shared(s, a.from(step / 4 * (FA_TILE_Q * 128) + step % 4 * 32), k, 1);
+        }
+        wgmma_commit();
+    }
+}
+
 /* Q K^T with nothing under way beside it. */
-FA_DEVICE void scores_alone(const work &w, float (&s)[S_COUNT], const consumer &c, unsigned item, int n)
+FA_DEVICE void scores_alone(const work &w, float (&s)[S_COUNT], consumer &c, unsigned item, int n)
 {
     wait_for_k(c.tile);
     start_scores(s, q_tile(item) + c.group * Q_GROUP, k_tile(c.tile));
+    load_held_q(c, item);
     wgmma_wait<0>();
     hold(s);
     release(k_empty(c.tile));
@@ -376,25 +414,27 @@ FA_DEVICE void keep_output(consumer &c, float unit)
     c.fresh = c.has_kept = true;
 }
 
-/* A later step of an item: scores of its tile while P V of the one before is under way. */
-template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned item, int n)
+/* A later step of an item of `tiles`: scores of its tile while P V of the one before is under way. */
+template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned item, int n, int tiles)
 {
     float s[S_COUNT], alpha[2];
     await_turn(c.group);
-    start_scores(s, q_tile(item) + c.group * Q_GROUP, k_tile(c.tile + 1));
+    start_later_scores(s, c, item, c.tile + 1);
     wait_for_v(c.tile);
     start_output(c.o, c.p, v_tile(c.tile), !c.fresh);
     pass_turn(c.group);
     c.fresh = false;
     wgmma_wait<1>();
     hold(s);
+    if constexpr (Q_HELD > 0)
+        hold(c.q);
     release(k_empty(c.tile + 1));
-    if (n + 1 == w.tiles)
+    if (n + 1 == tiles)
         release(q_empty(item));
     finish_scores(args, w, s, c.group, n, MASKED);
     bool moved = MASKED || FA_HAS_ALIBI ? softmax_step<MASKED>(s, c.rows, alpha, unit_of(args, w)) : softmax_ahead(s, c.rows, alpha, unit_of(args, w));
     drop(args, w, s, c.group, n);
-    if (n + 1 < w.tiles) /* here, for a branch keeps the compiler from moving exponentials behind the wait that follows */
+    if (n + 1 < tiles) /* here, for a branch keeps the compiler from moving exponentials behind the wait that follows */
         wait_for_k(c.tile + 2);
     finish_output(c, c.tile);
     if (moved)
@@ -471,6 +511,8 @@ template <bool NEXT> FA_DEVICE void last_tile(const fa_args &args, const work &w
     if constexpr (NEXT)
         pack_p(c.p, s);
     store_rare(args, w, far, c.group);
+    if (NEXT && next.tiles > 1)
+        load_held_q(c, item + 1);
     c.rows  = rows;
     c.fresh = true;
     c.tile++;
@@ -504,11 +546,11 @@ FA_DEVICE void consume(const fa_args &args, int group)
             first_tile(args, w, c, item, n);
         n++;
         for (int end = same_for_all(w.first_clean); n < end; n++)
-            step<true>(args, w, c, item, n);
+            step<true>(args, w, c, item, n, tiles);
         for (int end = same_for_all(w.end_clean); n < end; n++)
-            step<false>(args, w, c, item, n);
+            step<false>(args, w, c, item, n, tiles);
         for (; n < tiles; n++)
-            step<true>(args, w, c, item, n);
+            step<true>(args, w, c, item, n, tiles);
         begun = false;
         if constexpr (Q_STAGES > 1)
             if (same_for_all(w.more)) {
