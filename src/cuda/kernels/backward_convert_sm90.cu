@@ -6,7 +6,7 @@
 #include "packed_sm90.cuh"
 
 constexpr bool DQ_TURNED = FA_TILE_Q == 80 || FA_TILE_Q == 48;
-constexpr int  PIECES    = FA_TILE_Q / (DQ_TURNED ? 8 : 16) * (FA_HEAD_DIM / 64); /* of a warp */
+constexpr int  HELD      = held_columns(FA_HEAD_DIM), PIECES = FA_TILE_Q / (DQ_TURNED ? 8 : 16) * (HELD / 64); /* of a warp */
 static_assert(DQ_TURNED || PIECES % 4 == 0, "a consumer has four warps");
 
 constexpr bool THIRD_SHARED = DQ_TURNED && FA_HEAD_DIM == 192;
@@ -66,12 +66,12 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_convert_sm9
         return;
     bool there = args.dq_turn[(fa_i64)head * args.all_tiles_q + number] != 0;
     if constexpr (DQ_TURNED) {
-        convert_turned(args, s, (const float4 *)(args.dq_accum + ((fa_i64)head * args.all_tiles_q + number) * (FA_TILE_Q * FA_HEAD_DIM)), place.tile * FA_TILE_Q, head, there);
+        convert_turned(args, s, (const float4 *)(args.dq_accum + ((fa_i64)head * args.all_tiles_q + number) * (FA_TILE_Q * HELD)), place.tile * FA_TILE_Q, head, there);
         return;
     }
     for (int piece = threadIdx.x / 32; piece < PIECES; piece += FA_WARPS) {
         int           group = piece / 4, row = piece % 4 * 16 + lane / 4, col = 0;
-        const float4 *from  = (const float4 *)(args.dq_accum + ((fa_i64)head * args.all_tiles_q + number) * (FA_TILE_Q * FA_HEAD_DIM)) + group * 1024 + piece % 4 * 32 + lane;
+        const float4 *from  = (const float4 *)(args.dq_accum + ((fa_i64)head * args.all_tiles_q + number) * (FA_TILE_Q * HELD)) + group * 1024 + piece % 4 * 32 + lane;
         float4        x[8]; /* columns 8 j + 2 t, + 1 of rows `row` and row + 8 */
         if (FA_TILE_Q == 128)
             row += 64 * group;

@@ -8,7 +8,7 @@
 #include "dropout_sm90.cuh"
 
 /* Of K's columns a consumer keeps the first 16 K_HELD of its keys in registers, where these have room and it pays: S then reads the less of shared memory. */
-constexpr bool HOLDS_K = !HAS_NOTED && !FA_HAS_ALIBI && (FA_HEAD_DIM == 64 ? FA_MASK != FA_MASK_WINDOW : FA_HEAD_DIM == 128 && FA_MASK == FA_MASK_CAUSAL && FA_TILE_Q == 64);
+constexpr bool HOLDS_K = !HAS_NOTED && !FA_HAS_ALIBI && (FA_HEAD_DIM == 64 ? FA_MASK != FA_MASK_WINDOW : K_PANELS == 2 && FA_MASK == FA_MASK_CAUSAL && FA_TILE_Q == 64);
 constexpr int  K_HELD  = 4;
 
 struct consumer {
@@ -53,7 +53,7 @@ FA_DEVICE void clear_own_keys(int group)
 {
     unsigned from = k_tile() + (first_key_of(group) + threadIdx.x % 128 / 32 * 16) * 128 + threadIdx.x % 32 * 16;
 #pragma unroll 1
-    for (int panel = 0; panel < FA_HEAD_DIM / 64; panel++)
+    for (int panel = 0; panel < K_PANELS; panel++)
         clear_nonfinite_of_lane<16 * 128, 512>(from + panel * (FA_TILE_K * 128));
     fence_async();
 }
@@ -273,7 +273,7 @@ FA_DEVICE void exponentials(const fa_args &args, const work &w, consumer &c, flo
  * them, whatever the text says. So a store that is never made hangs on them (P is not below 0), and behind it stands an instruction over which nothing moves. Were it all
  * of them, their end would be waited for too. How many is found by timing; an edge step has none (decision 0056, tenth round).
  */
-constexpr int PINNED = HAS_NOTED || FA_HAS_ALIBI || FA_MASK == FA_MASK_WINDOW || FA_HEAD_DIM != 128 ? 0 : FA_TILE_Q == 80 ? 17 : FA_MASK == FA_MASK_CAUSAL ? 12 : 0;
+constexpr int PINNED = HAS_NOTED || FA_HAS_ALIBI || FA_MASK == FA_MASK_WINDOW || K_PANELS != 2 ? 0 : FA_TILE_Q == 80 ? 17 : FA_MASK == FA_MASK_CAUSAL ? 12 : 0;
 
 FA_DEVICE void pin_exponentials(const float (&p)[S_COUNT])
 {
@@ -444,7 +444,7 @@ template <int GROUP = -1, int COUNT> FA_DEVICE void share_dq(const float (&dq)[C
 template <int COUNT> FA_DEVICE void stage_panel(const float (&x)[COUNT], int panel, float factor, int lane, int counting, unsigned stage)
 {
 #pragma unroll
-    for (int n = 0; n < 32; n += 8) {
+    for (int n = 0; n < 32 && 32 * panel + n < COUNT; n += 8) { /* of 96 columns half of the second, and TMA stores no more */
         unsigned a[4];
 #pragma unroll
         for (int i = 0; i < 4; i++)
@@ -469,12 +469,12 @@ template <int COUNT> FA_DEVICE void share_gradient(const work &w, const float (&
     asm volatile("" : "+r"(thread)); /* or the compiler keeps these places in registers while it walks the query tiles */
     int lane = thread % 32, warp = thread / 32;
 #pragma unroll
-    for (int panel = 0; panel < COUNT / 32; panel++) {
+    for (int panel = 0; panel < K_PANELS; panel++) {
         int at = panel % SLOT_PANELS;
         if (at == 0)
             named_sync(DQ_IS_FREE + group, 128 + 32);
         stage_panel(x, panel, factor, lane, w.keys.end - w.first_k - first_key_of(group) - 16 * warp, dq_at(group) + at * PANEL_BYTES + warp * 2048);
-        if (at == SLOT_PANELS - 1 || panel == COUNT / 32 - 1)
+        if (at == SLOT_PANELS - 1 || panel == K_PANELS - 1)
             named_arrive(DQ_IS_THERE + group, 128 + 32);
     }
 }

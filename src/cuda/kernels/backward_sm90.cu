@@ -215,7 +215,7 @@ template <int ADDER> FA_DEVICE void add_dq(const fa_args &args, const fa_maps &m
             }
             continue;
         }
-        float *to = args.dq_accum + (fa_i64)now.number * (FA_TILE_Q * FA_HEAD_DIM) + ADDER * (FIRST_OF_K * FA_TILE_Q * 64);
+        float *to = args.dq_accum + (fa_i64)now.number * (FA_TILE_Q * HELD) + ADDER * (FIRST_OF_K * FA_TILE_Q * 64);
         auto add = [&](int n, int slot) {
             constexpr int BYTES = 128 * 16 * PIECE, LAST = 128 * ROUND_COUNT * 4 - (PER_ROUND - 1) * BYTES;
             int           bytes = LAST < BYTES && n % PER_ROUND == PER_ROUND - 1 ? LAST : BYTES;
@@ -431,12 +431,12 @@ template <int COUNT> FA_DEVICE void stage_gradient(const work &w, const fa_map &
 {
     int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, first = w.first_k + first_key_of(c.group), counting = w.keys.end - first - 16 * warp;
 #pragma unroll
-    for (int panel = 0; panel < COUNT / 32; panel++)
+    for (int panel = 0; panel < (COUNT + 31) / 32; panel++)
         stage_panel(x, panel, factor, lane, counting, staged_at(c, is_dv, panel) + warp * 2048);
     named_sync(OWN + c.group, 128);
     if (threadIdx.x % 128 == 0 && first < w.seq.rows_k)
 #pragma unroll
-        for (int panel = 0; panel < COUNT / 32; panel++)
+        for (int panel = 0; panel < (COUNT + 31) / 32; panel++)
             store_panel(w, map, apart, staged_at(c, is_dv, panel), 64 * panel, first);
 }
 
