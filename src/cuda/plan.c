@@ -540,7 +540,7 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
     if (key->kernel == FA_KERNEL_BACKWARD_SM90) {
         int64_t tiles   = call->heads_q * args->all_tiles_q, rows = tiles * key->tile_q; /* cleared by backward_rowsum */
         args->row_stats = take(&a, 2 * rows, sizeof(float));
-        args->dq_accum  = take(&a, rows * ceil_div(key->head_dim, 64) * 64, sizeof(float));
+        args->dq_accum  = take(&a, rows * key->head_dim, sizeof(float));
         args->dq_turn   = take(&a, tiles, sizeof(int));
         args->next_item = take(&a, args->dealt_heads > 0, sizeof(int));
     } else if (call->pass == FLASH_ATTN_BACKWARD) {

@@ -32,6 +32,7 @@ constexpr int ADDERS = BY_COLUMNS ? 2 : 1; /* warps that add dQ */
 constexpr int SLOTS = 2, PIECES = SLOTS * ADDERS / CONSUMERS; /* of dQ's memory: of such a warp, of a consumer, who in a round fills each of its own once */
 static_assert(PIECES == SLOTS || ADDERS == 1, "a warp's slots are one consumer's, or it has all");
 /* Panels of dK and dV, and those that the first consumer has: the second has as many, or BY_COLUMNS what is left. */
+constexpr bool HALF_PANEL = FA_HEAD_DIM == 96; /* of dQ's second panel half is made of zeros, and stays here */
 constexpr int HELD = held_columns(FA_HEAD_DIM), HELD_V = held_columns(FA_HEAD_DIM_V), K_PANELS = HELD / 64, V_PANELS = HELD_V / 64, FIRST_OF_K = BY_COLUMNS ? 2 : K_PANELS, FIRST_OF_V = BY_COLUMNS ? (V_PANELS + 1) / 2 : V_PANELS;
 static_assert(!BY_COLUMNS || V_PANELS > 1, "both have some");
 __device__ constexpr int panels_of(int group, bool of_v)

@@ -6,7 +6,8 @@
 #include "packed_sm90.cuh"
 
 constexpr bool DQ_TURNED = FA_TILE_Q == 80 || FA_TILE_Q == 48;
-constexpr int  HELD      = held_columns(FA_HEAD_DIM), PIECES = FA_TILE_Q / (DQ_TURNED ? 8 : 16) * (HELD / 64); /* of a warp */
+constexpr bool HALF      = FA_HEAD_DIM == 96; /* of the second panel */
+constexpr int  PIECES    = FA_TILE_Q / (DQ_TURNED ? 8 : 16) * (held_columns(FA_HEAD_DIM) / 64); /* of a warp */
 static_assert(DQ_TURNED || PIECES % 4 == 0, "a consumer has four warps");
 
 constexpr bool THIRD_SHARED = DQ_TURNED && FA_HEAD_DIM == 192;
@@ -27,9 +28,10 @@ FA_DEVICE void convert_turned(const fa_args &args, const sequence &s, const floa
             row = first + (half < 0 ? half + PANEL_PIECES : group * (PANEL_PIECES / 2) + half) * 8;
         }
         float4 x[4];
+        int    in_half = HALF && col > 0 ? piece - PANEL_PIECES : -1;
 #pragma unroll
         for (int w = 0; w < 4; w++)
-            x[w] = load_piece(all + piece * 128 + w * 32 + lane, there);
+            x[w] = load_piece(all + piece * 128 - max(in_half, 0) * 64 + w * 32 + lane, there && (w < 2 || in_half < 0));
         fa_i64 at = s.q_entry * args.dq.stride[0] + (s.q_row + row) * args.dq.stride[1] + head * args.dq.stride[2] + col;
         if (args.dq.dtype == FA_F32) {
 #pragma unroll
@@ -66,12 +68,12 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_convert_sm9
         return;
     bool there = args.dq_turn[(fa_i64)head * args.all_tiles_q + number] != 0;
     if constexpr (DQ_TURNED) {
-        convert_turned(args, s, (const float4 *)(args.dq_accum + ((fa_i64)head * args.all_tiles_q + number) * (FA_TILE_Q * HELD)), place.tile * FA_TILE_Q, head, there);
+        convert_turned(args, s, (const float4 *)(args.dq_accum + ((fa_i64)head * args.all_tiles_q + number) * (FA_TILE_Q * FA_HEAD_DIM)), place.tile * FA_TILE_Q, head, there);
         return;
     }
     for (int piece = threadIdx.x / 32; piece < PIECES; piece += FA_WARPS) {
         int           group = piece / 4, row = piece % 4 * 16 + lane / 4, col = 0;
-        const float4 *from  = (const float4 *)(args.dq_accum + ((fa_i64)head * args.all_tiles_q + number) * (FA_TILE_Q * HELD)) + group * 1024 + piece % 4 * 32 + lane;
+        const float4 *from  = (const float4 *)(args.dq_accum + ((fa_i64)head * args.all_tiles_q + number) * (FA_TILE_Q * FA_HEAD_DIM)) + group * 1024 + piece % 4 * 32 + lane;
         float4        x[8]; /* columns 8 j + 2 t, + 1 of rows `row` and row + 8 */
         if (FA_TILE_Q == 128)
             row += 64 * group;
@@ -79,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_convert_sm9
             col = 64 * group;
 #pragma unroll
         for (int j = 0; j < 8; j++)
-            x[j] = load_piece(from + 128 * j, there);
+            x[j] = load_piece(from + 128 * j, there && (j < 4 || !HALF || group == 0));
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             int    i  = place.tile * FA_TILE_Q + row + 8 * h;

@@ -425,14 +425,16 @@ FA_DEVICE void clear_hidden_keys(const work &w, unsigned (&ds)[P_STEPS][4], int 
 template <int GROUP = -1, int COUNT> FA_DEVICE void share_dq(const float (&dq)[COUNT], int round = 0, int group = GROUP, int first = 0)
 {
     constexpr int PIECE = piece_of(GROUP), PER_ROUND = pieces_of(GROUP);
-    unsigned      to    = dq_at(group * PIECES) + threadIdx.x % 128 * 16;
+    bool          half  = HALF_PANEL && group == 1;
+    unsigned      to    = dq_at(group * PIECES) + threadIdx.x % 128 * 16, apart = half && DQ_TURNED ? 64 * 16 : 128 * 16;
 #pragma unroll
     for (int i = 0; i < COUNT; i += 4) {
         int j = (first + i) / 4, slot = (round * PER_ROUND + j / PIECE) % PIECES;
         if (j % PIECE == 0)
             named_sync(DQ_IS_FREE + group * PIECES + slot, 128 + 32);
-        shared_store(to + (slot * PIECE + j % PIECE) * (128 * 16),
-                     make_uint4(__float_as_uint(dq[i]), __float_as_uint(dq[i + 1]), __float_as_uint(dq[i + 2]), __float_as_uint(dq[i + 3])));
+        if (!half || (DQ_TURNED ? threadIdx.x % 128 < 64 : j < PIECE / 2))
+            shared_store(to + (slot * PIECE + j % PIECE) * apart,
+                         make_uint4(__float_as_uint(dq[i]), __float_as_uint(dq[i + 1]), __float_as_uint(dq[i + 2]), __float_as_uint(dq[i + 3])));
         if (j % PIECE == PIECE - 1 || j == ROUND_COUNT / 4 - 1) {
             fence_async();
             named_arrive(DQ_IS_THERE + group * PIECES + slot, 128 + 32);

@@ -215,10 +215,10 @@ template <int ADDER> FA_DEVICE void add_dq(const fa_args &args, const fa_maps &m
             }
             continue;
         }
-        float *to = args.dq_accum + (fa_i64)now.number * (FA_TILE_Q * HELD) + ADDER * (FIRST_OF_K * FA_TILE_Q * 64);
+        float *to = args.dq_accum + (fa_i64)now.number * (FA_TILE_Q * FA_HEAD_DIM) + ADDER * (FIRST_OF_K * FA_TILE_Q * 64);
         auto add = [&](int n, int slot) {
             constexpr int BYTES = 128 * 16 * PIECE, LAST = 128 * ROUND_COUNT * 4 - (PER_ROUND - 1) * BYTES;
-            int           bytes = LAST < BYTES && n % PER_ROUND == PER_ROUND - 1 ? LAST : BYTES;
+            int           bytes = HALF_PANEL && n == 1 ? BYTES / 2 : LAST < BYTES && n % PER_ROUND == PER_ROUND - 1 ? LAST : BYTES;
             bulk_add(to, dq_at(slot), bytes, now.stores);
             to += bytes / 4;
             if (n == 0) /* not before: else this block would come first where another begins now */
