@@ -330,21 +330,24 @@ template <bool FIRST> FA_DEVICE void step(const fa_args &args, const work &w, co
     bool      edge = INSPECTED && masked;
     dropped_bits<S_COUNT> bits;
     wait_for_q(c.n);
-    start_s(s, c);
+    start_scores<FA_HEAD_DIM>(s, c.k, k_tile() + first_key_of(c.group) * 128, q_tile(c.n));
     load_stats(lse, lse_at(c.n));
-    if constexpr (FIRST || !FIRST_APART)
+    if constexpr (FIRST || (V_HELD == 0 && !FIRST_APART))
         barrier_wait(v_full(), filled<1>(item)); /* later than K: dV was there */
+    if constexpr (FIRST)
+        load_held(c.v, v_tile(), c.group);
     wait_for_dout(c.n);
     bool nonfinite = THIRD_SHARED && edge && some_nonfinite_row(lse_at(c.n), delta_at(c.n));
     if (nonfinite)
         clear_by_warp<DO_BYTES>(dout_tile(c.n));
-    start_scores<FA_HEAD_DIM_V>(dp, v_tile() + first_key_of(c.group) * 128, dout_tile(c.n));
+    start_scores<FA_HEAD_DIM_V>(dp, c.v, v_tile() + first_key_of(c.group) * 128, dout_tile(c.n));
     load_stats(delta, delta_at(c.n));
     if (edge)
         seen = columns_of(args, w, tile, c.group);
     find_dropped(args, w, c, bits, tile);
     wgmma_wait<1>();
-    hold_s(s, c);
+    hold(s);
+    hold_held(c.k);
     if (edge && some_nonfinite(s)) {
         clear_own_keys(c.group);
         clear_by_warp(q_tile(c.n));
@@ -362,6 +365,7 @@ template <bool FIRST> FA_DEVICE void step(const fa_args &args, const work &w, co
         wait_for_free_ds(c.group);
     wgmma_wait<0>();
     hold(dp);
+    hold_held(c.v);
     if constexpr (PINNED == 0)
         wait_for_free_ds(c.group);
     if constexpr (HAS_NOTED) {
@@ -514,7 +518,11 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
         if constexpr (FA_HAS_ALIBI || FA_HAS_DROPOUT)
             at.head = same_for_all(at.head);
         barrier_wait(k_full(), filled<1>(item));
-        load_held_k(c);
+        load_held(c.k, k_tile(), group);
+        if constexpr (V_HELD > 0 && !FIRST_APART) {
+            barrier_wait(v_full(), filled<1>(item));
+            load_held(c.v, v_tile(), group);
+        }
         if (!DK_BY_DQ && !BY_COLUMNS) { /* dS will be where dK of the item before may still lie */
             if (threadIdx.x % 128 == 0)
                 bulk_added_was_read();
