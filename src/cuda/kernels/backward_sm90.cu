@@ -17,7 +17,8 @@
  * With 128 queries (DQ_LATE) dQ is that of the step before, for which nobody waits: see backward_block_sm90.cuh.
  *
  * dQ needs dS of both consumers: each makes 64 queries of 128 x 64, or 64 columns of 64 x 128, or of the 80 x 128 that head_dim 128 has without a mask, or of 48 x 192
- * and half of the queries of the third 64 (DQ_TURNED). Its order in memory is that of the registers, [64 queries or columns][8 columns, DQ_TURNED queries][thread][4], undone by backward_convert_sm90.cu.
+ * and half of the queries of the third 64 (DQ_TURNED). Its order in memory is that of the registers, [64 queries or columns][8 columns, DQ_TURNED queries][thread][4], undone by backward_convert_sm90.cu;
+ * of 96 columns the second 64 have half of that, the first columns or (DQ_TURNED) threads.
  *
  * Above head_dim 128 (BY_COLUMNS) both consumers have the same 80 keys: backward_wide_sm90.cuh.
  *
