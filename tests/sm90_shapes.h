@@ -261,6 +261,15 @@ static const test_case backward_shapes[] = {
     {.name = "80 queries, causal, used lengths", .batch = 3, .seqlen_q = 4300, .seqlen_k = 260, .seqused_q = LENGTHS_MIXED, .seqused_k = LENGTHS_MIXED, .mask = C,
      .head_dim = 128},
     {.name = "80 queries, causal, 96 columns", .seqlen_q = 4100, .seqlen_k = 300, .heads_q = 2, .mask = C, .head_dim = 96},
+    {.name = "96 columns, tails, causal", .seqlen_q = 333, .seqlen_k = 395, .heads_q = 3, .mask = C, .head_dim = 96},
+    {.name = "80 and 96 columns, groups, many tiles a block", .batch = 70, .seqlen_q = 140, .seqlen_k = 70, .heads_q = 4, .heads_k = 2, .mask = C, .head_dim = 80,
+     .head_dim_v = 96},
+    {.name = "96 and 40 columns, window, varlen, used lengths", .batch = 5, .seqlen_q = 300, .seqlen_k = 400, .heads_q = 2, .mask = W, .window_left = 150,
+     .window_right = 20, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_MIXED, .seqused_q = LENGTHS_HOLES, .seqused_k = LENGTHS_MIXED, .head_dim = 96, .head_dim_v = 40},
+    {.name = "80 queries, 96 columns, used lengths", .batch = 3, .seqlen_q = 613, .seqlen_k = 400, .heads_q = 2, .seqused_q = LENGTHS_MIXED, .seqused_k = LENGTHS_MIXED,
+     .head_dim = 96},
+    {.name = "80 queries, 72 and 96 columns, softcap, dropout", .seqlen_q = 613, .seqlen_k = 195, .heads_q = 2, .softcap = 20, .logit_size = 20, .dropout = 0.2f,
+     .head_dim = 72, .head_dim_v = 96},
 };
 
 #endif

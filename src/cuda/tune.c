@@ -133,6 +133,9 @@ const fa_tune_row fa_tune_rows[] = {
 
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 0, 368,
      "two consumers of 64 keys; dQ by TMA; the producer's thread spills, and under a softcap the consumers' dozen registers (decision 0055)"},
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 96, FA_ON_NONE, FA_FOR_LONG_TMA, 512, 80, 128, 12, 2, 1, 0, 304, "as at 128"},
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 96, FA_ON_CAUSAL, FA_FOR_LONG_TMA, 4096, 80, 128, 12, 2, 1, 0, 304, "as at 128"},
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 96, FA_ON_ANY, FA_FOR_TMA, 0, 64, 128, 12, 2, 1, 0, 240, "as at 128"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_NONE, FA_FOR_LONG_TMA, 512, 80, 128, 12, 2, 1, 0, 304,
      "long: tiles of 80 queries, for which shared memory reads less than for 64; short ones waste a part of the last; spills as above (decision 0056)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_CAUSAL, FA_FOR_LONG_TMA, 4096, 80, 128, 12, 2, 1, 0, 304,

@@ -192,7 +192,7 @@ FA_DEVICE void wgmma_shared(float (&c)[COUNT], matrix a, matrix b, int add)
 template <int B_DOWN = 1, int COUNT>
 FA_DEVICE void wgmma_registers(float (&c)[COUNT], const unsigned (&a)[4], matrix b, int add)
 {
-    static_assert(COUNT == 24 || COUNT == 32 || COUNT == 48 || COUNT == 64 || COUNT == 96 || COUNT == 128, "no such WGMMA here");
+    static_assert(COUNT == 24 || COUNT == 32 || COUNT == 40 || COUNT == 48 || COUNT == 64 || COUNT == 96 || COUNT == 128, "no such WGMMA here");
     const emulator_product product = {
         c, COUNT, PRODUCT_TYPE, add, a, 0, b.word(), 0, FA_DTYPE == FA_F8E4M3 ? 0 : B_DOWN};
     emulator.hopper->wgmma(&product);

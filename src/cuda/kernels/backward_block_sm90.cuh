@@ -32,7 +32,8 @@ constexpr int ADDERS = BY_COLUMNS ? 2 : 1; /* warps that add dQ */
 constexpr int SLOTS = 2, PIECES = SLOTS * ADDERS / CONSUMERS; /* of dQ's memory: of such a warp, of a consumer, who in a round fills each of its own once */
 static_assert(PIECES == SLOTS || ADDERS == 1, "a warp's slots are one consumer's, or it has all");
 /* Panels of dK and dV, and those that the first consumer has: the second has as many, or BY_COLUMNS what is left. */
-constexpr int K_PANELS = FA_HEAD_DIM / 64, V_PANELS = FA_HEAD_DIM_V / 64, FIRST_OF_K = BY_COLUMNS ? 2 : K_PANELS, FIRST_OF_V = BY_COLUMNS ? (V_PANELS + 1) / 2 : V_PANELS;
+constexpr bool HALF_PANEL = FA_HEAD_DIM == 96; /* of dQ's second panel half is made of zeros, and stays here */
+constexpr int HELD = held_columns(FA_HEAD_DIM), HELD_V = held_columns(FA_HEAD_DIM_V), K_PANELS = HELD / 64, V_PANELS = HELD_V / 64, FIRST_OF_K = BY_COLUMNS ? 2 : K_PANELS, FIRST_OF_V = BY_COLUMNS ? (V_PANELS + 1) / 2 : V_PANELS;
 static_assert(!BY_COLUMNS || V_PANELS > 1, "both have some");
 __device__ constexpr int panels_of(int group, bool of_v)
 {
@@ -41,9 +42,9 @@ __device__ constexpr int panels_of(int group, bool of_v)
 static_assert(FA_WARPS == 4 * (CONSUMERS + 1) && FA_TILE_K == (BY_COLUMNS ? 80 : 64 * CONSUMERS), "a consumer has 64 keys, or all");
 constexpr int PANEL_COUNT = BY_COLUMNS ? FA_TILE_K / 2 : 32; /* of dK or dV, of a thread */
 constexpr int S_COUNT = (BY_COLUMNS ? FA_TILE_K : FA_TILE_Q) / 2, P_STEPS = S_COUNT / 8; /* of a thread; 16 queries a step, BY_COLUMNS keys */
-constexpr int DK_COUNT = PANEL_COUNT * FIRST_OF_K, DV_COUNT = PANEL_COUNT * FIRST_OF_V, DQ_COUNT = DQ_TURNED ? S_COUNT : 32, THIRD_COUNT = 12, ROUND_COUNT = DQ_COUNT + THIRD_SHARED * THIRD_COUNT /* of dQ in a round */;
+constexpr int DK_COUNT = BY_COLUMNS ? PANEL_COUNT * FIRST_OF_K : FA_HEAD_DIM / 2, DV_COUNT = BY_COLUMNS ? PANEL_COUNT * FIRST_OF_V : FA_HEAD_DIM_V / 2, DQ_COUNT = DQ_TURNED ? S_COUNT : 32, THIRD_COUNT = 12, ROUND_COUNT = DQ_COUNT + THIRD_SHARED * THIRD_COUNT /* of dQ in a round */;
 static_assert(FA_TILE_Q * 64 * K_PANELS == (BY_COLUMNS ? K_PANELS : 2) * 128 * ROUND_COUNT, "a consumer has 64 x 64 of dQ a round, or DQ_TURNED half of it");
-constexpr int K_BYTES = FA_TILE_K * FA_HEAD_DIM * 2, V_BYTES = FA_TILE_K * FA_HEAD_DIM_V * 2, Q_BYTES = FA_TILE_Q * FA_HEAD_DIM * 2, DO_BYTES = FA_TILE_Q * FA_HEAD_DIM_V * 2, DS_BYTES = FA_TILE_Q * FA_TILE_K * 2;
+constexpr int K_BYTES = FA_TILE_K * HELD * 2, V_BYTES = FA_TILE_K * HELD_V * 2, Q_BYTES = FA_TILE_Q * HELD * 2, DO_BYTES = FA_TILE_Q * HELD_V * 2, DS_BYTES = FA_TILE_Q * FA_TILE_K * 2;
 /* dQ's way out: a round in pieces of so many times 16 bytes a thread, each in a slot, of which one leaves while the other is filled: what there is room for. */
 __device__ constexpr int piece_of(int group) { return !BY_COLUMNS ? ROUND_COUNT / 4 / PIECES : K_PANELS < 4 ? 4 : HAS_NOTED ? 2 : group == 1 ? 4 : 3; }
 __device__ constexpr int pieces_of(int group) { return (ROUND_COUNT / 4 + piece_of(group) - 1) / piece_of(group); } /* of a round */

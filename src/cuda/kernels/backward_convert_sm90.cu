@@ -6,7 +6,8 @@
 #include "packed_sm90.cuh"
 
 constexpr bool DQ_TURNED = FA_TILE_Q == 80 || FA_TILE_Q == 48;
-constexpr int  PIECES    = FA_TILE_Q / (DQ_TURNED ? 8 : 16) * (FA_HEAD_DIM / 64); /* of a warp */
+constexpr bool HALF      = FA_HEAD_DIM == 96; /* of the second panel */
+constexpr int  PIECES    = FA_TILE_Q / (DQ_TURNED ? 8 : 16) * (held_columns(FA_HEAD_DIM) / 64); /* of a warp */
 static_assert(DQ_TURNED || PIECES % 4 == 0, "a consumer has four warps");
 
 constexpr bool THIRD_SHARED = DQ_TURNED && FA_HEAD_DIM == 192;
@@ -27,9 +28,10 @@ FA_DEVICE void convert_turned(const fa_args &args, const sequence &s, const floa
             row = first + (half < 0 ? half + PANEL_PIECES : group * (PANEL_PIECES / 2) + half) * 8;
         }
         float4 x[4];
+        int    in_half = HALF && col > 0 ? piece - PANEL_PIECES : -1;
 #pragma unroll
         for (int w = 0; w < 4; w++)
-            x[w] = load_piece(all + piece * 128 + w * 32 + lane, there);
+            x[w] = load_piece(all + piece * 128 - max(in_half, 0) * 64 + w * 32 + lane, there && (w < 2 || in_half < 0));
         fa_i64 at = s.q_entry * args.dq.stride[0] + (s.q_row + row) * args.dq.stride[1] + head * args.dq.stride[2] + col;
         if (args.dq.dtype == FA_F32) {
 #pragma unroll
@@ -79,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_convert_sm9
             col = 64 * group;
 #pragma unroll
         for (int j = 0; j < 8; j++)
-            x[j] = load_piece(from + 128 * j, there);
+            x[j] = load_piece(from + 128 * j, there && (j < 4 || !HALF || group == 0));
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             int    i  = place.tile * FA_TILE_Q + row + 8 * h;

@@ -7,15 +7,15 @@
 #include "backward_block_sm90.cuh"
 #include "dropout_sm90.cuh"
 
-/* Of K's columns a consumer keeps the first 16 K_HELD of its keys in registers, where these have room and it pays: S then reads the less of shared memory. */
-constexpr bool HOLDS_K = !HAS_NOTED && !FA_HAS_ALIBI && (FA_HEAD_DIM == 64 ? FA_MASK != FA_MASK_WINDOW : FA_HEAD_DIM == 128 && FA_MASK == FA_MASK_CAUSAL && FA_TILE_Q == 64);
-constexpr int  K_HELD  = 4;
+/* Of its keys a consumer keeps the first 16 K_HELD columns of K and 16 V_HELD of V in registers, where these have room and it pays: S and dP then read the less of shared memory. */
+constexpr bool HOLDS_K = !HAS_NOTED && !FA_HAS_ALIBI && (FA_HEAD_DIM == 64 ? FA_MASK != FA_MASK_WINDOW : FA_HEAD_DIM == 96 || (FA_HEAD_DIM == 128 && FA_MASK == FA_MASK_CAUSAL && FA_TILE_Q == 64));
+constexpr int  K_HELD  = !HOLDS_K ? 0 : FA_HEAD_DIM == 96 ? 6 : 4, V_HELD = 0;
 
 struct consumer {
     float    dk[DK_COUNT], dv[DV_COUNT];
     unsigned p[P_STEPS][4], ds[P_STEPS][4]; /* P^T and dS^T, as left operands */
     unsigned noted[P_STEPS][4];             /* HAS_NOTED: what dS is made of, P or under a softcap P (1 - tanh^2), negative where it is dropped */
-    unsigned k[K_HELD][4];                  /* HOLDS_K: as left operands */
+    unsigned k[K_HELD + 1][4], v[V_HELD + 1][4]; /* as left operands, but the last */
     float    alibi_log2;                    /* the head's slope */
     int      group;
     unsigned n;                             /* query tiles since the kernel began */
@@ -53,53 +53,43 @@ FA_DEVICE void clear_own_keys(int group)
 {
     unsigned from = k_tile() + (first_key_of(group) + threadIdx.x % 128 / 32 * 16) * 128 + threadIdx.x % 32 * 16;
 #pragma unroll 1
-    for (int panel = 0; panel < FA_HEAD_DIM / 64; panel++)
+    for (int panel = 0; panel < K_PANELS; panel++)
         clear_nonfinite_of_lane<16 * 128, 512>(from + panel * (FA_TILE_K * 128));
     fence_async();
 }
 
 /* ---- the products: started here, finished by wgmma_wait ---- */
 
-FA_DEVICE void load_held_k(consumer &c)
+template <int ALL> FA_DEVICE void load_held(unsigned (&x)[ALL][4], unsigned tile, int group)
 {
-    int lane = threadIdx.x % 32, row = first_key_of(c.group) + threadIdx.x % 128 / 32 * 16 + lane % 16;
-    if constexpr (HOLDS_K)
+    int lane = threadIdx.x % 32, row = first_key_of(group) + threadIdx.x % 128 / 32 * 16 + lane % 16;
 #pragma unroll
-        for (int step = 0; step < K_HELD; step++)
-            load_matrix(c.k[step], k_tile() + row * 128 + ((step * 2 + lane / 16 ^ row % 8) << 4));
+    for (int step = 0; step < ALL - 1; step++)
+        load_matrix(x[step], tile + step / 4 * (FA_TILE_K * 128) + row * 128 + ((step % 4 * 2 + lane / 16 ^ row % 8) << 4));
 }
 
-/* s = X Y^T; x: this consumer's keys of K or V, y: a tile of Q or dO. */
-template <int COLS = FA_HEAD_DIM> FA_DEVICE void start_scores(float (&s)[S_COUNT], unsigned x, unsigned y) { start_rows_by_rows<FA_TILE_K, FA_TILE_Q, COLS>(s, x, y); }
-
-/* S^T, for which a part of K may be in registers. */
-template <bool HOLDS = HOLDS_K> FA_DEVICE void start_s(float (&s)[S_COUNT], consumer &c)
+template <int ALL> FA_DEVICE void hold_held(unsigned (&x)[ALL][4])
 {
-    unsigned k = k_tile() + first_key_of(c.group) * 128;
-    if constexpr (HOLDS) {
-        matrix a = matrix_of(k, 0), b = matrix_of(q_tile(c.n), 0);
-        hold(s);
-        hold(c.k);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < FA_HEAD_DIM / 16; step++) {
-            matrix of_q = b.from(step / 4 * (FA_TILE_Q * 128) + step % 4 * 32);
-            if (step < K_HELD)
-                wgmma_registers<0>(s, c.k[step], of_q, step > 0);
-            else
-                wgmma_shared(s, a.from(step / 4 * (FA_TILE_K * 128) + step % 4 * 32), of_q, step > 0);
-        }
-        wgmma_commit();
-    } else
-        start_scores(s, k, q_tile(c.n));
+    if constexpr (ALL > 1)
+        hold(reinterpret_cast<unsigned(&)[ALL - 1][4]>(x));
 }
 
-/* S^T is there. */
-FA_DEVICE void hold_s(float (&s)[S_COUNT], consumer &c)
+/* s = X Y^T; x: this consumer's keys of K or V, of which `held` has the first columns; y: a tile of Q or dO. */
+template <int COLS, int ALL> FA_DEVICE void start_scores(float (&s)[S_COUNT], unsigned (&held)[ALL][4], unsigned x, unsigned y)
 {
+    matrix a = matrix_of(x, 0), b = matrix_of(y, 0);
     hold(s);
-    if constexpr (HOLDS_K)
-        hold(c.k);
+    hold_held(held);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < COLS / 16; step++) {
+        matrix of_y = b.from(step / 4 * (FA_TILE_Q * 128) + step % 4 * 32);
+        if (step < ALL - 1)
+            wgmma_registers<0>(s, held[step], of_y, step > 0);
+        else
+            wgmma_shared(s, a.from(step / 4 * (FA_TILE_K * 128) + step % 4 * 32), of_y, step > 0);
+    }
+    wgmma_commit();
 }
 
 /* c += X^T Y; x: P^T or dS^T, y: a tile of dO or Q. */
@@ -273,7 +263,7 @@ FA_DEVICE void exponentials(const fa_args &args, const work &w, consumer &c, flo
  * them, whatever the text says. So a store that is never made hangs on them (P is not below 0), and behind it stands an instruction over which nothing moves. Were it all
  * of them, their end would be waited for too. How many is found by timing; an edge step has none (decision 0056, tenth round).
  */
-constexpr int PINNED = HAS_NOTED || FA_HAS_ALIBI || FA_MASK == FA_MASK_WINDOW || FA_HEAD_DIM != 128 ? 0 : FA_TILE_Q == 80 ? 17 : FA_MASK == FA_MASK_CAUSAL ? 12 : 0;
+constexpr int PINNED = HAS_NOTED || FA_HAS_ALIBI || FA_MASK == FA_MASK_WINDOW || K_PANELS != 2 ? 0 : FA_TILE_Q == 80 ? 17 : FA_MASK == FA_MASK_CAUSAL ? 12 : 0;
 
 FA_DEVICE void pin_exponentials(const float (&p)[S_COUNT])
 {
@@ -425,14 +415,16 @@ FA_DEVICE void clear_hidden_keys(const work &w, unsigned (&ds)[P_STEPS][4], int 
 template <int GROUP = -1, int COUNT> FA_DEVICE void share_dq(const float (&dq)[COUNT], int round = 0, int group = GROUP, int first = 0)
 {
     constexpr int PIECE = piece_of(GROUP), PER_ROUND = pieces_of(GROUP);
-    unsigned      to    = dq_at(group * PIECES) + threadIdx.x % 128 * 16;
+    bool          half  = HALF_PANEL && group == 1;
+    unsigned      to    = dq_at(group * PIECES) + threadIdx.x % 128 * 16, apart = half && DQ_TURNED ? 64 * 16 : 128 * 16;
 #pragma unroll
     for (int i = 0; i < COUNT; i += 4) {
         int j = (first + i) / 4, slot = (round * PER_ROUND + j / PIECE) % PIECES;
         if (j % PIECE == 0)
             named_sync(DQ_IS_FREE + group * PIECES + slot, 128 + 32);
-        shared_store(to + (slot * PIECE + j % PIECE) * (128 * 16),
-                     make_uint4(__float_as_uint(dq[i]), __float_as_uint(dq[i + 1]), __float_as_uint(dq[i + 2]), __float_as_uint(dq[i + 3])));
+        if (!half || (DQ_TURNED ? threadIdx.x % 128 < 64 : j < PIECE / 2))
+            shared_store(to + (slot * PIECE + j % PIECE) * apart,
+                         make_uint4(__float_as_uint(dq[i]), __float_as_uint(dq[i + 1]), __float_as_uint(dq[i + 2]), __float_as_uint(dq[i + 3])));
         if (j % PIECE == PIECE - 1 || j == ROUND_COUNT / 4 - 1) {
             fence_async();
             named_arrive(DQ_IS_THERE + group * PIECES + slot, 128 + 32);
@@ -444,7 +436,7 @@ template <int GROUP = -1, int COUNT> FA_DEVICE void share_dq(const float (&dq)[C
 template <int COUNT> FA_DEVICE void stage_panel(const float (&x)[COUNT], int panel, float factor, int lane, int counting, unsigned stage)
 {
 #pragma unroll
-    for (int n = 0; n < 32; n += 8) {
+    for (int n = 0; n < 32 && 32 * panel + n < COUNT; n += 8) { /* of 96 columns half of the second, and TMA stores no more */
         unsigned a[4];
 #pragma unroll
         for (int i = 0; i < 4; i++)
@@ -469,12 +461,12 @@ template <int COUNT> FA_DEVICE void share_gradient(const work &w, const float (&
     asm volatile("" : "+r"(thread)); /* or the compiler keeps these places in registers while it walks the query tiles */
     int lane = thread % 32, warp = thread / 32;
 #pragma unroll
-    for (int panel = 0; panel < COUNT / 32; panel++) {
+    for (int panel = 0; panel < K_PANELS; panel++) {
         int at = panel % SLOT_PANELS;
         if (at == 0)
             named_sync(DQ_IS_FREE + group, 128 + 32);
         stage_panel(x, panel, factor, lane, w.keys.end - w.first_k - first_key_of(group) - 16 * warp, dq_at(group) + at * PANEL_BYTES + warp * 2048);
-        if (at == SLOT_PANELS - 1 || panel == COUNT / 32 - 1)
+        if (at == SLOT_PANELS - 1 || panel == K_PANELS - 1)
             named_arrive(DQ_IS_THERE + group, 128 + 32);
     }
 }

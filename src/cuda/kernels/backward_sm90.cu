@@ -17,7 +17,8 @@
  * With 128 queries (DQ_LATE) dQ is that of the step before, for which nobody waits: see backward_block_sm90.cuh.
  *
  * dQ needs dS of both consumers: each makes 64 queries of 128 x 64, or 64 columns of 64 x 128, or of the 80 x 128 that head_dim 128 has without a mask, or of 48 x 192
- * and half of the queries of the third 64 (DQ_TURNED). Its order in memory is that of the registers, [64 queries or columns][8 columns, DQ_TURNED queries][thread][4], undone by backward_convert_sm90.cu.
+ * and half of the queries of the third 64 (DQ_TURNED). Its order in memory is that of the registers, [64 queries or columns][8 columns, DQ_TURNED queries][thread][4], undone by backward_convert_sm90.cu;
+ * of 96 columns the second 64 have half of that, the first columns or (DQ_TURNED) threads.
  *
  * Above head_dim 128 (BY_COLUMNS) both consumers have the same 80 keys: backward_wide_sm90.cuh.
  *
@@ -218,7 +219,7 @@ template <int ADDER> FA_DEVICE void add_dq(const fa_args &args, const fa_maps &m
         float *to = args.dq_accum + (fa_i64)now.number * (FA_TILE_Q * FA_HEAD_DIM) + ADDER * (FIRST_OF_K * FA_TILE_Q * 64);
         auto add = [&](int n, int slot) {
             constexpr int BYTES = 128 * 16 * PIECE, LAST = 128 * ROUND_COUNT * 4 - (PER_ROUND - 1) * BYTES;
-            int           bytes = LAST < BYTES && n % PER_ROUND == PER_ROUND - 1 ? LAST : BYTES;
+            int           bytes = HALF_PANEL && n == 1 ? BYTES / 2 : LAST < BYTES && n % PER_ROUND == PER_ROUND - 1 ? LAST : BYTES;
             bulk_add(to, dq_at(slot), bytes, now.stores);
             to += bytes / 4;
             if (n == 0) /* not before: else this block would come first where another begins now */
@@ -330,21 +331,24 @@ template <bool FIRST> FA_DEVICE void step(const fa_args &args, const work &w, co
     bool      edge = INSPECTED && masked;
     dropped_bits<S_COUNT> bits;
     wait_for_q(c.n);
-    start_s(s, c);
+    start_scores<FA_HEAD_DIM>(s, c.k, k_tile() + first_key_of(c.group) * 128, q_tile(c.n));
     load_stats(lse, lse_at(c.n));
-    if constexpr (FIRST || !FIRST_APART)
+    if constexpr (FIRST || (V_HELD == 0 && !FIRST_APART))
         barrier_wait(v_full(), filled<1>(item)); /* later than K: dV was there */
+    if constexpr (FIRST)
+        load_held(c.v, v_tile(), c.group);
     wait_for_dout(c.n);
     bool nonfinite = THIRD_SHARED && edge && some_nonfinite_row(lse_at(c.n), delta_at(c.n));
     if (nonfinite)
         clear_by_warp<DO_BYTES>(dout_tile(c.n));
-    start_scores<FA_HEAD_DIM_V>(dp, v_tile() + first_key_of(c.group) * 128, dout_tile(c.n));
+    start_scores<FA_HEAD_DIM_V>(dp, c.v, v_tile() + first_key_of(c.group) * 128, dout_tile(c.n));
     load_stats(delta, delta_at(c.n));
     if (edge)
         seen = columns_of(args, w, tile, c.group);
     find_dropped(args, w, c, bits, tile);
     wgmma_wait<1>();
-    hold_s(s, c);
+    hold(s);
+    hold_held(c.k);
     if (edge && some_nonfinite(s)) {
         clear_own_keys(c.group);
         clear_by_warp(q_tile(c.n));
@@ -362,6 +366,7 @@ template <bool FIRST> FA_DEVICE void step(const fa_args &args, const work &w, co
         wait_for_free_ds(c.group);
     wgmma_wait<0>();
     hold(dp);
+    hold_held(c.v);
     if constexpr (PINNED == 0)
         wait_for_free_ds(c.group);
     if constexpr (HAS_NOTED) {
@@ -431,12 +436,12 @@ template <int COUNT> FA_DEVICE void stage_gradient(const work &w, const fa_map &
 {
     int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, first = w.first_k + first_key_of(c.group), counting = w.keys.end - first - 16 * warp;
 #pragma unroll
-    for (int panel = 0; panel < COUNT / 32; panel++)
+    for (int panel = 0; panel < (COUNT + 31) / 32; panel++)
         stage_panel(x, panel, factor, lane, counting, staged_at(c, is_dv, panel) + warp * 2048);
     named_sync(OWN + c.group, 128);
     if (threadIdx.x % 128 == 0 && first < w.seq.rows_k)
 #pragma unroll
-        for (int panel = 0; panel < COUNT / 32; panel++)
+        for (int panel = 0; panel < (COUNT + 31) / 32; panel++)
             store_panel(w, map, apart, staged_at(c, is_dv, panel), 64 * panel, first);
 }
 
@@ -514,7 +519,11 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
         if constexpr (FA_HAS_ALIBI || FA_HAS_DROPOUT)
             at.head = same_for_all(at.head);
         barrier_wait(k_full(), filled<1>(item));
-        load_held_k(c);
+        load_held(c.k, k_tile(), group);
+        if constexpr (V_HELD > 0 && !FIRST_APART) {
+            barrier_wait(v_full(), filled<1>(item));
+            load_held(c.v, v_tile(), group);
+        }
         if (!DK_BY_DQ && !BY_COLUMNS) { /* dS will be where dK of the item before may still lie */
             if (threadIdx.x % 128 == 0)
                 bulk_added_was_read();

@@ -379,7 +379,7 @@ template <int B_DOWN = 0, int A_DOWN = 0, int COUNT> FA_DEVICE void wgmma_shared
  * register; b by rows in shared memory, K along the rows, or with B_DOWN 0 a b^T. FP8: a b^T, a 64 x 32, lane t's columns 4 t ... 4 t + 3 and those 16 on. */
 template <int B_DOWN = 1, int COUNT> FA_DEVICE void wgmma_registers(float (&c)[COUNT], const unsigned (&a)[4], matrix b, int add)
 {
-    static_assert(COUNT == 24 || COUNT == 32 || COUNT == 48 || COUNT == 64 || COUNT == 96 || COUNT == 128, "no such WGMMA here");
+    static_assert(COUNT == 24 || COUNT == 32 || COUNT == 40 || COUNT == 48 || COUNT == 64 || COUNT == 96 || COUNT == 128, "no such WGMMA here");
     if constexpr (COUNT == 24)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %29, 0; " FA_WGMMA(48) "{" FA_N24
                      "}, {%24, %25, %26, %27}, %28, p, 1, 1" FA_TURNED("%30") "; }"
@@ -389,6 +389,11 @@ template <int B_DOWN = 1, int COUNT> FA_DEVICE void wgmma_registers(float (&c)[C
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; " FA_WGMMA(64) "{" FA_N32
                      "}, {%32, %33, %34, %35}, %36, p, 1, 1" FA_TURNED("%38") "; }"
                      : FA_O32(c, 0)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word()), "r"(add), "n"(B_DOWN));
+    else if constexpr (COUNT == 40)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %45, 0; " FA_WGMMA(80) "{" FA_N40
+                     "}, {%40, %41, %42, %43}, %44, p, 1, 1" FA_TURNED("%46") "; }"
+                     : FA_O32(c, 0), FA_O8(c, 32)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word()), "r"(add), "n"(B_DOWN));
     else if constexpr (COUNT == 48)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %53, 0; " FA_WGMMA(96) "{" FA_N48

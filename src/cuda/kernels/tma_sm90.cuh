@@ -19,7 +19,7 @@ FA_DEVICE void fetch_tile(unsigned tile, const fa_map &map, unsigned barrier, in
 template <int ROWS, int COLS> FA_DEVICE void prefetch_ragged(const fa_map &map, int head, int end, int left)
 {
 #pragma unroll
-    for (int panel = 0; panel < COLS / 64; panel++)
+    for (int panel = 0; panel < held_columns(COLS) / 64; panel++)
         tma_prefetch_ragged(map, 64 * panel, left, head, end);
 }
 
@@ -27,7 +27,7 @@ template <int ROWS, int COLS>
 FA_DEVICE void fetch_ragged(unsigned tile, const fa_map &map, unsigned barrier, int head, int end, int left)
 {
 #pragma unroll
-    for (int panel = 0; panel < COLS / 64; panel++)
+    for (int panel = 0; panel < held_columns(COLS) / 64; panel++)
         tma_load_ragged(tile + panel * (ROWS * 128), map, barrier, 64 * panel, left, head, end);
 }
 
