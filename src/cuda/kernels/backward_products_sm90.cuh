@@ -9,7 +9,7 @@
 
 /* Of its keys a consumer keeps the first 16 K_HELD columns of K and 16 V_HELD of V in registers, where these have room and it pays: S and dP then read the less of shared memory. */
 constexpr bool HOLDS_K = !HAS_NOTED && !FA_HAS_ALIBI && (FA_HEAD_DIM == 64 ? FA_MASK != FA_MASK_WINDOW : FA_HEAD_DIM == 96 || (FA_HEAD_DIM == 128 && FA_MASK == FA_MASK_CAUSAL && FA_TILE_Q == 64));
-constexpr int  K_HELD  = !HOLDS_K ? 0 : FA_HEAD_DIM == 96 ? 6 : 4, V_HELD = 0;
+constexpr int  K_HELD  = !HOLDS_K ? 0 : FA_HEAD_DIM == 96 ? 6 : 4, V_HELD = FA_HEAD_DIM != 96 || !HOLDS_K ? 0 : FA_TILE_Q == 80 ? 2 : 6;
 
 struct consumer {
     float    dk[DK_COUNT], dv[DV_COUNT];

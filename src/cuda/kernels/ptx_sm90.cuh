@@ -307,23 +307,20 @@ template <int A, int B> FA_DEVICE void hold(unsigned (&r)[A][B])
 #define FA_WGMMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 "
 #endif
 
-/* Operand lists: 12, 24, 32, 40, 48, 56, 64, 88, 96, 128 accumulators. */
+/* Operand lists: 12, 24, 32, 40, 48, 56, 64, 96, 128 accumulators. */
 #define FA_O8(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
 #define FA_O32(c, i) FA_O8(c, i), FA_O8(c, i + 8), FA_O8(c, i + 16), FA_O8(c, i + 24)
 #define FA_O24(c, i) FA_O8(c, i), FA_O8(c, i + 8), FA_O8(c, i + 16)
 #define FA_N12 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11"
-#define FA_N24 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
-#define FA_N32                                                                                                      \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
-    "%24, %25, %26, %27, %28, %29, %30, %31"
+#define FA_N24 FA_N12 ", %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
+#define FA_N32 FA_N24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define FA_N40 FA_N32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define FA_N48 FA_N40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define FA_N56 FA_N48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define FA_N64 FA_N56 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define FA_N88                                                                                                      \
+#define FA_N96                                                                                                      \
     FA_N64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, "  \
-           "%84, %85, %86, %87"
-#define FA_N96 FA_N88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+           "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define FA_N128                                                                                                      \
     FA_N96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, "      \
            "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
@@ -332,7 +329,7 @@ template <int A, int B> FA_DEVICE void hold(unsigned (&r)[A][B])
  * warpgroup holds rows 16 w + g (c[4 j], c[4 j + 1]) and 16 w + g + 8 (c[4 j + 2], c[4 j + 3]), columns 8 j + 2 t, + 1. */
 template <int B_DOWN = 0, int A_DOWN = 0, int COUNT> FA_DEVICE void wgmma_shared(float (&c)[COUNT], matrix a, matrix b, int add)
 {
-    static_assert(COUNT == 12 || COUNT == 24 || COUNT == 32 || COUNT == 40 || COUNT == 48 || COUNT == 56 || COUNT == 64 || COUNT == 88 || COUNT == 96 || COUNT == 128, "no such WGMMA here");
+    static_assert(COUNT == 12 || COUNT == 24 || COUNT == 32 || COUNT == 40 || COUNT == 48 || COUNT == 56 || COUNT == 64 || COUNT == 96 || COUNT == 128, "no such WGMMA here");
     if constexpr (COUNT == 12)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %14, 0; " FA_WGMMA(24) "{" FA_N12 "}, %12, %13, p, 1, 1" FA_TURNED("%16, %15") "; }"
                      : FA_O8(c, 0), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11])
@@ -360,10 +357,6 @@ template <int B_DOWN = 0, int A_DOWN = 0, int COUNT> FA_DEVICE void wgmma_shared
     else if constexpr (COUNT == 64)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; " FA_WGMMA(128) "{" FA_N64 "}, %64, %65, p, 1, 1" FA_TURNED("%68, %67") "; }"
                      : FA_O32(c, 0), FA_O32(c, 32)
-                     : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN), "n"(A_DOWN));
-    else if constexpr (COUNT == 88)
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %90, 0; " FA_WGMMA(176) "{" FA_N88 "}, %88, %89, p, 1, 1" FA_TURNED("%92, %91") "; }"
-                     : FA_O32(c, 0), FA_O32(c, 32), FA_O8(c, 64), FA_O8(c, 72), FA_O8(c, 80)
                      : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN), "n"(A_DOWN));
     else if constexpr (COUNT == 96)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %98, 0; " FA_WGMMA(192) "{" FA_N96 "}, %96, %97, p, 1, 1" FA_TURNED("%100, %99") "; }"
