@@ -64,7 +64,7 @@ MISTAKES = [
     ("V of a step ahead given back twice", ONE_BY_ONE, "    c.tile++;\n}\n\n/* Steps n", "    release(v_empty(c.tile));\n    c.tile++;\n}\n\n/* Steps n", LONG),
     ("a turn is passed on to nobody", FORWARD, "(group + 1) % CONSUMERS + zero", "group + zero", LONG),
     ("nobody waits for the other's dS", PRODUCTS, "        if (OWN_FIRST && !THIRD_SHARED && step == 4)\n            named_sync(DS_IS_THERE, 128 * CONSUMERS);\n", "",
-     LONG_BACK),
+     WHOLE_BACK),
     ("nobody waits for the other's dS of the step before", BACKWARD, "        named_sync(step_is_over(1 - c.group, c.n - 1), 128 * CONSUMERS);\n    share_ds", "        ;\n    share_ds", WHOLE_BACK),
     ("nobody waits for the other's dS of the last step", BACKWARD, "    named_sync(step_is_over(1 - c.group, c.n - 1), 128 * CONSUMERS);\n    start_dq", "    start_dq", WHOLE_BACK),
     ("dO given back before dV is there", BACKWARD, WAIT_FOR_DV + GIVE_DOUT, GIVE_DOUT + WAIT_FOR_DV, WHOLE_BACK),

@@ -14,9 +14,9 @@
  *     dV += P^T dO, dQ = dS K         the other consumer's dS is waited for
  *     dK += dS^T Q                    dQ to shared memory, for the warp that adds it
  *
- * With 128 queries (DQ_LATE) dQ is that of the step before, for which nobody waits: see backward_block_sm90.cuh.
+ * With 128 or 80 queries (DQ_LATE) dQ is that of the step before, for which nobody waits: see backward_block_sm90.cuh.
  *
- * dQ needs dS of both consumers: each makes 64 queries of 128 x 64, or 64 columns of 64 x 128, or of the 80 x 128 that head_dim 128 has without a mask, or of 48 x 192
+ * dQ needs dS of both consumers: each makes 64 queries of 128 x 64, or 64 columns of 64 x 128, or of the 80 x 128 that head_dim 128 has in long calls, or of 48 x 192
  * and half of the queries of the third 64 (DQ_TURNED). Its order in memory is that of the registers, [64 queries or columns][8 columns, DQ_TURNED queries][thread][4], undone by backward_convert_sm90.cu;
  * of 96 columns the second 64 have half of that, the first columns or (DQ_TURNED) threads.
  *
@@ -25,7 +25,7 @@
  * The compiler serialises all products where it runs out of registers: so nothing is in flight from one round of the loop to the next, and
  * loops are as plain as they can be (decision 0055).
  *
- * Shared memory: K, V, three stages of Q and two of dO (BY_COLUMNS two, and one of dO beside 256 columns), two of dS (DQ_TURNED one, BY_COLUMNS P's too; panels as in
+ * Shared memory: K, V, three stages of Q (BY_COLUMNS and with 80 queries two) and two of dO (one beside 256 columns), two of dS (with 48 queries one; BY_COLUMNS P's too; panels as in
  * panels_sm90.cuh), dQ, LSE and delta of the stages, barriers, works, at head_dim 128 with 64 queries a quarter of dK and dV on their way out.
  */
 #include "backward_wide_sm90.cuh"
