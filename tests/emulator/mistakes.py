@@ -25,7 +25,6 @@ MANY = ("many tiles a block", "every_shape*")
 NOTHING = ("most queries see nothing", "every_shape*")
 WHOLE_BACK = ("whole tiles", "every_backward*")
 MANY_BACK = ("many tiles a block", "every_backward*")
-LONG_BACK = ("80 queries, whole tiles", "every_backward*")
 FEW_BACK = ("few have queries", "every_backward*")
 WIDE_BACK = ("192 columns, varlen", "every_backward*")
 THIRD_BACK = ("192 and 128 columns, varlen", "every_backward*")
@@ -78,7 +77,7 @@ MISTAKES = [
      "    start_gradient(c.dk, c.ds, q_tile(c.n));\n", WHOLE_BACK),
     ("turns out of order", BACKWARD, "    while (load_acquire(turn) < ADDERS * turns)\n        continue;\n", "", WHOLE_BACK),
     ("the producer overwrites K", BACKWARD, "            barrier_wait(k_empty(), freed<1>(item));\n            barrier_expect", "            barrier_expect", MANY_BACK),
-    ("dS overwritten while it is read", BACKWARD, "    if constexpr (PINNED > 0)\n        wait_for_free_ds(c.group);\n", "", LONG_BACK),
+    ("dS overwritten while it is read", BACKWARD, "    hold_held(c.v);\n    wait_for_free_ds(c.group);\n", "    hold_held(c.v);\n", THIRD_BACK),
     ("the producer overwrites works", BACKWARD, "        barrier_wait(added(item), freed<WORKS>(item));", "", FEW_BACK),
     ("no fence behind dS", PRODUCTS, "FA_DEVICE void wait_for_own_ds(int group)\n{\n    fence_async();\n", "FA_DEVICE void wait_for_own_ds(int group)\n{\n", WHOLE_BACK),
     ("dS overwritten while dQ of a step before is made", BACKWARD, "    if constexpr (!FIRST) {\n        wgmma_wait<1>();\n        hold(dq);\n    }\n    named_arrive(step_is_over(c.group, c.n), 128 * CONSUMERS);\n",

@@ -15,7 +15,7 @@ struct consumer {
     float    dk[DK_COUNT], dv[DV_COUNT];
     unsigned p[P_STEPS][4], ds[P_STEPS][4]; /* P^T and dS^T, as left operands */
     unsigned noted[P_STEPS][4];             /* HAS_NOTED: what dS is made of, P or under a softcap P (1 - tanh^2), negative where it is dropped */
-    unsigned k[K_HELD + 1][4], v[V_HELD + 1][4]; /* as left operands, but the last */
+    unsigned k[K_HELD + 1][4], v[V_HELD + 1][4]; /* as left operands; the last is nothing, for no array has no elements */
     float    alibi_log2;                    /* the head's slope */
     int      group;
     unsigned n;                             /* query tiles since the kernel began */

@@ -362,13 +362,10 @@ template <bool FIRST> FA_DEVICE void step(const fa_args &args, const work &w, co
         pack_probabilities(c, s, bits);
     if (PINNED > 0 && !edge)
         pin_exponentials(s);
-    if constexpr (PINNED > 0)
-        wait_for_free_ds(c.group);
     wgmma_wait<0>();
     hold(dp);
     hold_held(c.v);
-    if constexpr (PINNED == 0)
-        wait_for_free_ds(c.group);
+    wait_for_free_ds(c.group);
     if constexpr (HAS_NOTED) {
 #pragma unroll
         for (int n = 0; n < P_STEPS; n++)
