@@ -126,7 +126,7 @@ MISTAKES = [
     ("V overwritten while dK leaves from there", WIDE, "    if (asks) {\n        bulk_added_was_read();\n        barrier_arrive(v_empty());", "    if (asks) {\n        barrier_arrive(v_empty());",
      ("256 columns, many tiles", "every_backward*")),
     ("dQ of a round that the second consumer has not", WIDE, "panels_of(GROUP, false) > 1", "true", WIDE_BACK),
-    ("others told of dQ whose copies are under way", BACKWARD, "            tell<COPIES>(args, open, ADDER);", "            tell<2 * COPIES>(args, open, ADDER);", WIDE_BACK),
+    ("others told of dQ whose copies are under way", BACKWARD, "            tell<COPIES>(args, open, ADDER);", "            tell<2 * COPIES>(args, open, ADDER);", ("80 keys, window", "every_backward*")),
     ("dO of queries that see no key is not looked at", PRODUCTS, "!finite(lse.own[0].x) || !finite(lse.own[0].y) || ", "", THIRD_BACK),
     ("the third panel of dQ made of dS that is not there", PRODUCTS, "        if (step == 4)\n            named_sync(DS_IS_THERE, 128 * CONSUMERS);\n        wgmma_shared<0, 1>(third",
      "        if (step == 4)\n            named_arrive(DS_IS_THERE, 128 * CONSUMERS);\n        wgmma_shared<0, 1>(third", THIRD_BACK),
