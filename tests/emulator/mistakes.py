@@ -35,7 +35,7 @@ FEW_MANY = ("many tiles in one part", "every_shape*")
 FEW_BITS = ("none", "a_sequence_alone*")
 
 WAIT_FOR_O = "    wgmma_wait<0>();\n    hold(c.o);\n    hold(c.p);\n"
-WAIT_FOR_S = "    wgmma_wait<1>();\n    hold(s);\n    if constexpr (Q_HELD > 0)\n        hold(c.q);\n"
+WAIT_FOR_S = "    wgmma_wait<1>();\n    hold(s);\n    hold_held(c.q);\n"
 GIVE_K = "    release(k_empty(c.tile + 1));\n"
 GIVE_V = "    release(v_empty(tile));\n"
 FINISH_O = "    finish_output(c, c.tile);\n    if (moved)"
@@ -53,7 +53,7 @@ MISTAKES = [
      GIVE_V + WAIT_FOR_O, WHOLE),
     ("K given back before S is there", FORWARD, WAIT_FOR_S + GIVE_K + AFTER_S, GIVE_K + WAIT_FOR_S + AFTER_S, WHOLE),
     ("P packed while it is multiplied", FORWARD, FINISH_O, "    pack_p(c.p, s);\n" + FINISH_O, WHOLE),
-    ("Q in registers that is the last item's", FORWARD, "    if (NEXT && next.tiles > 1)\n        load_held_q(c, item + 1);\n", "", MANY),
+    ("Q in registers that is the last item's", FORWARD, "    if (NEXT && next.tiles > 1)\n        load_held<FA_TILE_Q>(c.q, own_queries(c, item + 1), 0);\n", "", MANY),
     ("softmax of S that is not there", FORWARD, WAIT_FOR_S + GIVE_K + AFTER_S, GIVE_K + AFTER_S, WHOLE),
     ("fewer bytes announced than come", FORWARD, "barrier_expect(k_full(k), K_BYTES);", "barrier_expect(k_full(k), K_BYTES / 2);", WHOLE),
     ("the planner overwrites Q", FORWARD, "    barrier_wait(q_empty(item), freed<Q_STAGES>(item));\n", "", MANY),

@@ -15,7 +15,7 @@ struct consumer {
     float    dk[DK_COUNT], dv[DV_COUNT];
     unsigned p[P_STEPS][4], ds[P_STEPS][4]; /* P^T and dS^T, as left operands */
     unsigned noted[P_STEPS][4];             /* HAS_NOTED: what dS is made of, P or under a softcap P (1 - tanh^2), negative where it is dropped */
-    unsigned k[K_HELD + 1][4], v[V_HELD + 1][4]; /* as left operands; the last is nothing, for no array has no elements */
+    unsigned k[K_HELD + 1][4], v[V_HELD + 1][4]; /* load_held */
     float    alibi_log2;                    /* the head's slope */
     int      group;
     unsigned n;                             /* query tiles since the kernel began */
@@ -59,38 +59,6 @@ FA_DEVICE void clear_own_keys(int group)
 }
 
 /* ---- the products: started here, finished by wgmma_wait ---- */
-
-template <int ALL> FA_DEVICE void load_held(unsigned (&x)[ALL][4], unsigned tile, int group)
-{
-    int lane = threadIdx.x % 32, row = first_key_of(group) + threadIdx.x % 128 / 32 * 16 + lane % 16;
-#pragma unroll
-    for (int step = 0; step < ALL - 1; step++)
-        load_matrix(x[step], tile + step / 4 * (FA_TILE_K * 128) + row * 128 + ((step % 4 * 2 + lane / 16 ^ row % 8) << 4));
-}
-
-template <int ALL> FA_DEVICE void hold_held(unsigned (&x)[ALL][4])
-{
-    if constexpr (ALL > 1)
-        hold(reinterpret_cast<unsigned(&)[ALL - 1][4]>(x));
-}
-
-/* s = X Y^T; x: this consumer's keys of K or V, of which `held` has the first columns; y: a tile of Q or dO. */
-template <int COLS, int ALL> FA_DEVICE void start_scores(float (&s)[S_COUNT], unsigned (&held)[ALL][4], unsigned x, unsigned y)
-{
-    matrix a = matrix_of(x, 0), b = matrix_of(y, 0);
-    hold(s);
-    hold_held(held);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < COLS / 16; step++) {
-        matrix of_y = b.from(step / 4 * (FA_TILE_Q * 128) + step % 4 * 32);
-        if (step < ALL - 1)
-            wgmma_registers<0>(s, held[step], of_y, step > 0);
-        else
-            wgmma_shared(s, a.from(step / 4 * (FA_TILE_K * 128) + step % 4 * 32), of_y, step > 0);
-    }
-    wgmma_commit();
-}
 
 /* c += X^T Y; x: P^T or dS^T, y: a tile of dO or Q. */
 template <int COUNT> FA_DEVICE void start_gradient(float (&c)[COUNT], unsigned (&x)[P_STEPS][4], unsigned y)

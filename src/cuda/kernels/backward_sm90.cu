@@ -331,17 +331,17 @@ template <bool FIRST> FA_DEVICE void step(const fa_args &args, const work &w, co
     bool      edge = INSPECTED && masked;
     dropped_bits<S_COUNT> bits;
     wait_for_q(c.n);
-    start_scores<FA_HEAD_DIM>(s, c.k, k_tile() + first_key_of(c.group) * 128, q_tile(c.n));
+    start_rows_by_rows<FA_TILE_K, FA_TILE_Q>(s, c.k, k_tile() + first_key_of(c.group) * 128, q_tile(c.n));
     load_stats(lse, lse_at(c.n));
     if constexpr (FIRST || (V_HELD == 0 && !FIRST_APART))
         barrier_wait(v_full(), filled<1>(item)); /* later than K: dV was there */
     if constexpr (FIRST)
-        load_held(c.v, v_tile(), c.group);
+        load_held<FA_TILE_K>(c.v, v_tile(), first_key_of(c.group));
     wait_for_dout(c.n);
     bool nonfinite = THIRD_SHARED && edge && some_nonfinite_row(lse_at(c.n), delta_at(c.n));
     if (nonfinite)
         clear_by_warp<DO_BYTES>(dout_tile(c.n));
-    start_scores<FA_HEAD_DIM_V>(dp, c.v, v_tile() + first_key_of(c.group) * 128, dout_tile(c.n));
+    start_rows_by_rows<FA_TILE_K, FA_TILE_Q, FA_HEAD_DIM_V>(dp, c.v, v_tile() + first_key_of(c.group) * 128, dout_tile(c.n));
     load_stats(delta, delta_at(c.n));
     if (edge)
         seen = columns_of(args, w, tile, c.group);
@@ -516,10 +516,10 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
         if constexpr (FA_HAS_ALIBI || FA_HAS_DROPOUT)
             at.head = same_for_all(at.head);
         barrier_wait(k_full(), filled<1>(item));
-        load_held(c.k, k_tile(), group);
+        load_held<FA_TILE_K>(c.k, k_tile(), first_key_of(group));
         if constexpr (V_HELD > 0 && !FIRST_APART) {
             barrier_wait(v_full(), filled<1>(item));
-            load_held(c.v, v_tile(), group);
+            load_held<FA_TILE_K>(c.v, v_tile(), first_key_of(group));
         }
         if (!DK_BY_DQ && !BY_COLUMNS) { /* dS will be where dK of the item before may still lie */
             if (threadIdx.x % 128 == 0)

@@ -170,7 +170,7 @@ template <bool VALUES> FA_DEVICE void produce(const fa_args &args, const fa_maps
 /* What a consumer has at hand. */
 struct consumer {
     float     o[O_COUNT];
-    unsigned  q[KEEPS_Q ? STEPS : 1][4], p[P_STEPS][4];
+    unsigned  q[KEEPS_Q ? STEPS + 1 : 1][4], p[P_STEPS][4];
     row_state rows;
     row_fold  sums[2], total[2]; /* rows h = 0, 1 of what has been folded of a group, and of the groups before */
     bool      kept[2];           /* there is something */
@@ -208,18 +208,7 @@ FA_DEVICE void wait_for_v(unsigned n) { barrier_wait(v_full(n), filled<V_STAGES>
 /* S = Q K^T of a tile. */
 FA_DEVICE void start_scores(float (&s)[S_COUNT], consumer &c, unsigned n)
 {
-    if constexpr (!KEEPS_Q) {
-        start_scores(s, q_tile() + c.group * (64 * 128), k_tile(n));
-        return;
-    }
-    matrix k = matrix_of(k_tile(n), 0);
-    hold(s);
-    hold(c.q);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < STEPS; step++)
-        wgmma_registers<0>(s, c.q[step % (KEEPS_Q ? STEPS : 1)], k.from(step / 4 * (FA_TILE_K * 128) + step % 4 * 32), step > 0);
-    wgmma_commit();
+    start_rows_by_rows<FA_TILE_Q, FA_TILE_K>(s, c.q, q_tile() + c.group * (64 * 128), k_tile(n));
 }
 
 /* O += P V of this consumer's next tile, which is number `tile` of its sequence. */

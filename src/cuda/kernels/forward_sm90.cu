@@ -250,7 +250,7 @@ constexpr int Q_HELD = !FP8 && !ONE_BY_ONE && FA_HEAD_DIM == 128 && FA_HEAD_DIM_
 struct consumer {
     float     o[O_COUNT], kept_max[2]; /* kept_max: the rows' maximum when O was last taken out */
     unsigned  p[P_STEPS][4]; /* of key tile `tile`, counted since the kernel began */
-    unsigned  q[Q_HELD > 0 ? Q_HELD : 1][4];
+    unsigned  q[Q_HELD + 1][4]; /* load_held */
     row_state rows;
     int       group;
     bool      fresh, has_kept; /* O holds nothing yet, or since it was taken out */
@@ -332,44 +332,15 @@ FA_DEVICE void drop(const fa_args &args, const work &w, float (&p)[S_COUNT], int
                       same_for_all(w.right - step) * (FA_TILE_K / 16));
 }
 
-FA_DEVICE void load_held_q(consumer &c, unsigned item)
-{
-    int      lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
-    unsigned from = q_tile(item) + c.group * Q_GROUP + row * 128;
-#pragma unroll
-    for (int step = 0; step < Q_HELD; step++)
-        load_matrix(c.q[step], from + step / 4 * (FA_TILE_Q * 128) + ((step % 4 * 2 + lane / 16 ^ row % 8) << 4));
-}
-
-/* S of tile `n`, but of an item's first, in whose shadow Q comes into registers. */
-FA_DEVICE void start_later_scores(float (&s)[S_COUNT], consumer &c, unsigned item, unsigned n)
-{
-    unsigned q = q_tile(item) + c.group * Q_GROUP;
-    if constexpr (Q_HELD == 0)
-        start_scores(s, q, k_tile(n));
-    else {
-        matrix a = matrix_of(q, 0), b = matrix_of(k_tile(n), 0);
-        hold(s);
-        hold(c.q);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < FA_HEAD_DIM / 16; step++) {
-            matrix k = b.from(step / 4 * (FA_TILE_K * 128) + step % 4 * 32);
-            if (step < Q_HELD)
-                wgmma_registers<0>(s, c.q[step], k, step > 0);
-            else
-                wgmma_shared(s, a.from(step / 4 * (FA_TILE_Q * 128) + step % 4 * 32), k, 1);
-        }
-        wgmma_commit();
-    }
-}
+/* This consumer's rows of Q. */
+FA_DEVICE unsigned own_queries(const consumer &c, unsigned item) { return q_tile(item) + c.group * Q_GROUP; }
 
 /* Q K^T with nothing under way beside it. */
 FA_DEVICE void scores_alone(const work &w, float (&s)[S_COUNT], consumer &c, unsigned item, int n)
 {
     wait_for_k(c.tile);
-    start_scores(s, q_tile(item) + c.group * Q_GROUP, k_tile(c.tile));
-    load_held_q(c, item);
+    start_scores(s, own_queries(c, item), k_tile(c.tile));
+    load_held<FA_TILE_Q>(c.q, own_queries(c, item), 0); /* an item's first scores come from memory, in whose shadow Q comes into registers */
     wgmma_wait<0>();
     hold(s);
     release(k_empty(c.tile));
@@ -419,15 +390,14 @@ template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, c
 {
     float s[S_COUNT], alpha[2];
     await_turn(c.group);
-    start_later_scores(s, c, item, c.tile + 1);
+    start_rows_by_rows<FA_TILE_Q, FA_TILE_K>(s, c.q, own_queries(c, item), k_tile(c.tile + 1));
     wait_for_v(c.tile);
     start_output(c.o, c.p, v_tile(c.tile), !c.fresh);
     pass_turn(c.group);
     c.fresh = false;
     wgmma_wait<1>();
     hold(s);
-    if constexpr (Q_HELD > 0)
-        hold(c.q);
+    hold_held(c.q);
     release(k_empty(c.tile + 1));
     if (n + 1 == tiles)
         release(q_empty(item));
@@ -487,7 +457,7 @@ template <bool NEXT> FA_DEVICE void last_tile(const fa_args &args, const work &w
         wait_for_k(c.tile + 1);
     await_turn(c.group);
     if constexpr (NEXT)
-        start_scores(s, q_tile(item + 1) + c.group * Q_GROUP, k_tile(c.tile + 1));
+        start_scores(s, own_queries(c, item + 1), k_tile(c.tile + 1));
     wait_for_v(c.tile);
     start_output(c.o, c.p, v_tile(c.tile), !c.fresh);
     pass_turn(c.group);
@@ -512,7 +482,7 @@ template <bool NEXT> FA_DEVICE void last_tile(const fa_args &args, const work &w
         pack_p(c.p, s);
     store_rare(args, w, far, c.group);
     if (NEXT && next.tiles > 1)
-        load_held_q(c, item + 1);
+        load_held<FA_TILE_Q>(c.q, own_queries(c, item + 1), 0);
     c.rows  = rows;
     c.fresh = true;
     c.tile++;

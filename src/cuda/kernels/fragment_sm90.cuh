@@ -44,18 +44,48 @@ FA_DEVICE void reciprocals(float &a, float &b, float &c, float &d)
     d = of_cd * old_c;
 }
 
-/* s = X Y^T, started here, finished by wgmma_wait. x, y: rows of tiles that have X_ROWS and Y_ROWS in all, and COLS columns. */
-template <int X_ROWS, int Y_ROWS, int COLS = FA_HEAD_DIM, int COUNT> FA_DEVICE void start_rows_by_rows(float (&s)[COUNT], unsigned x, unsigned y)
+/* Columns that stay in registers as left operands, in 16 bits: of a warpgroup's 64 rows, from the `first` of a tile of X_ROWS on, the first 16 (ALL - 1); the last place is
+ * nothing, for no array has no elements. */
+template <int X_ROWS, int ALL> FA_DEVICE void load_held(unsigned (&held)[ALL][4], unsigned tile, int first)
+{
+    int lane = threadIdx.x % 32, row = first + threadIdx.x % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int step = 0; step < ALL - 1; step++)
+        load_matrix(held[step], tile + step / 4 * (X_ROWS * 128) + row * 128 + ((step % 4 * 2 + lane / 16 ^ row % 8) << 4));
+}
+
+template <int ALL> FA_DEVICE void hold_held(unsigned (&held)[ALL][4])
+{
+    if constexpr (ALL > 1)
+        hold(reinterpret_cast<unsigned(&)[ALL - 1][4]>(held));
+}
+
+/* s = X Y^T, started here, finished by wgmma_wait. x, y: rows of tiles that have X_ROWS and Y_ROWS in all, and COLS columns, of which `held` has the first of X's. */
+template <int X_ROWS, int Y_ROWS, int COLS = FA_HEAD_DIM, int COUNT, int ALL>
+FA_DEVICE void start_rows_by_rows(float (&s)[COUNT], unsigned (&held)[ALL][4], unsigned x, unsigned y)
 {
     constexpr int PANEL = panel_bytes(held_columns(COLS)), STEPS = PANEL / 32; /* of a panel */
     matrix a = matrix_of<PANEL>(x, 0), b = matrix_of<PANEL>(y, 0);
     hold(s);
+    hold_held(held);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < COLS * ELEMENT_BYTES / 32; step++)
-        wgmma_shared(s, a.from(step / STEPS * (X_ROWS * PANEL) + step % STEPS * 32),
-                     b.from(step / STEPS * (Y_ROWS * PANEL) + step % STEPS * 32), step > 0);
+    for (int step = 0; step < COLS * ELEMENT_BYTES / 32; step++) {
+        matrix of_y = b.from(step / STEPS * (Y_ROWS * PANEL) + step % STEPS * 32);
+        if constexpr (ALL > 1)
+            if (step < ALL - 1) {
+                wgmma_registers<0>(s, held[step], of_y, step > 0);
+                continue;
+            }
+        wgmma_shared(s, a.from(step / STEPS * (X_ROWS * PANEL) + step % STEPS * 32), of_y, step > 0);
+    }
     wgmma_commit();
+}
+
+template <int X_ROWS, int Y_ROWS, int COLS = FA_HEAD_DIM, int COUNT> FA_DEVICE void start_rows_by_rows(float (&s)[COUNT], unsigned x, unsigned y)
+{
+    unsigned none[1][4];
+    start_rows_by_rows<X_ROWS, Y_ROWS, COLS>(s, none, x, y);
 }
 
 /* Bit 7 of each E4M3 that is NaN. */
