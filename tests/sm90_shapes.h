@@ -126,6 +126,8 @@ static const test_case shapes[] = {
     {.name = "96 columns, more queries", .batch = 2, .seqlen_q = 2100, .seqlen_k = 300, .head_dim = 96},
     {.name = "88 and 80 columns, more queries, causal", .seqlen_q = 4200, .seqlen_k = 4100, .head_dim = 88, .head_dim_v = 80, .mask = C},
     {.name = "224 and 72 columns, far logits", .seqlen_q = 200, .seqlen_k = 300, .head_dim = 224, .head_dim_v = 72, .logit_size = 3e9f, .mask = C},
+    {.name = "odd heads, causal", .batch = 5, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 3, .mask = C, .head_dim = 128},
+    {.name = "odd heads, many causal tiles", .seqlen_q = 1540, .seqlen_k = 140, .heads_q = 89, .mask = C, .head_dim = 128},
 };
 
 /* A small group's key heads must be many: fewer go to the portable kernel. */

@@ -11,7 +11,7 @@ static struct {
 } gridDim, blockIdx;
 #include "cuda/kernels/pairs_sm90.cuh"
 
-// How often each tile is taken, but an odd head's own pair, which find_work leaves out the second time. False: a place that is none, or a walk that does not end.
+// How often each tile is taken. False: a place that is none, or a walk that does not end.
 static bool deal(unsigned tiles, unsigned heads, unsigned blocks, int *taken)
 {
     gridDim.x = blocks;
@@ -22,8 +22,7 @@ static bool deal(unsigned tiles, unsigned heads, unsigned blocks, int *taken)
             grid_place at = place_of_causal_item(tiles, heads, n);
             if (at.tile >= tiles || at.other >= heads || n > tiles * heads)
                 return false;
-            if (!is_own_pair(tiles, heads, at, n % 2))
-                taken[at.other * tiles + at.tile]++;
+            taken[at.other * tiles + at.tile]++;
         }
     return true;
 }

@@ -154,10 +154,10 @@ FA_DEVICE bool own_item(const fa_args &args, unsigned n, work &w)
 {
     unsigned   heads = args.own_heads, tiles = args.tiles_k, number = n * gridDim.x + blockIdx.x, pair = n / 2 * gridDim.x + blockIdx.x;
     grid_place at = {number % tiles, number / tiles};
-    if (FA_MASK == FA_MASK_CAUSAL ? pair >= pairs_of(tiles, heads) : number >= tiles * heads)
+    if (FA_MASK == FA_MASK_CAUSAL ? pair >= heads / 2 * tiles : number >= tiles * heads)
         return false;
     if (FA_MASK == FA_MASK_CAUSAL) {
-        at      = place_of_pair(tiles, heads, pair, n % 2);
+        at      = place_of_pair(tiles, pair, n % 2);
         at.tile = tiles - 1 - at.tile;
     }
     w = work_of(args, at);

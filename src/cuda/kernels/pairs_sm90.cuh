@@ -1,22 +1,17 @@
 /* Causal tiles in pairs that are all alike, so that blocks which take every gridDim.x-th end together. Of two heads' tiles in the order of
- * length, a pair has the n-th longest and the n-th shortest; the last head of an odd number is paired with itself. Tile `tiles - 1` is the
- * longest. */
+ * length, a pair has the n-th longest and the n-th shortest. Tile `tiles - 1` is the longest. */
 #ifndef FA_PAIRS_SM90_CUH
 #define FA_PAIRS_SM90_CUH
 
 #include "mask.cuh"
 
-FA_DEVICE unsigned pairs_of(unsigned tiles, unsigned heads) { return heads / 2 * tiles + heads % 2 * ((tiles + 1) / 2); }
-
-FA_DEVICE grid_place place_of_pair(unsigned tiles, unsigned heads, unsigned pair, unsigned second)
+FA_DEVICE grid_place place_of_pair(unsigned tiles, unsigned pair, unsigned second)
 {
     unsigned two = pair / tiles, n = pair % tiles;
-    if (two == heads / 2) /* no second head */
-        return {second ? n : tiles - 1 - n, heads - 1};
     return {second ? n / 2 : tiles - 1 - n / 2, 2 * two + (n + second) % 2};
 }
 
-/* Rounds of whole pairs alone would leave some blocks without one in the last. So the last pairs, `first` and those after it, of an even number of heads, are taken
+/* Rounds of whole pairs alone would leave some blocks without one in the last. So the last pairs, `first` and those after it, and a head that has no second are taken
  * apart: their n-th longest tile. That is, of two heads what is left of them, and all of the others. */
 FA_DEVICE grid_place place_of_rest(unsigned tiles, unsigned heads, unsigned first, unsigned n)
 {
@@ -42,12 +37,14 @@ FA_DEVICE grid_place place_of_rest(unsigned tiles, unsigned heads, unsigned firs
     return {half - 1 - n / others, 2 * two + 2 + n % others};
 }
 
-/* Rounds of pairs before that; the more lengths there are, the more must be left to come out even. No end to them where heads are odd, or so short that many
- * would be read at once (decision 0047, third round). */
-FA_DEVICE unsigned rounds_of_pairs(unsigned tiles, unsigned heads, unsigned pairs)
+/* Rounds of pairs before that; the more lengths there are, the more must be left to come out even. Of short heads no whole round is: their tiles side by side would
+ * read the keys of many heads at once (decision 0047, third and sixth round), so where one or two rounds of pairs are nearly full, there is nothing else. */
+FA_DEVICE unsigned rounds_of_pairs(unsigned tiles, unsigned heads)
 {
-    unsigned rounds = pairs / gridDim.x, back = tiles < 48 ? 1 : 2;
-    return heads % 2 == 1 || tiles < 12 ? 1u << 30 : rounds > back ? rounds - back : 0;
+    unsigned pairs = heads / 2 * tiles, rounds = pairs / gridDim.x, back = tiles < 12 ? 0 : tiles < 48 ? 1 : 2;
+    if (tiles < 12 && rounds < 2)
+        return heads % 2 == 0 && 16 * pairs >= 15 * (rounds + 1) * gridDim.x ? 1u << 30 : 0;
+    return rounds > back ? rounds - back : 0;
 }
 
 /* Which of the rest is a block's n-th tile: one a round, in every second round from the last block to the first. */
@@ -60,22 +57,16 @@ FA_DEVICE unsigned rest_of_block(unsigned rounds_of_pairs, unsigned n)
 /* The block's n-th tile: two are a pair, then come those of the rest. */
 FA_DEVICE bool has_causal_item(unsigned tiles, unsigned heads, unsigned n)
 {
-    unsigned pairs = pairs_of(tiles, heads), rounds = rounds_of_pairs(tiles, heads, pairs);
-    return n < 2 * rounds ? n / 2 * gridDim.x + blockIdx.x < pairs : rest_of_block(rounds, n) < 2 * (pairs - rounds * gridDim.x);
+    unsigned rounds = rounds_of_pairs(tiles, heads);
+    return n < 2 * rounds ? n / 2 * gridDim.x + blockIdx.x < heads / 2 * tiles : rest_of_block(rounds, n) < tiles * heads - 2 * rounds * gridDim.x;
 }
 
 FA_DEVICE grid_place place_of_causal_item(unsigned tiles, unsigned heads, unsigned n)
 {
-    unsigned rounds = rounds_of_pairs(tiles, heads, pairs_of(tiles, heads));
+    unsigned rounds = rounds_of_pairs(tiles, heads);
     if (n >= 2 * rounds)
         return place_of_rest(tiles, heads, rounds * gridDim.x, rest_of_block(rounds, n));
-    return place_of_pair(tiles, heads, n / 2 * gridDim.x + blockIdx.x, n % 2);
-}
-
-/* True if it is the tile in the middle of the last head, its own pair: then the first of the two has done it. */
-FA_DEVICE bool is_own_pair(unsigned tiles, unsigned heads, grid_place at, unsigned second)
-{
-    return second == 1 && 2 * at.tile + 1 == tiles && at.other == heads - 1 && heads % 2 == 1;
+    return place_of_pair(tiles, n / 2 * gridDim.x + blockIdx.x, n % 2);
 }
 
 #endif

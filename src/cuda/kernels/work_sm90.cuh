@@ -90,8 +90,6 @@ FA_DEVICE void find_work(const fa_args &args, unsigned n, work &w)
 #if FA_HAS_ALIBI
     w.slope = score_terms_of(args, w.b, w.head).slope_log2 / unit_of(args, w);
 #endif
-    if (in_pairs(args) && is_own_pair(args.tiles_q, args.heads_q * args.batch, at, n % 2))
-        w.seq.rows_q = w.seq.seqlen_q = 0; /* done already */
     fa_range queries = {w.first_q, fa_min_int(w.first_q + FA_TILE_Q, w.seq.seqlen_q)};
     w.keys           = fa_keys_seen(window_of(args), w.seq.diagonal, queries, {w.seq.key_begin, w.seq.seqlen_k});
     if (queries.begin >= queries.end || w.keys.begin >= w.keys.end)
