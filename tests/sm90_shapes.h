@@ -272,6 +272,8 @@ static const test_case backward_shapes[] = {
      .head_dim = 96},
     {.name = "80 queries, 72 and 96 columns, softcap, dropout", .seqlen_q = 613, .seqlen_k = 195, .heads_q = 2, .softcap = 20, .logit_size = 20, .dropout = 0.2f,
      .head_dim = 72, .head_dim_v = 96},
+    {.name = "136 and 112 columns, sinks, queries that see nothing", .batch = 5, .seqlen_q = 154, .seqlen_k = 94, .heads_q = 2, .head_dim = 136, .head_dim_v = 112,
+     .mask = W, .window_left = 57, .window_right = 76, .sinks = true, .varlen_k = LENGTHS_ONES},
 };
 
 #endif

@@ -106,6 +106,47 @@ static void nan_in_one_query_stays_in_its_row(void **state)
     for_each_tier_and_dtype(nan_query);
 }
 
+/* A NaN in dO where O is 0, because V is: it reaches dq of its row and dk and dv of the keys that its query sees; of a query that sees nothing, nothing. */
+static void nan_dout(const tier *t, flash_attn_dtype dtype)
+{
+    enum { KEYS = 100, BLIND = 30, BAD = 67, COL = 3 };
+    test_case c = {.seqlen_q = KEYS + BLIND, .seqlen_k = KEYS, .heads_q = 2, .heads_k = 1, .head_dim = 24, .mask = FLASH_ATTN_CAUSAL};
+    fixture   f = fixture_make(&c, dtype, 6);
+    for (int j = 0; j < KEYS; j++)
+        set(&f.p.v, 0, j, 0, COL, 0.0);
+    fixture_run(&f, t, 2);
+    const flash_attn_tensor *const after[3] = {&f.g.dq, &f.g.dk, &f.g.dv};
+    static const char *const       names[3] = {"dq", "dk", "dv"};
+    flash_attn_tensor              before[3];
+    for (int n = 0; n < 3; n++)
+        before[n] = copy_of(after[n]);
+    set(&f.g.dout, 0, BLIND - 1, 1, COL + 1, (double)NAN);
+    fixture_run(&f, t, 2);
+    for (int n = 0; n < 3; n++)
+        expect_same_bits(&before[n], after[n], names[n]);
+    set(&f.g.dout, 0, BAD, 1, COL, (double)NAN);
+    fixture_run(&f, t, 2);
+    for (int d = 0; d < 24; d++)
+        assert_true(isnan(get(&f.g.dq, 0, BAD, 1, d)) && isnan(get(&f.g.dk, 0, BAD - BLIND, 0, d)) && isnan(get(&f.g.dk, 0, 0, 0, d)));
+    assert_true(isnan(get(&f.g.dv, 0, BAD - BLIND, 0, COL)) && isnan(get(&f.g.dv, 0, 0, 0, COL)));
+    for (int n = 0; n < 3; n++) {
+        for (int i = 0; i < (n == 0 ? KEYS + BLIND : KEYS); i++) {
+            if (n == 0 ? i == BAD : i <= BAD - BLIND)
+                continue;
+            flash_attn_tensor a = slice_of(before[n], 1, i, i + 1), b = slice_of(*after[n], 1, i, i + 1);
+            expect_same_bits(&a, &b, names[n]);
+        }
+        free(before[n].data);
+    }
+    fixture_free(&f);
+}
+
+static void nan_in_dout_reaches_who_sees_it_where_o_is_0(void **state)
+{
+    (void)state;
+    for_each_tier_and_dtype(nan_dout);
+}
+
 /* 90 queries on 30 keys, causal: the first 60 see nothing, whatever their q and dO hold. */
 static void empty_rows(const tier *t, flash_attn_dtype dtype)
 {
@@ -287,6 +328,7 @@ int main(void)
         cmocka_unit_test(numbers_nan_and_inf_in_future_keys_do_not_change_causal_output),
         cmocka_unit_test(nan_in_keys_before_the_window_does_not_change_output),
         cmocka_unit_test(nan_in_one_query_stays_in_its_row),
+        cmocka_unit_test(nan_in_dout_reaches_who_sees_it_where_o_is_0),
         cmocka_unit_test(rows_that_see_nothing_are_zero_whatever_they_hold),
         cmocka_unit_test(a_row_with_only_a_sink_gives_zero_and_the_sinks_lse),
         cmocka_unit_test(clamping_a_window_changes_nothing),

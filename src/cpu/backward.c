@@ -70,6 +70,9 @@ static void pack_queries(const run *r, const fa_tile *tile, const query_tile *t,
     }
     fa_gather_rows(call, r->delta, tile, fa_score_scale(call, tile->b, tile->head_k), t->lse, t->lse_log2,
                    t->row_delta);
+    for (int n = 0; n < t->num_bad[1]; n++) /* dP is made of zeros there; and where O is 0, Delta knows nothing of it */
+        if (isfinite(t->row_delta[t->bad_dout[n]]))
+            t->row_delta[t->bad_dout[n]] = NAN;
 }
 
 /* Packed Q and dO, by the first who needs them. */

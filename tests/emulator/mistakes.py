@@ -12,7 +12,7 @@ import sys
 import tempfile
 
 FORWARD, ONE_BY_ONE, BACKWARD, PRODUCTS = "forward_sm90.cu", "one_by_one_sm90.cuh", "backward_sm90.cu", "backward_products_sm90.cuh"
-WIDE = "backward_wide_sm90.cuh"
+WIDE, ROWS = "backward_wide_sm90.cuh", "backward_rows.cuh"
 LATENT, LATENT_BLOCK, LATENT_PRODUCER = "forward_latent_sm90.cu", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
 FEW, FOLD, GROUPED = "forward_few_sm90.cu", "fold.cu", "grouped_sm90.cuh"
 PROGRAMS = dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few")  # else TEST
@@ -127,7 +127,8 @@ MISTAKES = [
      ("256 columns, many tiles", "every_backward*")),
     ("dQ of a round that the second consumer has not", WIDE, "panels_of(GROUP, false) > 1", "true", WIDE_BACK),
     ("others told of dQ whose copies are under way", BACKWARD, "            tell<COPIES>(args, open, ADDER);", "            tell<2 * COPIES>(args, open, ADDER);", ("80 keys, window", "every_backward*")),
-    ("dO of queries that see no key is not looked at", PRODUCTS, "!finite(lse.own[0].x) || !finite(lse.own[0].y) || ", "", THIRD_BACK),
+    ("dO of queries that see no key is not looked at", ROWS, "        return -0.0f;\n", "        return 0.0f;\n", ("136 and 112", "every_backward*")),
+    ("delta without the NaN of a column for which O is 0", ROWS, "row_sum<LANES>(sum + nothing)", "row_sum<LANES>(sum)", ("", "nan_reaches*")),
     ("the third panel of dQ made of dS that is not there", PRODUCTS, "        if (step == 4)\n            named_sync(DS_IS_THERE, 128 * CONSUMERS);\n        wgmma_shared<0, 1>(third",
      "        if (step == 4)\n            named_arrive(DS_IS_THERE, 128 * CONSUMERS);\n        wgmma_shared<0, 1>(third", THIRD_BACK),
     ("a half of the third panel where the other's is", PRODUCTS, "ds + group * (FA_TILE_Q * 64), 0)", "ds, 0)", THIRD_BACK),

@@ -97,6 +97,9 @@ template <int COUNT> FA_DEVICE unsigned freed(unsigned n) { return filled<COUNT>
 
 constexpr bool INSPECTED = FA_MASK != FA_MASK_NONE;
 
+/* True of the delta of a query whose dO is not finite: it is not either, or -0 (row_delta). */
+FA_DEVICE bool is_marked(float delta) { return !finite(delta) || __float_as_int(delta) == (int)0x80000000; }
+
 FA_DEVICE void start_barriers()
 {
     barrier_init(k_full(), 1);

@@ -289,14 +289,14 @@ FA_DEVICE void mask_elements(float (&x)[S_COUNT], const columns &seen)
         x[n] = sees(seen, n / 2 % 2, n / 4 * 8 + n % 2) ? x[n] : 0.0f;
 }
 
-/* The dO of an edge tile has lost its Inf and NaN; delta has them, and dV gets them by P. Each consumer for itself. */
+/* The dO of an edge tile has lost its Inf and NaN; delta says so, and dV gets them by P. Each consumer for itself. */
 FA_DEVICE void give_back_nonfinite(unsigned (&p)[P_STEPS][4], const columns &seen, row_stats delta)
 {
     bool some = false;
     load_own(delta);
 #pragma unroll
     for (int n = 0; n < OWN_STATS; n++)
-        some |= !finite(delta.own[n].x) || !finite(delta.own[n].y);
+        some |= is_marked(delta.own[n].x) || is_marked(delta.own[n].y);
     if (!__any_sync(~0u, some))
         return;
 #pragma unroll
@@ -305,18 +305,17 @@ FA_DEVICE void give_back_nonfinite(unsigned (&p)[P_STEPS][4], const columns &see
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             unsigned &pair = p[j / 2][j % 2 * 2 + h]; /* 0x7FFF is NaN in both formats */
-            pair |= (!finite(row.x) && sees(seen, h, 8 * j) ? 0x7FFFu : 0) | (!finite(row.y) && sees(seen, h, 8 * j + 1) ? 0x7FFF0000u : 0);
+            pair |= (is_marked(row.x) && sees(seen, h, 8 * j) ? 0x7FFFu : 0) | (is_marked(row.y) && sees(seen, h, 8 * j + 1) ? 0x7FFF0000u : 0);
         }
     }
 }
 
-/* THIRD_SHARED, which has no registers for a branch behind dP's wait: by delta, which is not finite where a row of dO is not, before dP is begun. P as it is then. */
-FA_DEVICE bool some_nonfinite_row(unsigned lse_from, unsigned delta_from) /* a query that sees no key has delta 0, whatever its dO holds, and LSE -Inf */
+/* THIRD_SHARED, which has no registers for a branch behind dP's wait: by delta, which says where a row of dO is not finite, before dP is begun. P as it is then. */
+FA_DEVICE bool some_marked_row(unsigned delta_from)
 {
-    row_stats lse = {lse_from}, delta = {delta_from};
-    load_own(lse);
+    row_stats delta = {delta_from};
     load_own(delta);
-    return __any_sync(~0u, !finite(lse.own[0].x) || !finite(lse.own[0].y) || !finite(delta.own[0].x) || !finite(delta.own[0].y)); /* of 48 columns the last lanes have something else, which does no harm */
+    return __any_sync(~0u, is_marked(delta.own[0].x) || is_marked(delta.own[0].y)); /* of 48 columns the last lanes have something else, which does no harm */
 }
 
 FA_DEVICE void give_back_nonfinite(float (&p)[S_COUNT], const columns &seen, const row_stats &delta)
@@ -326,7 +325,7 @@ FA_DEVICE void give_back_nonfinite(float (&p)[S_COUNT], const columns &seen, con
         float2 row = stats_of(delta, n / 4);
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            if (!finite(i % 2 ? row.y : row.x) && sees(seen, i / 2, 2 * n + i % 2))
+            if (is_marked(i % 2 ? row.y : row.x) && sees(seen, i / 2, 2 * n + i % 2))
                 p[n + i] = __int_as_float(0x7FFFFFFF);
     }
 }

@@ -37,11 +37,21 @@ FA_DEVICE void round_to_operand(float (&x)[8])
         }
 }
 
-/* delta of query i by LANES neighbouring threads, each of which gets it; 0 where it does not exist. */
+/* Of LANES neighbouring threads, each of which gets it. */
+template <int LANES> FA_DEVICE float row_sum(float x)
+{
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2)
+        x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
+    return x;
+}
+
+/* delta of query i by LANES neighbouring threads, each of which gets it; 0 where it does not exist. Where dO is not finite in a column for which O is 0,
+ * delta is not either, or, if it is 0, it is -0, which it is for no other reason: the query may see no key, and then its delta is 0 (is_marked). */
 template <int LANES> FA_DEVICE float row_delta(const fa_args &args, const sequence &s, int head, int i)
 {
     int   lane = threadIdx.x % LANES;
-    float sum  = 0.0f;
+    float sum  = 0.0f, nothing = 0.0f; /* or NaN */
     if (i < s.seqlen_q) {
         fa_i64 row = s.q_row + i, o_at = s.q_entry * args.o.stride[0] + row * args.o.stride[1] + head * args.o.stride[2];
         fa_i64 dout_at = s.q_entry * args.dout.stride[0] + row * args.dout.stride[1] + head * args.dout.stride[2];
@@ -51,14 +61,16 @@ template <int LANES> FA_DEVICE float row_delta(const fa_args &args, const sequen
             load_eight<FA_DTYPE_DOUT>(dout, args.dout, dout_at, col, args.head_dim_v);
             round_to_operand(dout);
 #pragma unroll
-            for (int c = 0; c < 8; c++)
+            for (int c = 0; c < 8; c++) {
                 sum += o[c] != 0.0f ? o[c] * dout[c] : 0.0f; /* a row that sees nothing has O 0, whatever dO holds */
+                nothing = dout[c] * 0.0f + nothing;
+            }
         }
     }
-#pragma unroll
-    for (int step = 1; step < LANES; step *= 2)
-        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
-    return sum;
+    float delta = row_sum<LANES>(sum + nothing);
+    if (__any_sync(0xFFFFFFFFu, !finite(delta)) && row_sum<LANES>(sum) == 0.0f && !finite(delta))
+        return -0.0f;
+    return delta;
 }
 
 /* Row of `from` (in accumulate.cuh's order) to `offset` of a view, by LANES neighbouring threads. */

@@ -338,7 +338,7 @@ template <bool FIRST> FA_DEVICE void step(const fa_args &args, const work &w, co
     if constexpr (FIRST)
         load_held<FA_TILE_K>(c.v, v_tile(), first_key_of(c.group));
     wait_for_dout(c.n);
-    bool nonfinite = THIRD_SHARED && edge && some_nonfinite_row(lse_at(c.n), delta_at(c.n));
+    bool nonfinite = THIRD_SHARED && edge && some_marked_row(delta_at(c.n));
     if (nonfinite)
         clear_by_warp<DO_BYTES>(dout_tile(c.n));
     start_rows_by_rows<FA_TILE_K, FA_TILE_Q, FA_HEAD_DIM_V>(dp, c.v, v_tile() + first_key_of(c.group) * 128, dout_tile(c.n));
