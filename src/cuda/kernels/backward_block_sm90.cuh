@@ -97,8 +97,8 @@ template <int COUNT> FA_DEVICE unsigned freed(unsigned n) { return filled<COUNT>
 
 constexpr bool INSPECTED = FA_MASK != FA_MASK_NONE;
 
-/* True of the delta of a query whose dO is not finite: it is not either, or -0 (row_delta). */
-FA_DEVICE bool is_marked(float delta) { return !finite(delta) || __float_as_int(delta) == (int)0x80000000; }
+/* True of the delta of a query whose dO is not finite: it is not either, or, if the query sees no key, -0 (row_delta). */
+FA_DEVICE bool is_marked(float delta) { return !finite(delta) || is_minus_0(delta); }
 
 FA_DEVICE void start_barriers()
 {

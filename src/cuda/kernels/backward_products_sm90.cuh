@@ -296,7 +296,7 @@ FA_DEVICE void give_back_nonfinite(unsigned (&p)[P_STEPS][4], const columns &see
     load_own(delta);
 #pragma unroll
     for (int n = 0; n < OWN_STATS; n++)
-        some |= is_marked(delta.own[n].x) || is_marked(delta.own[n].y);
+        some |= !finite(delta.own[n].x) || !finite(delta.own[n].y);
     if (!__any_sync(~0u, some))
         return;
 #pragma unroll
@@ -305,7 +305,7 @@ FA_DEVICE void give_back_nonfinite(unsigned (&p)[P_STEPS][4], const columns &see
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             unsigned &pair = p[j / 2][j % 2 * 2 + h]; /* 0x7FFF is NaN in both formats */
-            pair |= (is_marked(row.x) && sees(seen, h, 8 * j) ? 0x7FFFu : 0) | (is_marked(row.y) && sees(seen, h, 8 * j + 1) ? 0x7FFF0000u : 0);
+            pair |= (!finite(row.x) && sees(seen, h, 8 * j) ? 0x7FFFu : 0) | (!finite(row.y) && sees(seen, h, 8 * j + 1) ? 0x7FFF0000u : 0);
         }
     }
 }
@@ -325,7 +325,7 @@ FA_DEVICE void give_back_nonfinite(float (&p)[S_COUNT], const columns &seen, con
         float2 row = stats_of(delta, n / 4);
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            if (is_marked(i % 2 ? row.y : row.x) && sees(seen, i / 2, 2 * n + i % 2))
+            if (!finite(i % 2 ? row.y : row.x) && sees(seen, i / 2, 2 * n + i % 2))
                 p[n + i] = __int_as_float(0x7FFFFFFF);
     }
 }

@@ -47,7 +47,7 @@ template <int LANES> FA_DEVICE float row_sum(float x)
 }
 
 /* delta of query i by LANES neighbouring threads, each of which gets it; 0 where it does not exist. Where dO is not finite in a column for which O is 0,
- * delta is not either, or, if it is 0, it is -0, which it is for no other reason: the query may see no key, and then its delta is 0 (is_marked). */
+ * delta is not either, or, if it is 0, it is -0, which it is for no other reason: the query may see no key, and then its delta is 0. */
 template <int LANES> FA_DEVICE float row_delta(const fa_args &args, const sequence &s, int head, int i)
 {
     int   lane = threadIdx.x % LANES;

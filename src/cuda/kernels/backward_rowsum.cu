@@ -38,8 +38,13 @@ FA_DEVICE void fill_tile(const fa_args &args, unsigned n)
         args.dq_turn[n] = 0;
     if (at.tile < 0 || first >= s.rows_q)
         return;
-    for (int i = first + threadIdx.x / LANES; i < first + FA_TILE_Q; i += ROWS_AT_ONCE)
-        store_in_tile(args, s, n, head, i, row_delta<LANES>(args, s, head, i));
+    for (int i = first + threadIdx.x / LANES; i < first + FA_TILE_Q; i += ROWS_AT_ONCE) {
+        float    delta = row_delta<LANES>(args, s, head, i);
+        fa_range seen  = fa_keys_seen(args.window, s.diagonal, {i, i + 1}, {s.key_begin, s.seqlen_k});
+        if (is_minus_0(delta) && seen.begin < seen.end)
+            delta = __int_as_float(0x7FFFFFFF);
+        store_in_tile(args, s, n, head, i, delta);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_rowsum(const __grid_constant__ fa_args args)

@@ -233,7 +233,7 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
         load_rows(rows, delta_at(c.n));
 #pragma unroll
         for (int n = 0; n < S_COUNT; n++) /* the dO of an edge tile loses its Inf and NaN; delta says so, and dV gets them by P */
-            if (is_marked(rows[n / 2 % 2]) && sees(seen, n))
+            if (!finite(rows[n / 2 % 2]) && sees(seen, n))
                 s[n] = __int_as_float(0x7FFFFFFF);
     }
 #pragma unroll

@@ -115,6 +115,7 @@ FA_DEVICE int quotient(int a, int b)
 }
 
 FA_DEVICE bool finite(float x) { return (__float_as_int(x) & 0x7F800000) != 0x7F800000; }
+FA_DEVICE bool is_minus_0(float x) { return __float_as_int(x) == (int)0x80000000; }
 
 /* Inf and NaN among two neighbours become zeros. */
 FA_DEVICE unsigned without_nonfinite(unsigned pair)
