@@ -128,7 +128,7 @@ MISTAKES = [
     ("dQ of a round that the second consumer has not", WIDE, "panels_of(GROUP, false) > 1", "true", WIDE_BACK),
     ("others told of dQ whose copies are under way", BACKWARD, "            tell<COPIES>(args, open, ADDER);", "            tell<2 * COPIES>(args, open, ADDER);", ("80 keys, window", "every_backward*")),
     ("dO of queries that see no key is not looked at", ROWS, "        return -0.0f;\n", "        return 0.0f;\n", ("136 and 112", "every_backward*")),
-    ("delta without the NaN of a column for which O is 0", ROWS, "row_sum<LANES>(sum + nothing)", "row_sum<LANES>(sum)", ("", "nan_reaches*")),
+    ("delta without the NaN of a column for which O is 0", ROWS, "sum_of_lanes<LANES>(sum + nothing)", "sum_of_lanes<LANES>(sum)", ("", "nan_reaches*")),
     ("the third panel of dQ made of dS that is not there", PRODUCTS, "        if (step == 4)\n            named_sync(DS_IS_THERE, 128 * CONSUMERS);\n        wgmma_shared<0, 1>(third",
      "        if (step == 4)\n            named_arrive(DS_IS_THERE, 128 * CONSUMERS);\n        wgmma_shared<0, 1>(third", THIRD_BACK),
     ("a half of the third panel where the other's is", PRODUCTS, "ds + group * (FA_TILE_Q * 64), 0)", "ds, 0)", THIRD_BACK),

@@ -37,15 +37,6 @@ FA_DEVICE void round_to_operand(float (&x)[8])
         }
 }
 
-/* Of LANES neighbouring threads, each of which gets it. */
-template <int LANES> FA_DEVICE float row_sum(float x)
-{
-#pragma unroll
-    for (int step = 1; step < LANES; step *= 2)
-        x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
-    return x;
-}
-
 /* delta of query i by LANES neighbouring threads, each of which gets it; 0 where it does not exist. Where dO is not finite in a column for which O is 0,
  * delta is not either, or, if it is 0, it is -0, which it is for no other reason: the query may see no key, and then its delta is 0. */
 template <int LANES> FA_DEVICE float row_delta(const fa_args &args, const sequence &s, int head, int i)
@@ -67,8 +58,8 @@ template <int LANES> FA_DEVICE float row_delta(const fa_args &args, const sequen
             }
         }
     }
-    float delta = row_sum<LANES>(sum + nothing);
-    if (__any_sync(0xFFFFFFFFu, !finite(delta)) && row_sum<LANES>(sum) == 0.0f && !finite(delta))
+    float delta = sum_of_lanes<LANES>(sum + nothing);
+    if (__any_sync(0xFFFFFFFFu, !finite(delta)) && sum_of_lanes<LANES>(sum) == 0.0f && !finite(delta))
         return -0.0f;
     return delta;
 }

@@ -24,6 +24,13 @@ FA_DEVICE void store_in_tile(const fa_args &args, const sequence &s, fa_i64 tile
     args.row_stats[(2 * tile + 1) * FA_TILE_Q + row] = delta;
 }
 
+/* By the window: Hopper's kernels have no other mask. */
+FA_DEVICE bool sees_a_key(const fa_args &args, const sequence &s, int i)
+{
+    fa_range seen = fa_keys_seen(args.window, s.diagonal, {i, i + 1}, {s.key_begin, s.seqlen_k});
+    return seen.begin < seen.end;
+}
+
 /* A tile of all heads and sequences; those that are nobody's are not looked at again. */
 FA_DEVICE void fill_tile(const fa_args &args, unsigned n)
 {
@@ -39,9 +46,8 @@ FA_DEVICE void fill_tile(const fa_args &args, unsigned n)
     if (at.tile < 0 || first >= s.rows_q)
         return;
     for (int i = first + threadIdx.x / LANES; i < first + FA_TILE_Q; i += ROWS_AT_ONCE) {
-        float    delta = row_delta<LANES>(args, s, head, i);
-        fa_range seen  = fa_keys_seen(args.window, s.diagonal, {i, i + 1}, {s.key_begin, s.seqlen_k});
-        if (is_minus_0(delta) && seen.begin < seen.end)
+        float delta = row_delta<LANES>(args, s, head, i);
+        if (is_minus_0(delta) && sees_a_key(args, s, i))
             delta = __int_as_float(0x7FFFFFFF);
         store_in_tile(args, s, n, head, i, delta);
     }

@@ -131,10 +131,15 @@ FA_DEVICE float quad_max(float x)
     return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
 }
 
-FA_DEVICE float quad_sum(float x)
+/* Over LANES neighbours, a power of two; each gets it. */
+template <int LANES> FA_DEVICE float sum_of_lanes(float x)
 {
-    x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
-    return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2)
+        x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
+    return x;
 }
+
+FA_DEVICE float quad_sum(float x) { return sum_of_lanes<4>(x); }
 
 #endif
