@@ -16,16 +16,13 @@ compared with float64 first, on the last sequence; a wrong one is shown as WRONG
 """
 
 import argparse
-import ctypes
 import itertools
-import json
-import pathlib
 import sys
 
+import card  # first: it finds the library
 import fa3
-import gpu
-from flashattn import _call, _native
-from gpu import DEVICE, PEERS, torch
+import torch
+from flashattn import _call
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -42,8 +39,8 @@ class Cell:
         self.batch, self.heads, self.queries, self.keys = batch, heads, queries, keys
         self.k_bytes = 2 * batch * keys * D
         self.sets = max(1, min(self.MOST_SETS, -(-self.L2_BYTES // self.k_bytes), self.POOL_BYTES // self.k_bytes))
-        self.kv = [torch.randn(batch, keys, 1, D, device=DEVICE, dtype=torch.bfloat16) for _ in range(self.sets)]
-        self.q = torch.randn(batch, queries, heads, D, device=DEVICE, dtype=torch.bfloat16)
+        self.kv = [torch.randn(batch, keys, 1, D, device=card.DEVICE, dtype=torch.bfloat16) for _ in range(self.sets)]
+        self.q = torch.randn(batch, queries, heads, D, device=card.DEVICE, dtype=torch.bfloat16)
         self.bytes = self.k_bytes + 2 * batch * queries * heads * (D + DV)
         pairs = queries * keys - queries * (queries - 1) // 2
         self.flops = 2 * (D + DV) * batch * heads * pairs
@@ -53,20 +50,20 @@ class Cell:
         heads = slice(0, max(1, self.heads // 4))
         q, kv = self.q[-1, :, heads].double(), self.kv[-1][-1, :, 0].double()
         scores = torch.einsum("qhd,kd->hqk", q, kv) * SCALE
-        hidden = torch.arange(self.keys, device=DEVICE) > torch.arange(self.queries, device=DEVICE)[:, None] + self.keys - self.queries
+        hidden = torch.arange(self.keys, device=card.DEVICE) > torch.arange(self.queries, device=card.DEVICE)[:, None] + self.keys - self.queries
         truth = torch.einsum("hqk,kd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), kv[:, :DV])
         error = ((out[-1, :, heads].double() - truth).norm() / truth.norm()).item()
         return None if error <= 1e-2 else error
 
     def ours(self, context=None, page=0, parts=0):
         """(what makes the calls of all sets, its error)"""
-        table, out, size = None, torch.full((*self.q.shape[:3], DV), float("nan"), device=DEVICE, dtype=torch.bfloat16), ctypes.c_size_t()
+        table, out = None, torch.full((*self.q.shape[:3], DV), float("nan"), device=card.DEVICE, dtype=torch.bfloat16)
         if page:
-            table = torch.randperm(self.batch * self.keys // page, device=DEVICE).to(torch.int32)
+            table = torch.randperm(self.batch * self.keys // page, device=card.DEVICE).to(torch.int32)
         calls = []
         for kv in self.kv:
             if page:  # the same keys, in other places
-                pages = torch.empty(self.batch * self.keys // page, page, 1, D, device=DEVICE, dtype=torch.bfloat16)
+                pages = torch.empty(self.batch * self.keys // page, page, 1, D, device=card.DEVICE, dtype=torch.bfloat16)
                 pages[table.long()] = kv.view_as(pages)
                 kv = pages
             call = _call.Call(self.q, kv, kv[..., :DV], scale=SCALE, causal=True, num_splits=parts,
@@ -74,16 +71,7 @@ class Cell:
             call.context = context
             call._set_results(out, None)
             calls.append(call)
-        _call.check(_call.lib.flash_attn_workspace_size(context or _native.context, calls[0].address, _native.FORWARD, ctypes.byref(size)))
-        space = torch.empty(max(1, size.value), device=DEVICE, dtype=torch.uint8)  # without it the graph would hold allocations
-
-        def run():
-            for call in calls:
-                if DEVICE == "cuda":
-                    call.exec.stream = torch.cuda.current_stream().cuda_stream
-                    call.exec.workspace, call.exec.workspace_bytes = space.data_ptr(), size.value
-                _call.check(_call.lib.flash_attn_forward(context or _native.context, call.address, call._exec()))
-
+        run = card.forwards(calls, context)
         run()
         return run, self.wrong(out)
 
@@ -97,11 +85,11 @@ class Cell:
         q, views = self.q.transpose(1, 2), [kv.transpose(1, 2).expand(-1, self.heads, -1, -1) for kv in self.kv]
         mask = None
         if self.queries > 1:  # its causal mask is aligned to the first key
-            mask = torch.zeros(self.queries, self.keys, device=DEVICE, dtype=torch.bfloat16)
+            mask = torch.zeros(self.queries, self.keys, device=card.DEVICE, dtype=torch.bfloat16)
             mask.masked_fill_(torch.ones_like(mask, dtype=torch.bool).triu_(self.keys - self.queries + 1), float("-inf"))
 
         def run():
-            with sdpa_kernel(PEERS["efficient"]), torch.no_grad():
+            with sdpa_kernel(card.PEERS["efficient"]), torch.no_grad():
                 return [scaled_dot_product_attention(q, kv, kv[..., :DV], attn_mask=mask, scale=SCALE) for kv in views][-1]
 
         return run, self.wrong(run().transpose(1, 2))
@@ -112,8 +100,9 @@ class Cell:
 
     def graph(self, name, page):
         """What replays the calls of all sets, or "WRONG ..."."""
-        own = {"ours": lambda: self.ours(page=page), "by batch": lambda: self.ours(page=page, parts=-1), "one part": lambda: self.ours(page=page, parts=1), "portable": lambda: self.ours(gpu.kernel_context("forward_sm80"), page)}
-        return gpu.graph_of(*(own[name]() if name in own else getattr(self, name)()))
+        own = {"ours": lambda: self.ours(page=page), "by batch": lambda: self.ours(page=page, parts=-1), "one part": lambda: self.ours(page=page, parts=1),
+               "portable": lambda: self.ours(card.kernel_context("forward_sm80"), page)}
+        return card.graph_of(*(own[name]() if name in own else getattr(self, name)()))
 
 
 def bench(cell, names, page, groups):
@@ -125,10 +114,10 @@ def bench(cell, names, page, groups):
         except Exception as problem:  # no kernel or no memory
             row[name] = None
             if name in ("ours", "fa3"):
-                print(f"  {name}: {gpu.first_line(problem)}")
+                print(f"  {name}: {card.first_line(problem)}")
     row.update({name: graph for name, graph in graphs.items() if isinstance(graph, str)})
     runs = {name: graph.replay for name, graph in graphs.items() if not isinstance(graph, str)}
-    row.update({name: 1e3 * ms / cell.sets for name, ms in gpu.time_by_turns(runs, groups).items()})
+    row.update({name: 1e3 * ms / cell.sets for name, ms in card.time_by_turns(runs, groups).items()})
     return row
 
 
@@ -146,7 +135,7 @@ def main():
     parser.add_argument("--groups", type=int, default=5, help="timed groups of launches")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    if not gpu.has_card():
+    if not card.present():
         print("skipped: no CUDA device")
         return 0
     heads, queries, batches, seqlens = ([int(x) for x in text.split(",")] for text in (options.heads, options.queries, options.batches, options.seqlens))
@@ -155,9 +144,9 @@ def main():
     if options.fa3:
         fa3.load(options.fa3)
     torch.manual_seed(0)
-    card, rows = gpu.state_of_card(), []
+    before, rows = card.state(), []
     names = ["ours", "by batch", *(["one part"] if options.one_part else []), *(["portable"] if options.portable else []), "efficient", *(["fa3"] if options.fa3 else []), "read"]
-    print(f"before: {card}; PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
+    print(f"before: {before}; PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
     header = f"{'heads':>5} {'q':>5} {'b':>4} {'keys':>6} | " + " ".join(f"{n:>9}" for n in names) + " us | TFLOP/s  GB/s  /read" + ("   /fa3  by b." if options.fa3 else "")
     print(header, "-" * len(header), sep="\n")
     shapes = [(h, n, 1, n) for h, n in itertools.product(heads, seqlens)] if options.prefill else itertools.product(heads, queries, batches, seqlens)
@@ -176,10 +165,8 @@ def main():
               "  ".join(f"{x:5.2f}" if x else "    -" for x in over), flush=True)
         rows.append({"heads": h, "queries": q, "batch": b, "seqlen": n, "microseconds": row, "flops": cell.flops, "bytes": cell.bytes})
         del cell
-    print(f"after: {gpu.state_of_card()}")
-    if options.json:
-        report = {"schema": "flashattn-mla-bench-1", "card": card, "torch": torch.__version__, "pages": options.pages, "rows": rows}
-        pathlib.Path(options.json).write_text(json.dumps(report, indent=1))
+    print(f"after: {card.state()}")
+    card.write_report(options.json, "flashattn-mla-bench-1", before, rows, pages=options.pages)
     return int(any(isinstance(x, str) for row in rows for x in row["microseconds"].values()))
 
 

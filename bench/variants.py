@@ -11,15 +11,12 @@ left as they are. One folder alone has no peer: the texts of the library itself 
 
 import argparse
 import csv
-import ctypes
 import os
 import pathlib
 import re
 import subprocess
 import sys
-import types
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 CELL = r"(\d+(?::\d+)?)([cn])(\d+)"
 COUNTED = "FLASHATTN_VARIANTS_COUNTED"  # set where this program runs under ncu
 METRIC, MARK = "sm__cycles_elapsed.max", "spin_kernel"  # torch.cuda._sleep's: it stands between two calls
@@ -55,15 +52,14 @@ def count_cycles(names, cells):
         print(f"{cell:10}" + "".join(f"{main / 1e6:9.3f} (+{rest / 1e6:5.3f})" for main, rest in counted[n * len(names) : (n + 1) * len(names)]))
 
 
-def context_of(gpu, folder):
+def context_of(card, folder):
     """A context with the texts of `folder`; its CUDA part reads them at its first call."""
-    made, small = ctypes.c_void_p(), gpu.torch.zeros(1, 16, 1, 64, device=gpu.DEVICE, dtype=gpu.torch.bfloat16)
+    small = card.torch.zeros(1, 16, 1, 64, device=card.DEVICE, dtype=card.torch.bfloat16)
     os.environ["FLASH_ATTN_KERNEL_DIR"] = os.path.abspath(folder) if folder else ""
-    gpu._call.check(gpu._call.lib.flash_attn_create(ctypes.byref(made), ctypes.byref(gpu._native.Options())))
-    call = gpu._call.Call(small, small, small)
-    call.context = made.value
-    call.forward(gpu.torch.empty_like(small))
-    return made.value
+    call = card._call.Call(small, small, small)
+    call.context = card.new_context()
+    call.forward(card.torch.empty_like(small))
+    return call.context
 
 
 def main():
@@ -87,37 +83,40 @@ def main():
         count_cycles(names, cells)
         return 0
 
-    sys.path.insert(0, str(ROOT / "bench"))
+    import card  # first: it finds the library
+    import fa3
     import gpu
+    import head_dims
+    import torch
 
-    if not gpu.has_card():
+    if not card.present():
         print("skipped: no CUDA device that PyTorch can use")
         return 0
     if options.fa3:
-        gpu.fa3.load(options.fa3)
-    contexts = {name: context_of(gpu, folder) for name, folder in folders.items()}
-    plain = types.SimpleNamespace(varlen=False, fp8=options.fp8, deterministic=False, alibi=False, softcap=0.0, pages=0, dropout=0.0)
+        fa3.load(options.fa3)
+    contexts = {name: context_of(card, folder) for name, folder in folders.items()}
+    plain = gpu.parse(["--fp8"] if options.fp8 else [])
     made, bound = (gpu.fp8, 5e-2) if options.fp8 else (gpu.ours, 1e-2)
     backward, wrong = options.passes == "backward", 0
-    gpu.torch.manual_seed(0)
+    torch.manual_seed(0)
     if not options.cycles:
         print(f"{'cell':10}" + "".join(f"{name:>10}" for name in names) + "   TFLOP/s", flush=True)
     for text in cells:
         dims, mask, seqlen = re.fullmatch(CELL, text).groups()
-        d, d_v = gpu.head_dims.widths(dims)
+        d, d_v = head_dims.widths(dims)
         cell = gpu.Cell(d, int(seqlen), mask == "c", plain, d_v)
-        runs = {name: (gpu.fa3.peer(cell) if name == "fa3" else made(cell, contexts[name]))[backward] for name in names}
+        runs = {name: (fa3.peer(cell) if name == "fa3" else made(cell, contexts[name]))[backward] for name in names}
         if options.cycles:
             for run in runs.values():
                 run()  # kernels are built
-                gpu.torch.cuda.profiler.start()
-                gpu.torch.cuda._sleep(1)
+                torch.cuda.profiler.start()
+                torch.cuda._sleep(1)
                 run()
-                gpu.torch.cuda.synchronize()
-                gpu.torch.cuda.profiler.stop()
+                torch.cuda.synchronize()
+                torch.cuda.profiler.stop()
             continue
         bad = [name for name, run in runs.items() if cell.wrong(run(), 1 if backward else 0, bound) is not None]
-        times = gpu.time_by_turns(runs, options.groups)
+        times = card.time_by_turns(runs, options.groups)
         wrong += len(bad)
         print(f"{text:10}" + "".join(f"{'WRONG' if name in bad else format(cell.flops(backward) / ms / 1e9, '.1f'):>10}" for name, ms in times.items()), flush=True)
     return int(wrong > 0)
