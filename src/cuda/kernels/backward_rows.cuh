@@ -6,22 +6,47 @@
 #include "accumulate.cuh"
 #include "mask.cuh"
 
-/* Eight elements from column `col` on; 0 past the last. */
-template <int DTYPE> FA_DEVICE void load_eight(float (&x)[8], const fa_view &view, fa_i64 offset, int col, int cols)
+/* Eight elements as they lie, and as numbers. */
+template <int DTYPE> struct raw_eight {
+    uint4 words;
+};
+template <> struct raw_eight<FA_F32> {
+    float x[8];
+};
+
+/* From column `col` on; 0 past the last. */
+template <int DTYPE> FA_DEVICE void load_raw(raw_eight<DTYPE> &raw, const fa_view &view, fa_i64 offset, int col, int cols)
 {
-    if constexpr (FA_ALIGNED && DTYPE != FA_F32) {
-        uint4    v       = col < cols ? *(const uint4 *)((const fa_u16 *)view.data + offset + col) : make_uint4(0, 0, 0, 0);
-        unsigned word[4] = {v.x, v.y, v.z, v.w};
+    if constexpr (FA_ALIGNED && DTYPE != FA_F32)
+        raw.words = col < cols ? *(const uint4 *)((const fa_u16 *)view.data + offset + col) : make_uint4(0, 0, 0, 0);
+    else {
+        float x[8];
+#pragma unroll
+        for (int c = 0; c < 8; c++)
+            x[c] = col + c < cols ? load_element(view.data, offset + (col + c) * view.stride[3], DTYPE) : 0.0f;
+        if constexpr (DTYPE == FA_F32)
+#pragma unroll
+            for (int c = 0; c < 8; c++)
+                raw.x[c] = x[c];
+        else
+            raw.words = make_uint4(pack<DTYPE>(x[0], x[1]), pack<DTYPE>(x[2], x[3]), pack<DTYPE>(x[4], x[5]), pack<DTYPE>(x[6], x[7]));
+    }
+}
+
+template <int DTYPE> FA_DEVICE void unpack_eight(float (&x)[8], const raw_eight<DTYPE> &raw)
+{
+    if constexpr (DTYPE == FA_F32) {
+#pragma unroll
+        for (int c = 0; c < 8; c++)
+            x[c] = raw.x[c];
+    } else {
+        unsigned word[4] = {raw.words.x, raw.words.y, raw.words.z, raw.words.w};
 #pragma unroll
         for (int w = 0; w < 4; w++) {
             float2 e     = unpack<DTYPE>(word[w]);
             x[2 * w]     = e.x;
             x[2 * w + 1] = e.y;
         }
-    } else {
-#pragma unroll
-        for (int c = 0; c < 8; c++)
-            x[c] = col + c < cols ? load_element(view.data, offset + (col + c) * view.stride[3], DTYPE) : 0.0f;
     }
 }
 
@@ -37,31 +62,77 @@ FA_DEVICE void round_to_operand(float (&x)[8])
         }
 }
 
-/* delta of query i by LANES neighbouring threads, each of which gets it; 0 where it does not exist. Where dO is not finite in a column for which O is 0,
- * delta is not either, or, if it is 0, it is -0, which it is for no other reason: the query may see no key, and then its delta is 0. */
+/* Eight neighbouring numbers of a row of O and of dO. */
+struct row_piece {
+    raw_eight<FA_DTYPE_O>    o;
+    raw_eight<FA_DTYPE_DOUT> dout;
+};
+
+/* Where row 0 of a sequence's head is in O and dO. */
+struct row_places {
+    fa_i64 o, dout;
+};
+
+FA_DEVICE row_places places_of_rows(const fa_args &args, const sequence &s, int head)
+{
+    return {s.q_entry * args.o.stride[0] + s.q_row * args.o.stride[1] + head * args.o.stride[2],
+            s.q_entry * args.dout.stride[0] + s.q_row * args.dout.stride[1] + head * args.dout.stride[2]};
+}
+
+FA_DEVICE void load_piece(row_piece &piece, const fa_args &args, const row_places &from, int i, int col)
+{
+    load_raw(piece.o, args.o, from.o + i * args.o.stride[1], col, args.head_dim_v);
+    load_raw(piece.dout, args.dout, from.dout + i * args.dout.stride[1], col, args.head_dim_v);
+}
+
+/* A thread's part of delta, and 0, or NaN where dO is not finite. */
+struct row_sums {
+    float delta, nothing;
+};
+
+FA_DEVICE void add_piece(row_sums &own, const row_piece &piece)
+{
+    float o[8], dout[8];
+    unpack_eight(o, piece.o);
+    unpack_eight(dout, piece.dout);
+    round_to_operand(dout);
+#pragma unroll
+    for (int c = 0; c < 8; c++) {
+        own.delta += o[c] != 0.0f ? o[c] * dout[c] : 0.0f; /* a row that sees nothing has O 0, whatever dO holds */
+        own.nothing = dout[c] * 0.0f + own.nothing;
+    }
+}
+
+/* delta of rows, which each of a row's LANES threads gets. Where dO is not finite in a column for which O is 0, delta is not either, or, if it is 0, it is -0,
+ * which it is for no other reason: the query may see no key, and then its delta is 0. */
+template <int LANES, int ROWS> FA_DEVICE void deltas_of(float (&delta)[ROWS], const row_sums (&own)[ROWS])
+{
+    bool odd = false;
+#pragma unroll
+    for (int n = 0; n < ROWS; n++) {
+        delta[n] = sum_of_lanes<LANES>(own[n].delta + own[n].nothing);
+        odd |= !finite(delta[n]);
+    }
+    if (__any_sync(0xFFFFFFFFu, odd))
+#pragma unroll
+        for (int n = 0; n < ROWS; n++)
+            if (sum_of_lanes<LANES>(own[n].delta) == 0.0f && !finite(delta[n]))
+                delta[n] = -0.0f;
+}
+
+/* delta of query i; 0 where it does not exist. */
 template <int LANES> FA_DEVICE float row_delta(const fa_args &args, const sequence &s, int head, int i)
 {
-    int   lane = threadIdx.x % LANES;
-    float sum  = 0.0f, nothing = 0.0f; /* or NaN */
-    if (i < s.seqlen_q) {
-        fa_i64 row = s.q_row + i, o_at = s.q_entry * args.o.stride[0] + row * args.o.stride[1] + head * args.o.stride[2];
-        fa_i64 dout_at = s.q_entry * args.dout.stride[0] + row * args.dout.stride[1] + head * args.dout.stride[2];
-        for (int col = lane * 8; col < args.head_dim_v; col += LANES * 8) {
-            float o[8], dout[8];
-            load_eight<FA_DTYPE_O>(o, args.o, o_at, col, args.head_dim_v);
-            load_eight<FA_DTYPE_DOUT>(dout, args.dout, dout_at, col, args.head_dim_v);
-            round_to_operand(dout);
-#pragma unroll
-            for (int c = 0; c < 8; c++) {
-                sum += o[c] != 0.0f ? o[c] * dout[c] : 0.0f; /* a row that sees nothing has O 0, whatever dO holds */
-                nothing = dout[c] * 0.0f + nothing;
-            }
+    row_sums own[1] = {};
+    float    delta[1];
+    if (i < s.seqlen_q)
+        for (int col = threadIdx.x % LANES * 8; col < args.head_dim_v; col += LANES * 8) {
+            row_piece piece;
+            load_piece(piece, args, places_of_rows(args, s, head), i, col);
+            add_piece(own[0], piece);
         }
-    }
-    float delta = sum_of_lanes<LANES>(sum + nothing);
-    if (__any_sync(0xFFFFFFFFu, !finite(delta)) && sum_of_lanes<LANES>(sum) == 0.0f && !finite(delta))
-        return -0.0f;
-    return delta;
+    deltas_of<LANES>(delta, own);
+    return delta[0];
 }
 
 /* Row of `from` (in accumulate.cuh's order) to `offset` of a view, by LANES neighbouring threads. */

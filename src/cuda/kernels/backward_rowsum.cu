@@ -9,19 +9,33 @@
 constexpr int PIECES        = FA_HEAD_DIM_V / 8; /* of eight elements, one a lane */
 constexpr int LANES         = PIECES > 16 ? 32 : PIECES > 8 ? 16 : PIECES > 4 ? 8 : 4; /* that share a row */
 constexpr int ROWS_AT_ONCE  = 32 * FA_WARPS / LANES;
+constexpr int ON_THEIR_WAY  = 2; /* rows of a thread, whose loads do not wait for each other */
+static_assert(LANES * 8 >= FA_HEAD_DIM_V, "a thread has one piece of a row");
 
-/* Row i of tile `tile`: delta and LSE to args.row_stats. Rows past the last have P = 0. */
-FA_DEVICE void store_in_tile(const fa_args &args, const sequence &s, fa_i64 tile, int head, int i, float delta)
+/* store(i, delta) of the tile's rows, by all threads of each. */
+template <typename STORE> FA_DEVICE void delta_of_tile(const fa_args &args, const sequence &s, int head, int first, STORE store)
 {
-    int   row = i % FA_TILE_Q;
-    float lse = infinity();
-    if (threadIdx.x % LANES != 0)
-        return;
-    if (i < s.seqlen_q)
-        lse = ((const float *)args.lse.data)[s.q_entry * args.lse.stride[0] + head * args.lse.stride[1] +
-                                             (s.q_row + i) * args.lse.stride[2]] * FA_LOG2E;
-    args.row_stats[(2 * tile) * FA_TILE_Q + row]     = lse;
-    args.row_stats[(2 * tile + 1) * FA_TILE_Q + row] = delta;
+    row_places from = places_of_rows(args, s, head);
+#pragma unroll 1
+    for (int row = threadIdx.x / LANES; row < FA_TILE_Q; row += ON_THEIR_WAY * ROWS_AT_ONCE) {
+        row_piece piece[ON_THEIR_WAY];
+        row_sums  own[ON_THEIR_WAY] = {};
+        float     delta[ON_THEIR_WAY];
+#pragma unroll
+        for (int n = 0; n < ON_THEIR_WAY; n++) /* some row, without a branch */
+            load_piece(piece[n], args, from, fa_max_int(0, fa_min_int(first + row + n * ROWS_AT_ONCE, s.seqlen_q - 1)), threadIdx.x % LANES * 8);
+#pragma unroll
+        for (int n = 0; n < ON_THEIR_WAY; n++) {
+            add_piece(own[n], piece[n]);
+            if (first + row + n * ROWS_AT_ONCE >= s.seqlen_q)
+                own[n] = {0.0f, 0.0f};
+        }
+        deltas_of<LANES>(delta, own);
+#pragma unroll
+        for (int n = 0; n < ON_THEIR_WAY; n++)
+            if (row + n * ROWS_AT_ONCE < FA_TILE_Q)
+                store(first + row + n * ROWS_AT_ONCE, delta[n]);
+    }
 }
 
 /* By the window: Hopper's kernels have no other mask. */
@@ -45,12 +59,17 @@ FA_DEVICE void fill_tile(const fa_args &args, unsigned n)
         args.dq_turn[n] = 0;
     if (at.tile < 0 || first >= s.rows_q)
         return;
-    for (int i = first + threadIdx.x / LANES; i < first + FA_TILE_Q; i += ROWS_AT_ONCE) {
-        float delta = row_delta<LANES>(args, s, head, i);
+    float       *stats = args.row_stats + (fa_i64)n * (2 * FA_TILE_Q);
+    const float *lse   = (const float *)args.lse.data + s.q_entry * args.lse.stride[0] + head * args.lse.stride[1] + s.q_row * args.lse.stride[2];
+#pragma unroll 1
+    for (int row = threadIdx.x; row < FA_TILE_Q; row += 32 * FA_WARPS)
+        stats[row] = first + row < s.seqlen_q ? lse[(first + row) * args.lse.stride[2]] * FA_LOG2E : infinity(); /* past the last P is 0 */
+    delta_of_tile(args, s, head, first, [&](int i, float delta) {
         if (is_minus_0(delta) && sees_a_key(args, s, i))
             delta = __int_as_float(0x7FFFFFFF);
-        store_in_tile(args, s, n, head, i, delta);
-    }
+        if (threadIdx.x % LANES == 0)
+            stats[FA_TILE_Q + i - first] = delta;
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_rowsum(const __grid_constant__ fa_args args)
@@ -65,15 +84,16 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_rowsum(cons
     n /= tiles;
     int      head = n % args.heads_q, lane = threadIdx.x % LANES;
     sequence s    = sequence_at(args, n / args.heads_q);
-    for (int i = first + threadIdx.x / LANES; i < first + FA_TILE_Q; i += ROWS_AT_ONCE) {
-        float sum = row_delta<LANES>(args, s, head, i);
+    if (first >= s.rows_q)
+        return;
+    delta_of_tile(args, s, head, first, [&](int i, float delta) {
         if (i >= s.rows_q)
-            continue;
+            return;
         fa_i64 token = (fa_i64)head * args.q_entries * args.q_rows + (fa_i64)s.q_entry * args.q_rows + s.q_row + i;
         if (lane == 0)
-            args.delta[token] = sum;
+            args.delta[token] = delta;
         if (args.dq.data)
             for (int col = lane * 4; col < FA_HEAD_DIM; col += LANES * 4)
                 *(float4 *)(args.dq_accum + token * FA_HEAD_DIM + col) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
+    });
 }
