@@ -274,6 +274,16 @@ static const test_case backward_shapes[] = {
      .head_dim = 72, .head_dim_v = 96},
     {.name = "136 and 112 columns, sinks, queries that see nothing", .batch = 5, .seqlen_q = 154, .seqlen_k = 94, .heads_q = 2, .head_dim = 136, .head_dim_v = 112,
      .mask = W, .window_left = 57, .window_right = 76, .sinks = true, .varlen_k = LENGTHS_ONES},
+    {.name = "shared heads, causal", .seqlen_q = 700, .seqlen_k = 250, .heads_q = 6, .heads_k = 1, .mask = C},
+    {.name = "shared queries", .seqlen_q = 1500, .seqlen_k = 250},
+    {.name = "shared heads and queries, causal", .batch = 2, .seqlen_q = 1900, .seqlen_k = 100, .heads_q = 2, .heads_k = 1, .mask = C, .head_dim = 128},
+    {.name = "shared, varlen, used lengths", .batch = 4, .seqlen_q = 900, .seqlen_k = 200, .heads_q = 4, .heads_k = 1, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_HOLES,
+     .seqused_k = LENGTHS_MIXED, .mask = C, .head_dim = 128},
+    {.name = "shared, window, softcap, ALiBi, dropout, sinks", .seqlen_q = 1100, .seqlen_k = 1000, .heads_q = 3, .heads_k = 1, .mask = W, .window_left = 500, .window_right = 40,
+     .softcap = 20, .logit_size = 20, .alibi = true, .dropout = 0.1f, .sinks = true, .head_dim = 64},
+    {.name = "shared, heads first, 192 and 128 columns", .batch = 2, .seqlen_q = 700, .seqlen_k = 150, .heads_q = 4, .heads_k = 1, .layout = LAYOUT_HEADS_FIRST, .head_dim = 192,
+     .head_dim_v = 128},
+    {.name = "shared, 80 and 96 columns", .seqlen_q = 900, .seqlen_k = 300, .heads_q = 4, .heads_k = 2, .head_dim = 80, .head_dim_v = 96},
 };
 
 #endif

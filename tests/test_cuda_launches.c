@@ -209,6 +209,40 @@ static void heads_of_a_group_are_dealt_evenly(void **state)
         }
 }
 
+/* Hopper's blocks that share a tile of keys: whole heads of the group, then equal parts of their queries, each once; none where tiles are many or the order of sums is fixed. */
+static void tiles_of_keys_are_shared_evenly(void **state)
+{
+    (void)state;
+    int of_heads = 0, of_queries = 0, alone = 0;
+    for (int64_t group = 1; group <= 12; group++)
+        for (int n = 0; n < 4 * 3 * 2 * 2; n++) {
+            static const int64_t seqlens[] = {200, 1000, 4000, 20000}, batches[] = {1, 4, 40};
+            fa_call              call;
+            fa_plan              plan;
+            shape                s = {batches[n / 4 % 3], seqlens[n % 4], seqlens[n % 4], 2 * group, 2, 128};
+            flash_attn_problem   p = problem_of(s, FLASH_ATTN_BF16, n / 12 % 2 ? FLASH_ATTN_CAUSAL : FLASH_ATTN_NONE);
+            p.deterministic        = n / 24;
+            plan_it(&p, FLASH_ATTN_BACKWARD, 90, &call, &plan);
+            const fa_args *a      = &plan.args;
+            int64_t        shares = a->group_blocks, parts = a->part_shares, tiles = tiles_of(s.seqlen_k, main_of(&plan)->key.tile_k) * 2 * s.batch;
+            assert_int_equal(main_of(&plan)->key.kernel, FA_KERNEL_BACKWARD_SM90);
+            assert_true(shares >= 1 && parts >= 1 && shares % parts == 0 && group % (shares / parts) == 0);
+            assert_true(parts == 1 || shares == group * parts);
+            assert_true(shares == 1 || (!p.deterministic && tiles < 8 * 132));
+            assert_int_equal(main_of(&plan)->blocks, tiles * shares);
+            assert_int_equal(a->own_heads + a->dealt_heads, 2 * s.batch * shares);
+            assert_int_equal(a->dk_stored.dtype == FA_F32, shares > 1);
+            assert_true(shares == 1 || (a->apart_dk == -1 && a->apart_dv == -1 && a->dk_stored.stride[1] == 128 * 2 * shares && a->dv_stored.stride[0] == s.seqlen_k * a->dv_stored.stride[1]));
+            const fa_launch *convert = &plan.launch[plan.num_launches - 1];
+            assert_int_equal(convert->key.kernel, FA_KERNEL_BACKWARD_CONVERT_SM90);
+            assert_int_equal(convert->blocks, (int64_t)a->all_tiles_q * s.heads_q + (shares > 1 ? tiles_of(s.batch * s.seqlen_k, FA_SHARED_ROWS) * 2 : 0));
+            of_heads += shares > parts;
+            of_queries += parts > 1;
+            alone += shares == 1 && !p.deterministic;
+        }
+    assert_true(of_heads > 10 && of_queries > 0 && alone > 10);
+}
+
 /* ---- parts of the keys ---- */
 
 static void parts_cover_all_keys(void **state)
@@ -280,8 +314,9 @@ static void the_workspace_has_room_for_every_piece(void **state)
 {
     (void)state;
     static const int archs[] = {80, 90};
+    bool             some_shared = false;
     for (int n = 0; n < 2 * 2 * 2 * 2 * 2; n++) {
-        shape              s = {3, n & 4 ? 1 : 300, 700, 8, n & 16 ? 8 : 4, 64};
+        shape              s = {3, n & 4 ? 1 : 300, 700, 8, n & 16 ? 8 : 2, 64};
         fa_call            call;
         fa_plan            plan;
         flash_attn_pass    pass = n & 1 ? FLASH_ATTN_BACKWARD : FLASH_ATTN_FORWARD;
@@ -300,7 +335,7 @@ static void the_workspace_has_room_for_every_piece(void **state)
         const fa_args *a   = &plan.args;
         const fa_key  *key = &main_of(&plan)->key;
         int64_t        tokens = s.batch * s.seqlen_q, rows = tokens * s.heads_q, tiles = s.heads_q * a->all_tiles_q, float_bytes = sizeof(float);
-        bool           tma    = key->kernel == FA_KERNEL_BACKWARD_SM90;
+        bool           tma    = key->kernel == FA_KERNEL_BACKWARD_SM90, shared = tma && a->group_blocks > 1;
         int64_t        turns  = tma ? tiles : s.batch * s.heads_q * a->tiles_q;
         if (!tma)
             tiles = 0;
@@ -315,9 +350,12 @@ static void the_workspace_has_room_for_every_piece(void **state)
                                 {a->dv_accum, s.batch * s.seqlen_k * s.heads_k * key->head_dim_v * float_bytes},
                                 {a->dbias.data, s.heads_q * s.seqlen_q * s.seqlen_k * float_bytes},
                                 {a->dq_turn, turns * float_bytes},
-                                {a->next_item, float_bytes}};
+                                {a->next_item, float_bytes},
+                                {shared ? a->dk_stored.data : NULL, s.batch * s.seqlen_k * s.heads_k * a->group_blocks * key->head_dim * float_bytes},
+                                {shared ? a->dv_stored.data : NULL, s.batch * s.seqlen_k * s.heads_k * a->group_blocks * key->head_dim_v * float_bytes}};
         expect_apart(pieces, sizeof pieces / sizeof *pieces, base, plan.workspace_bytes);
         assert_int_equal(a->o_partial != NULL, key->has_split);
+        some_shared |= shared && a->dk_stored.data && a->dv_stored.data;
         if (pass == FLASH_ATTN_BACKWARD) {
             assert_non_null(a->dq_accum);
             assert_int_equal(a->dk_accum != NULL, key->has_kv_accum);
@@ -327,6 +365,7 @@ static void the_workspace_has_room_for_every_piece(void **state)
         if (a->dk_accum) /* what is added to is cleared */
             assert_true(plan.zero == (void *)a->dk_accum && (char *)plan.zero + plan.zero_bytes == base + plan.workspace_bytes);
     }
+    assert_true(some_shared);
 }
 
 /* ---- what is refused and what goes to Hopper's kernels ---- */
@@ -568,7 +607,7 @@ int main(void)
         cmocka_unit_test(a_backward_with_left_padding_is_the_portable_kernels),
         cmocka_unit_test(the_first_keys_store_dq_only_if_all_queries_see_them),
         cmocka_unit_test(a_small_backward_is_one_cluster_a_head),
-        cmocka_unit_test(heads_of_a_group_are_dealt_evenly),
+        cmocka_unit_test(heads_of_a_group_are_dealt_evenly), cmocka_unit_test(tiles_of_keys_are_shared_evenly),
         cmocka_unit_test(parts_cover_all_keys),
         cmocka_unit_test(the_workspace_has_room_for_every_piece),
         cmocka_unit_test(more_blocks_than_cuda_has_are_refused),

@@ -58,7 +58,7 @@ static const asked calls[] = {
     {"ALiBi, softcap, causal", BACKWARD, OWN_B, .mask = FLASH_ATTN_CAUSAL, .alibi = true, .softcap = 20},
     {"sinks", FORWARD, OWN_F, .sinks = true},
     {"sinks", BACKWARD, OWN_B, .mask = FLASH_ATTN_WINDOW, .heads_k = 2, .sinks = true},
-    {"groups with few key heads", BACKWARD, ANY_B, .heads_k = 1},
+    {"groups with few key heads", BACKWARD, OWN_B, .heads_k = 1},
     {"pages", FORWARD, OWN_F, .pages = true},
     {"bias", FORWARD, ANY_F, .bias = true},
     {"bias", BACKWARD, ANY_B, .bias = true},

@@ -4,8 +4,6 @@
 
 #include <limits.h>
 
-#define LOG2_E 1.4426950408889634f
-
 /* What the partial results' kernel etc. run with: enough warps to hide memory's latency, one row of work a warp. */
 enum { SMALL_WARPS = 4, ROWSUM_TILE_Q = 64, CONVERT_TILE_Q = 32, DSINKS_WARPS = 32, UPLOAD_WARPS = 8 };
 
@@ -95,8 +93,7 @@ fa_key fa_plan_small_key(enum fa_kernel_id kernel, int arch)
 
 int fa_plan_threads(const fa_key *key) { return 32 * key->warps; }
 
-/* A helper of a pass: it shares with the main kernel only what it names here, so that few variants are built. */
-static fa_key helper_key(enum fa_kernel_id kernel, const fa_key *main)
+fa_key fa_plan_helper_key(enum fa_kernel_id kernel, const fa_key *main)
 {
     fa_key key     = fa_plan_small_key(kernel, main->arch);
     key.dtype      = main->dtype;
@@ -181,24 +178,9 @@ static void fill_sizes(const fa_call *call, const fa_tune_row *row, fa_args *arg
         args->dbias_extent[i] = call->dbias.data && call->dbias.stride[i] != 0 ? (int)call->dbias.shape[i] : 1;
 }
 
-/* Blocks of the backward that share a key head: enough to fill a large GPU twice when keys and heads alone do not. */
-static void choose_group_blocks(const fa_call *call, fa_args *args)
-{
-    enum { ENOUGH_BLOCKS = 256 };
-    int64_t blocks = (int64_t)args->tiles_k * call->heads_k * call->batch;
-    if (call->deterministic || blocks == 0)
-        return;
-    for (int n = 1; n <= call->group; n++)
-        if (call->group % n == 0) {
-            args->group_blocks = n;
-            if (blocks * n >= ENOUGH_BLOCKS)
-                break;
-        }
-}
-
 /* ---- launches ---- */
 
-static flash_attn_status add_clusters(fa_plan *plan, const fa_key *key, int64_t blocks, int cluster)
+flash_attn_status fa_plan_add_clusters(fa_plan *plan, const fa_key *key, int64_t blocks, int cluster)
 {
     if (blocks > INT_MAX)
         return fa_fail(FLASH_ATTN_UNSUPPORTED, "%s would need %lld blocks; CUDA allows %d in a launch",
@@ -209,7 +191,7 @@ static flash_attn_status add_clusters(fa_plan *plan, const fa_key *key, int64_t 
 
 flash_attn_status fa_plan_add(fa_plan *plan, const fa_key *key, int64_t blocks)
 {
-    return add_clusters(plan, key, blocks, 1);
+    return fa_plan_add_clusters(plan, key, blocks, 1);
 }
 
 /* Heads whose K and V stay in L2 beside each other, of a GPU that has 50 MB. */
@@ -221,10 +203,9 @@ static int64_t heads_in_l2(const fa_call *call, const fa_key *key)
     return heads < all ? heads : all;
 }
 
-static bool is_alike(const fa_call *call) { return !call->cu_seqlens_q && !call->cu_seqlens_k && !call->seqused_q && !call->seqused_k; }
+bool fa_plan_is_alike(const fa_call *call) { return !call->cu_seqlens_q && !call->cu_seqlens_k && !call->seqused_q && !call->seqused_k; }
 
-/* All sequences' tiles of one head, as packed_sm90.cuh numbers them. */
-static int64_t tiles_of_all(const fa_call *call, const int32_t *cu_seqlens, int64_t rows, int tile, int64_t tiles)
+int64_t fa_plan_tiles_of_all(const fa_call *call, const int32_t *cu_seqlens, int64_t rows, int tile, int64_t tiles)
 {
     return cu_seqlens ? rows / tile + call->batch : tiles * call->batch;
 }
@@ -242,13 +223,13 @@ static bool turns_v_ahead(const fa_key *key) { return key->kernel == FA_KERNEL_F
 /* Blocks stay where all sequences are alike; where they are not, the hardware deals them out better. */
 static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
 {
-    bool    alike = is_alike(call);
+    bool    alike = fa_plan_is_alike(call);
     int64_t tiles = plan->args.tiles_q;
     plan->has_maps         = true;
     plan->args.page_piece  = fa_page_piece(call, key->tile_k);
     plan->args.cap_unit    = 2 * call->softcap * LOG2_E;
     plan->args.order_heads = alike ? 0 : (int)heads_in_l2(call, key);
-    int64_t blocks = tiles * call->heads_q * call->batch, all = tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], key->tile_q, tiles);
+    int64_t blocks = tiles * call->heads_q * call->batch, all = fa_plan_tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], key->tile_q, tiles);
     int     own    = alike || all > INT32_MAX ? 0 : tiles_of_block(call, all);
     if (own > 0) {
         plan->args.block_tiles = own;
@@ -292,7 +273,7 @@ flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const 
 {
     enum { FEW_PARTS = 4, SOME_PARTS = 64, MANY_ROWS = 256, WAVE = 264, WARP_ROWS = 4 };
     fa_args *args    = &plan->args;
-    fa_key   combine = helper_key(FA_KERNEL_COMBINE, main);
+    fa_key   combine = fa_plan_helper_key(FA_KERNEL_COMBINE, main);
     int64_t  rows    = call->q.shape[0] * call->q.shape[1] * call->heads_q;
     combine.dtype    = 0; /* it sees only partial results and o */
     combine.warps    = FA_COMBINE_WARPS;
@@ -308,7 +289,7 @@ flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const 
 static flash_attn_status add_fold(const fa_call *call, fa_plan *plan, const fa_key *main)
 {
     enum { LANES = 16, WIDE = 64 }; /* fold_parts.cuh */
-    fa_key  fold = helper_key(FA_KERNEL_FOLD, main);
+    fa_key  fold = fa_plan_helper_key(FA_KERNEL_FOLD, main);
     int64_t rows = call->q.shape[0] * call->q.shape[1] * call->heads_q;
     fold.dtype   = 0; /* it sees only partial results and o */
     fold.warps   = FA_COMBINE_WARPS;
@@ -329,8 +310,8 @@ static flash_attn_status add_packed(const fa_call *call, fa_plan *plan, fa_key *
     plan->has_maps   = true;
     args->page_piece = fa_page_piece(call, key->tile_k);
     args->q_boxes    = fa_packed_q_boxes(call, key->tile_q);
-    FA_TRY(add_clusters(plan, key, blocks, merges ? args->num_splits : pairs ? 2 : 1));
-    plan->launch[plan->main].stays = !merges && is_alike(call);
+    FA_TRY(fa_plan_add_clusters(plan, key, blocks, merges ? args->num_splits : pairs ? 2 : 1));
+    plan->launch[plan->main].stays = !merges && fa_plan_is_alike(call);
     if (!key->has_split || merges || key->one_launch == 2)
         return FLASH_ATTN_OK;
     return latent ? fa_plan_add_combine(call, plan, key) : add_fold(call, plan, key);
@@ -353,135 +334,12 @@ static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key
     if (merges_itself(key, args, tiles)) {
         int64_t runs    = ceil_div(args->num_splits, args->run_parts);
         key->one_launch = runs > 1 ? 1 : 2;
-        return add_clusters(plan, key, tiles * runs, (int)runs);
+        return fa_plan_add_clusters(plan, key, tiles * runs, (int)runs);
     }
     if (key->kernel == FA_KERNEL_FORWARD_LATENT_SM90 || key->kernel == FA_KERNEL_FORWARD_FEW_SM90)
         return add_packed(call, plan, key, tiles);
     FA_TRY(fa_plan_add(plan, key, tiles * args->num_splits));
     return key->has_split ? fa_plan_add_combine(call, plan, key) : FLASH_ATTN_OK;
-}
-
-/* A launch takes the host two microseconds and the GPU about as long to begin: with few blocks, that is what counts. A key
- * head's blocks must fit into a cluster: before Hopper that is one block, then eight. The limits were measured (decision 0046). */
-static bool is_small(const fa_call *call, const fa_key *key, const fa_args *args)
-{
-    enum { SMALL_BLOCKS = 256, SMALL_LENGTH = 128 };
-    int64_t blocks = (int64_t)args->tiles_k * call->heads_k * call->batch;
-    return blocks > 0 && blocks <= SMALL_BLOCKS && args->tiles_k <= (key->arch >= 90 ? 8 : 1) &&
-           call->max_seqlen_q <= SMALL_LENGTH && call->max_seqlen_k <= SMALL_LENGTH && !key->has_kv_accum &&
-           !key->has_dbias && !call->dsinks.data;
-}
-
-/* Backward for Hopper: without a mask and with few tiles of keys a head's first one stores dQ, else who comes first does. Measured: decision 0056, fourth round. */
-static int dq_order_of(const fa_call *call, const fa_key *key, const fa_args *args)
-{
-    enum { FEW_TILES = 32 };
-    bool first_keys = key->mask == FA_MASK_NONE && is_alike(call) && !call->leftpad_k && args->tiles_k > 0 && args->tiles_k <= FEW_TILES;
-    return call->deterministic ? FA_DQ_IN_ORDER : first_keys ? FA_DQ_FIRST_KEYS : FA_DQ_FIRST_COMES;
-}
-
-/* Key heads, of all sequences if they are not packed, whose queries' Q, dO and float dQ stay in L2 beside each other. */
-static int64_t key_heads_in_l2(const fa_call *call, const fa_key *key, const fa_args *args)
-{
-    enum { BYTES_OF_ELEMENT = 2 + 2 + 4, MOST_COLUMNS = 4096 };
-    int64_t l2_bytes = key->mask == FA_MASK_NONE ? 16 << 20 : 32 << 20; /* measured, as MOST_COLUMNS is: decision 0056 */
-    int64_t bytes = call->max_seqlen_q * call->group * key->head_dim * BYTES_OF_ELEMENT, heads = bytes > 0 ? l2_bytes / bytes : 1;
-    int64_t most = args->dq_order == FA_DQ_FIRST_KEYS ? MOST_COLUMNS / key->head_dim : heads, all = args->dealt_heads;
-    heads = heads < most ? heads : most;
-    return heads < 1 ? 1 : heads < all ? heads : all;
-}
-
-/* All tiles of keys go to who is free: where lengths differ, where blocks wait for those of earlier keys, and where tiles are all alike. */
-static bool is_dealt(const fa_call *call, const fa_key *key, const fa_args *args)
-{
-    return args->dq_order != FA_DQ_FIRST_COMES || key->mask == FA_MASK_NONE || !is_alike(call);
-}
-
-/* Causal tiles in pairs alone would end with a round that some blocks have no pair for: the last heads' tiles, one and a half for each of 132
- * multiprocessors, are dealt one by one, the longest first. */
-static int64_t heads_of_pairs(const fa_args *args, int64_t heads)
-{
-    enum { DEALT_TILES = 200 };
-    int64_t last = args->tiles_k > 0 ? ceil_div(DEALT_TILES, args->tiles_k) : heads;
-    return last < heads ? (heads - last) / 2 * 2 : 0;
-}
-
-static flash_attn_status add_dsinks(const fa_call *call, fa_plan *plan, const fa_key *main)
-{
-    fa_key dsinks = fa_plan_small_key(FA_KERNEL_BACKWARD_DSINKS, main->arch);
-    if (main->kernel == FA_KERNEL_BACKWARD_SM90) {
-        dsinks.tile_q  = main->tile_q;
-        dsinks.variant = 1;
-    }
-    return call->dsinks.data ? fa_plan_add(plan, &dsinks, call->heads_q) : FLASH_ATTN_OK;
-}
-
-static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
-{
-    fa_key   rowsum = helper_key(FA_KERNEL_BACKWARD_ROWSUM, key), convert = helper_key(FA_KERNEL_BACKWARD_CONVERT_SM90, key);
-    fa_args *args = &plan->args;
-    int64_t  all_q = tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], key->tile_q, args->tiles_q);
-    int64_t  all_k = tiles_of_all(call, call->cu_seqlens_k, call->k.shape[1], key->tile_k, args->tiles_k);
-    int64_t  heads = call->heads_k * (call->cu_seqlens_k ? 1 : call->batch), own = heads, tiles_q = all_q * call->heads_q;
-    if (all_q > INT32_MAX || all_k > INT32_MAX)
-        return fa_fail(FLASH_ATTN_UNSUPPORTED, "the sequences have over 2^31 - 1 tiles, expected fewer of them in a backward");
-    args->all_tiles_q = (int)all_q;
-    args->all_tiles_k = (int)all_k;
-    args->cap_unit    = call->softcap * LOG2_E;
-    args->apart_q     = fa_map_entry_rows(&call->q);
-    args->apart_k     = fa_map_entry_rows(&call->k);
-    args->apart_v     = fa_map_entry_rows(&call->v);
-    args->apart_dout  = fa_map_entry_rows(&call->dout);
-    args->apart_dk    = fa_map_gradient_rows(&call->dk);
-    args->apart_dv    = fa_map_gradient_rows(&call->dv);
-    args->dq_order    = dq_order_of(call, key, args); /* is_dealt asks for it */
-    if (is_dealt(call, key, args))
-        own = 0;
-    else if (key->mask == FA_MASK_CAUSAL)
-        own = heads_of_pairs(args, heads);
-    args->own_heads   = (int)own;
-    args->dealt_tiles = call->cu_seqlens_k ? (int)all_k : args->tiles_k;
-    args->dealt_heads = (int)(heads - own);
-    args->order_heads = is_dealt(call, key, args) ? (int)key_heads_in_l2(call, key, args) : args->dealt_heads;
-    if (args->tiles_k == 0)
-        args->tiles_k = 1; /* own_item divides by it, also where all sequences are empty */
-    rowsum.tile_q  = key->tile_q;
-    rowsum.variant = 1;
-    plan->has_maps = true;
-    FA_TRY(fa_plan_add(plan, &rowsum, tiles_q));
-    plan->main = plan->num_launches;
-    FA_TRY(fa_plan_add(plan, key, all_k * call->heads_k));
-    plan->launch[plan->main].stays = true;
-    convert.tile_q = key->tile_q;
-    convert.dtype_o = convert.dtype_dout = 0;
-    if (call->dq.data || !call->dout.data)
-        FA_TRY(fa_plan_add(plan, &convert, tiles_q));
-    return add_dsinks(call, plan, key);
-}
-
-static flash_attn_status plan_backward(const fa_call *call, fa_plan *plan, fa_key *key)
-{
-    fa_args *args = &plan->args;
-    if (key->kernel == FA_KERNEL_BACKWARD_SM90)
-        return plan_backward_sm90(call, plan, key);
-    choose_group_blocks(call, args);
-    key->has_kv_accum = args->group_blocks > 1;
-    key->one_launch   = is_small(call, key, args);
-    plan->main        = plan->num_launches;
-    if (key->one_launch)
-        return add_clusters(plan, key, (int64_t)args->tiles_k * call->heads_k * call->batch, args->tiles_k);
-    fa_key  rowsum = helper_key(FA_KERNEL_BACKWARD_ROWSUM, key), convert = helper_key(FA_KERNEL_BACKWARD_CONVERT, key);
-    int64_t row_tiles = ceil_div(call->max_seqlen_q, rowsum.tile_q);
-    int64_t rows      = call->q.shape[0] * call->q.shape[1] * call->heads_q;
-    if (key->has_kv_accum)
-        rows += call->k.shape[0] * call->k.shape[1] * call->heads_k;
-    if (key->has_dbias)
-        rows += (int64_t)args->dbias_extent[0] * args->dbias_extent[1] * args->dbias_extent[2];
-    FA_TRY(fa_plan_add(plan, &rowsum, row_tiles * call->heads_q * call->batch));
-    plan->main = plan->num_launches;
-    FA_TRY(fa_plan_add(plan, key, (int64_t)args->tiles_k * args->group_blocks * call->heads_k * call->batch));
-    FA_TRY(fa_plan_add(plan, &convert, ceil_div(rows, convert.tile_q)));
-    return add_dsinks(call, plan, key);
 }
 
 /* ---- workspace ---- */
@@ -543,6 +401,11 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         args->dq_accum  = take(&a, rows * key->head_dim, sizeof(float));
         args->dq_turn   = take(&a, tiles, sizeof(int));
         args->next_item = take(&a, args->dealt_heads > 0, sizeof(int));
+        if (args->group_blocks > 1) {
+            int64_t kv_rows      = call->k.shape[0] * call->k.shape[1] * call->heads_k * args->group_blocks;
+            args->dk_stored.data = take(&a, call->dk.data ? kv_rows * key->head_dim : 0, sizeof(float));
+            args->dv_stored.data = take(&a, call->dv.data ? kv_rows * key->head_dim_v : 0, sizeof(float));
+        }
     } else if (call->pass == FLASH_ATTN_BACKWARD) {
         args->delta  = take(&a, key->one_launch ? 0 : call->heads_q * tokens, sizeof(float));
         args->dq_accum = take(&a, call->heads_q * tokens * key->head_dim, sizeof(float));
@@ -592,7 +455,7 @@ flash_attn_status fa_plan_make(const fa_call *call, int arch, const fa_chip *chi
         FA_TRY(fa_plan_add(plan, &upload, 1));
     }
     if (call->pass == FLASH_ATTN_BACKWARD)
-        FA_TRY(plan_backward(call, plan, &key));
+        FA_TRY(fa_plan_backward(call, plan, &key));
     else if (plan->rung)
         FA_TRY(fa_plan_ladder(call, plan, &key));
     else

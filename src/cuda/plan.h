@@ -4,6 +4,8 @@
 
 #include "cuda/cuda.h"
 
+#define LOG2_E 1.4426950408889634f
+
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t largest(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -20,8 +22,20 @@ bool fa_packed_merges(int64_t tiles, int64_t parts, const fa_chip *chip);
  * the same. */
 int fa_plan_fold(const fa_call *call, const fa_plan *plan, int64_t tiles);
 
-/* One launch more. An error: more blocks than CUDA allows. */
+/* One launch more; of clusters. An error: more blocks than CUDA allows. */
 flash_attn_status fa_plan_add(fa_plan *plan, const fa_key *key, int64_t blocks);
+flash_attn_status fa_plan_add_clusters(fa_plan *plan, const fa_key *key, int64_t blocks, int cluster);
+
+/* A helper of a pass: it shares with the main kernel only what it names here, so that few variants are built. */
+fa_key fa_plan_helper_key(enum fa_kernel_id kernel, const fa_key *main);
+
+/* All sequences have as many queries and as many keys. */
+bool fa_plan_is_alike(const fa_call *call);
+
+/* All sequences' tiles of one head, as packed_sm90.cuh numbers them. */
+int64_t fa_plan_tiles_of_all(const fa_call *call, const int32_t *cu_seqlens, int64_t rows, int tile, int64_t tiles);
+
+flash_attn_status fa_plan_backward(const fa_call *call, fa_plan *plan, fa_key *key);
 
 /* The merge of partial results, if the keys are split. */
 flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const fa_key *main);

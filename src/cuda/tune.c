@@ -131,7 +131,7 @@ const fa_tune_row fa_tune_rows[] = {
     {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 576, FA_ON_ANY, FA_FOR_ANY, 0, 64, 32, 8, 2, 1, 0, 0, "216 KB of shared memory"},
     {120, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 576, FA_ON_ANY, FA_FOR_ANY, 0, 48, 16, 6, 1, 1, 0, 0, "90 KB of shared memory"},
 
-    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 0, 368,
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 0, 408,
      "two consumers of 64 keys; dQ by TMA; the producer spills, and under a softcap the consumers a dozen registers (decision 0055)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 96, FA_ON_NONE, FA_FOR_LONG_TMA, 512, 80, 128, 12, 2, 1, 0, 304, "as at 128"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 96, FA_ON_CAUSAL, FA_FOR_LONG_TMA, 4096, 80, 128, 12, 2, 1, 0, 304, "as at 128"},
@@ -140,7 +140,7 @@ const fa_tune_row fa_tune_rows[] = {
      "long: 80 queries, for which shared memory reads less than for 64 (decision 0056)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_CAUSAL, FA_FOR_LONG_TMA, 4096, 80, 128, 12, 2, 1, 0, 304,
      "causal: they waste more at the diagonal; no registers for options (decision 0056)"},
-    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_TMA, 0, 64, 128, 12, 2, 1, 0, 224,
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_TMA, 0, 64, 128, 12, 2, 1, 0, 240,
      "two consumers of 64 keys; dQ by TMA; the producer's thread spills (decision 0055)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 192, FA_ON_ANY, FA_FOR_NARROW_V_TMA, 0, 48, 128, 12, 2, 1, 0, 336,
      "DeepSeek's: dK and dV leave registers for S and dP of 48 queries, and for no options (decision 0077)"},
@@ -202,10 +202,7 @@ enum fit { FIT_NO_KERNEL, FIT_NO_ARCH, FIT_NO_DTYPE, FIT_NO_HEAD_DIM, FIT_NO_MAS
 
 static bool backward_takes_tma(const fa_call *call)
 {
-    enum { ENOUGH_BLOCKS = 128, TILE_K = 128 }; /* else the heads of a group are dealt to several, which has no fixed order */
-    int64_t tiles  = call->cu_seqlens_k ? call->k.shape[1] / TILE_K : (call->max_seqlen_k + TILE_K - 1) / TILE_K * call->batch;
-    return !call->cache_batch_idx && !call->dbias.data && !call->leftpad_k /* without a mask it hides keys past the last alone */ && call->dout.dtype == call->q.dtype &&
-           (call->group == 1 || call->deterministic || tiles * call->heads_k >= ENOUGH_BLOCKS);
+    return !call->cache_batch_idx && !call->dbias.data && !call->leftpad_k /* without a mask it hides keys past the last alone */ && call->dout.dtype == call->q.dtype;
 }
 
 bool fa_tune_takes_tma(const fa_call *call)

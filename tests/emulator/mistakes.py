@@ -12,7 +12,7 @@ import sys
 import tempfile
 
 FORWARD, ONE_BY_ONE, BACKWARD, PRODUCTS = "forward_sm90.cu", "one_by_one_sm90.cuh", "backward_sm90.cu", "backward_products_sm90.cuh"
-WIDE, ROWS = "backward_wide_sm90.cuh", "backward_rows.cuh"
+WIDE, ROWS, BLOCK, CONVERT = "backward_wide_sm90.cuh", "backward_rows.cuh", "backward_block_sm90.cuh", "backward_convert_sm90.cu"
 LATENT, LATENT_BLOCK, LATENT_PRODUCER = "forward_latent_sm90.cu", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
 FEW, FOLD, GROUPED = "forward_few_sm90.cu", "fold.cu", "grouped_sm90.cuh"
 PROGRAMS = dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few")  # else TEST
@@ -25,6 +25,8 @@ MANY = ("many tiles a block", "every_shape*")
 NOTHING = ("most queries see nothing", "every_shape*")
 WHOLE_BACK = ("whole tiles", "every_backward*")
 MANY_BACK = ("many tiles a block", "every_backward*")
+SHARED_BACK = ("shared heads, causal", "every_backward*")
+PARTS_BACK = ("shared queries", "every_backward*")
 FEW_BACK = ("few have queries", "every_backward*")
 WIDE_BACK = ("192 columns, varlen", "every_backward*")
 THIRD_BACK = ("192 and 128 columns, varlen", "every_backward*")
@@ -127,12 +129,19 @@ MISTAKES = [
      ("256 columns, many tiles", "every_backward*")),
     ("dQ of a round that the second consumer has not", WIDE, "panels_of(GROUP, false) > 1", "true", WIDE_BACK),
     ("others told of dQ whose copies are under way", BACKWARD, "            tell<COPIES>(args, open, ADDER);", "            tell<2 * COPIES>(args, open, ADDER);", ("80 keys, window", "every_backward*")),
-    ("dO of queries that see no key is not looked at", ROWS, "        return -0.0f;\n", "        return 0.0f;\n", ("136 and 112", "every_backward*")),
-    ("delta without the NaN of a column for which O is 0", ROWS, "sum_of_lanes<LANES>(sum + nothing)", "sum_of_lanes<LANES>(sum)", ("", "nan_reaches*")),
+    ("dO of queries that see no key is not looked at", ROWS, "delta[n] = -0.0f;", "delta[n] = 0.0f;", ("136 and 112", "every_backward*")),
+    ("delta without the NaN of a column for which O is 0", ROWS, "sum_of_lanes<LANES>(own[n].delta + own[n].nothing)", "sum_of_lanes<LANES>(own[n].delta)", ("", "nan_reaches*")),
     ("the third panel of dQ made of dS that is not there", PRODUCTS, "        if (step == 4)\n            named_sync(DS_IS_THERE, 128 * CONSUMERS);\n        wgmma_shared<0, 1>(third",
      "        if (step == 4)\n            named_arrive(DS_IS_THERE, 128 * CONSUMERS);\n        wgmma_shared<0, 1>(third", THIRD_BACK),
     ("a half of the third panel where the other's is", PRODUCTS, "ds + group * (FA_TILE_Q * 64), 0)", "ds, 0)", THIRD_BACK),
     ("the last panel of dK beside the first", PRODUCTS, "        int at = panel % SLOT_PANELS;\n", "        int at = panel < SLOT_PANELS ? panel : 1;\n", THIRD_BACK),
+    ("shares of a tile of keys stored in one place", BLOCK, "w.stored_head = w.kv_head * shares + share;", "w.stored_head = w.kv_head * shares;", SHARED_BACK),
+    ("each share with the first one's heads", BLOCK, "w.first_head += share / parts * w.num_heads;", "w.first_head += 0;", SHARED_BACK),
+    ("parts of queries that leave some out", BLOCK, "begin + count * (part + 1) / (int)parts}", "begin + count * (part + 1) / (int)parts - (part == 0)}", PARTS_BACK),
+    ("parts of queries that overlap", BLOCK, "{begin + count * part / (int)parts, begin", "{begin + (part > 0 ? count * part / (int)parts - 1 : 0), begin", PARTS_BACK),
+    ("the last share is not added", CONVERT, "for (int share = 0; share < shares; share++) {", "for (int share = 0; share + 1 < shares; share++) {", SHARED_BACK),
+    ("rows of keys whose shares nobody adds", CONVERT, "token < first + FA_SHARED_ROWS;", "token < first + FA_SHARED_ROWS / 2;", PARTS_BACK),
+    ("a block's first tile dealt to another too", BLOCK, " + (args.own_heads == 0 ? gridDim.x : 0)", "", WHOLE_BACK),
 ]
 
 

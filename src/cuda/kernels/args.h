@@ -74,8 +74,8 @@ typedef struct fa_args {
     int num_splits, split_keys;            /* part p works on keys [p * split_keys, (p + 1) * split_keys) */
     int part_growth, part_doublings;       /* forward_sm80: split_keys is doubled, so many times at most, while its square is less than
                                               part_growth times the sequence's keys */
-    int group_blocks;                      /* backward: blocks that share a key head; each does group / group_blocks
-                                              query heads. 1 without FA_HAS_KV_ACCUM */
+    int group_blocks;                      /* backward: blocks that share a tile of keys of a key head, each with group / group_blocks query
+                                              heads; backward_sm90 with part_shares of these. 1 without FA_HAS_KV_ACCUM, but there */
     float scale, scale_log2, softcap;      /* scale_log2 = scale * log2(e) */
 
     fa_window  window;
@@ -107,6 +107,9 @@ typedef struct fa_args {
     int apart_dk, apart_dv;                /* backward_sm90: as apart_q; -1: no map */
     int q_boxes;                           /* forward_latent_sm90, forward_few_sm90: a tile's rows of Q are one box of a map: heads, then queries */
     float *folded_o;                       /* forward_few_sm90, FA_ONE_LAUNCH 2 and 3: [blocks][FA_FOLD_PLACES][FA_TILE_Q][FA_HEAD_DIM_V], O that a block has folded */
+    fa_view dk_stored, dv_stored;          /* backward_sm90: where its blocks store dK and dV: dk and dv, or if group_blocks > 1 float32 workspace, [kv_entries, kv_rows,
+                                              heads_k * group_blocks, FA_HEAD_DIM or _V], which backward_convert_sm90.cu adds up */
+    int part_shares;                       /* backward_sm90: a head's queries are in so many parts, each another block's; divides group_blocks, which divides group * part_shares */
 } fa_args;
 
 /*
@@ -119,6 +122,7 @@ typedef struct fa_args {
  *   backward_rowsum     tile of q, head, batch
  *   backward_*          tile of k, block of the group, key head, batch = tiles_k * group_blocks * heads_k * batch
  *   backward_sm90 and its backward_rowsum and backward_convert_sm90: tile of all_tiles_k or all_tiles_q, head
+ *                       backward_convert_sm90 with group_blocks > 1: then FA_SHARED_ROWS kv tokens, key head
  *   backward_convert    FA_TILE_Q rows a block: first heads_q * tokens rows of dq_accum -> dq (also when dq is absent: then
  *                       they do nothing), then with FA_HAS_KV_ACCUM heads_k * kv tokens rows of dk_accum, dv_accum -> dk, dv,
  *                       then with FA_HAS_DBIAS dbias_extent[0] * [1] * [2] rows of dbias -> dbias_out
@@ -128,6 +132,7 @@ typedef struct fa_args {
  *   combine             row_warps warps a row, or one for up to four rows, a grid's warps apart: tokens * heads_q rows
  */
 #define FA_COMBINE_WARPS 8
+#define FA_SHARED_ROWS 16
 
 /* Merge (flash_attn_merge): one warp a row of [batch, seqlen_q, heads]. dtypes are in the views. */
 #define FA_MERGE_MAX_PARTS 32

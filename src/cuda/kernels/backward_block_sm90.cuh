@@ -7,6 +7,11 @@
 #include "packed_sm90.cuh"
 #include "pairs_sm90.cuh"
 
+/* A work, or the share of it that a block has where several have its keys. */
+struct share_work : work {
+    int stored_head; /* of dk_stored and dv_stored */
+};
+
 /* What the warps that add dQ are to do next. */
 constexpr int NOTHING = -1, NO_MORE = -2;
 struct turn {
@@ -54,7 +59,7 @@ constexpr int DQ_AT = DS_AT + DS_STAGES * DS_BYTES, LSE_AT = DQ_AT + SLOTS * (DQ
 constexpr int PASSED_AT = DELTA_AT + STAGES * STAT_BYTES /* from one consumer to the other: what dS is made of in place of P */;
 constexpr int BARRIERS_AT = PASSED_AT + (BY_COLUMNS && HAS_NOTED ? DS_BYTES : 0), BARRIERS = 6 + 2 * WORKS + 2 * (Q_STAGES + STAGES);
 constexpr int TURN_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16, WORKS_AT = TURN_AT + (int)sizeof(turn);
-constexpr int STAGED_AT = (WORKS_AT + WORKS * (int)sizeof(work) + 1023) / 1024 * 1024;
+constexpr int STAGED_AT = (WORKS_AT + WORKS * (int)sizeof(share_work) + 1023) / 1024 * 1024;
 /* dK and dV on their way out, panels of 64 keys (BY_COLUMNS of 80): at head_dim 64 both in the memory of dS that nobody reads, at 128 half of dK there and half behind all else, dV
  * where V of the same keys was; BY_COLUMNS both where V was, one after the other; DQ_TURNED dK in the memory of dQ, dV where V was. */
 constexpr int  PANEL_BYTES  = (BY_COLUMNS ? FA_TILE_K : 64) * 128;
@@ -70,7 +75,7 @@ extern "C" __constant__ int fa_shared_bytes = STAGED_AT + STAGED_BYTES;
 extern __shared__ __align__(1024) char shared[];
 
 FA_DEVICE turn &next_turn() { return *(turn *)(shared + TURN_AT); }
-FA_DEVICE work &work_at(unsigned item) { return ((work *)(shared + WORKS_AT))[item % WORKS]; }
+FA_DEVICE share_work &work_at(unsigned item) { return ((share_work *)(shared + WORKS_AT))[item % WORKS]; }
 
 /* ---- barriers; `item` counts the block's tiles of keys, `n` query tiles, since the kernel began. Phases alternate ---- */
 
@@ -151,50 +156,75 @@ FA_DEVICE int step_is_over(int group, unsigned n) { return DS_IS_THERE + n % 2 *
 
 /* ---- the block's tiles of keys ---- */
 
+/* Blocks that share a tile of keys count as key heads of their own: of the group's heads, and then of their queries, each has a part. So within such a head all tiles of
+ * keys have the same queries, which FA_DQ_FIRST_KEYS asks for. */
+FA_DEVICE void find_share(const fa_args &args, grid_place at, share_work &w)
+{
+    unsigned shares = args.group_blocks, share = at.other % shares;
+    at.other /= shares;
+    (work &)w = work_of(args, at);
+    asm volatile("" ::: "memory"); /* registers are short: from memory */
+    w.stored_head = w.kv_head * shares + share;
+    if (shares > 1) {
+        unsigned parts = args.part_shares;
+        int      part = share % parts, begin = w.tiles.begin, count = w.tiles.end - begin;
+        w.num_heads = args.group * parts / shares;
+        w.first_head += share / parts * w.num_heads;
+        w.tiles = {begin + count * part / (int)parts, begin + count * (part + 1) / (int)parts};
+    }
+}
+
 /* Lengths that are all alike: each block has every gridDim.x-th tile of the first args.own_heads heads; causal ones come in pairs, and the first
  * are the longest, for they are seen by most queries; then own_heads is even. */
-FA_DEVICE bool own_item(const fa_args &args, unsigned n, work &w)
+FA_DEVICE bool own_place(const fa_args &args, unsigned n, grid_place &at)
 {
-    unsigned   heads = args.own_heads, tiles = args.tiles_k, number = n * gridDim.x + blockIdx.x, pair = n / 2 * gridDim.x + blockIdx.x;
-    grid_place at = {number % tiles, number / tiles};
+    unsigned heads = args.own_heads, tiles = args.tiles_k, number = n * gridDim.x + blockIdx.x, pair = n / 2 * gridDim.x + blockIdx.x;
     if (FA_MASK == FA_MASK_CAUSAL ? pair >= heads / 2 * tiles : number >= tiles * heads)
         return false;
+    at = {number % tiles, number / tiles};
     if (FA_MASK == FA_MASK_CAUSAL) {
         at      = place_of_pair(tiles, pair, n % 2);
         at.tile = tiles - 1 - at.tile;
     }
-    w = work_of(args, at);
     return true;
 }
 
 /* The other heads; all of them where lengths differ or blocks wait for each other: who is free takes the next tile. Those of args.order_heads heads (packed:
  * of all sequences; else of one) come together, by their numbers. So in a head earlier tiles are begun first, and who waits for their dQ waits for a block that runs. */
-FA_DEVICE bool dealt_item(const fa_args &args, work &w)
+FA_DEVICE bool dealt_place(const fa_args &args, bool first_of_all, grid_place &at)
 {
-    for (;;) {
-        unsigned number = atomicAdd(args.next_item, 1), heads = args.order_heads, all = args.dealt_heads;
-        unsigned first  = min(number / (heads * args.dealt_tiles), all / heads - 1) * heads; /* the last are up to twice as many */
-        if (number >= (unsigned)args.dealt_tiles * all)
-            return false;
-        number -= first * args.dealt_tiles;
-        if (all - first < 2 * heads)
-            heads = all - first;
-        unsigned   tile = number / heads;
-        grid_place at   = {tile, args.own_heads + first + number - tile * heads};
-        if (args.cu_seqlens_k) {
-            tile_place of = place_of_tile<FA_TILE_K>(args.cu_seqlens_k, args.kv_rows, 0, args.batch, tile);
-            at            = {(unsigned)of.tile, of.b * args.heads_k + at.other};
-        }
-        w = work_of(args, at);
-        if ((unsigned)w.first_k < (unsigned)w.seq.rows_k)
-            return true;
+    unsigned number = blockIdx.x, heads = args.order_heads, all = args.dealt_heads;
+    if (!first_of_all) /* each block begins with its own */
+        number = atomicAdd(args.next_item, 1) + (args.own_heads == 0 ? gridDim.x : 0);
+    unsigned first  = min(number / (heads * args.dealt_tiles), all / heads - 1) * heads; /* the last are up to twice as many */
+    if (number >= (unsigned)args.dealt_tiles * all)
+        return false;
+    number -= first * args.dealt_tiles;
+    if (all - first < 2 * heads)
+        heads = all - first;
+    unsigned tile = number / heads;
+    at            = {tile, args.own_heads + first + number - tile * heads};
+    if (args.cu_seqlens_k) {
+        tile_place of = place_of_tile<FA_TILE_K>(args.cu_seqlens_k, args.kv_rows, 0, args.batch, tile);
+        at            = {(unsigned)of.tile, of.b * args.heads_k * args.group_blocks + at.other};
     }
+    return true;
 }
 
-/* By the producer: the block's n-th work, or the sign that there is none. */
-FA_DEVICE bool find_item(const fa_args &args, unsigned n, work &w)
+/* By the producer: the block's n-th work, or the sign that there is none. A tile of packed sequences may be nobody's. */
+FA_DEVICE bool find_item(const fa_args &args, unsigned n, share_work &w)
 {
-    bool some = own_item(args, n, w) || (args.next_item && dealt_item(args, w));
+    bool some, first_of_all = n == 0 && args.own_heads == 0;
+    for (;;) {
+        grid_place at;
+        bool       own = own_place(args, n, at);
+        some           = own || (args.next_item && dealt_place(args, first_of_all, at));
+        first_of_all   = false;
+        if (some)
+            find_share(args, at, w);
+        if (!some || own || (unsigned)w.first_k < (unsigned)w.seq.rows_k)
+            break;
+    }
     if (!some)
         w.num_heads = 0;
     barrier_arrive(found(n));

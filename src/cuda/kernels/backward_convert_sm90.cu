@@ -1,6 +1,7 @@
 /*
  * After backward_sm90.cu: its float dQ becomes the caller's. A block has a tile of queries of one head, a warp 16 rows x 64 columns at once, which
  * it finds in the order of an accumulator; of 80 or 48 queries 8 rows x 64 columns, in the order of a dQ^T. Where no key was seen there is none, and dQ is 0.
+ * Where blocks have shared key heads, other blocks add up their dK and dV, in the order of the shares.
  */
 #include "fragment_sm90.cuh"
 #include "packed_sm90.cuh"
@@ -58,8 +59,56 @@ FA_DEVICE void convert_turned(const fa_args &args, const sequence &s, const floa
     }
 }
 
+/* A row of dK or dV by LANES neighbouring threads: all its shares, which lie one behind the other. */
+template <int LANES, int COLS> FA_DEVICE void add_shares(const fa_view &to, const fa_view &stored, fa_i64 at, fa_i64 from, int shares, int cols)
+{
+    if (!to.data)
+        return;
+    for (int col = threadIdx.x % LANES * 8; col < cols; col += LANES * 8) {
+        const float4 *x      = (const float4 *)((const float *)stored.data + from + col);
+        float         sum[8] = {};
+#pragma unroll 4
+        for (int share = 0; share < shares; share++) {
+            float4 a = __ldcs(x + share * (COLS / 4)), b = __ldcs(x + share * (COLS / 4) + 1);
+            sum[0] += a.x, sum[1] += a.y, sum[2] += a.z, sum[3] += a.w;
+            sum[4] += b.x, sum[5] += b.y, sum[6] += b.z, sum[7] += b.w;
+        }
+        if (to.dtype == FA_F32) {
+#pragma unroll
+            for (int n = 0; n < 8; n += 4)
+                *(float4 *)((float *)to.data + at + col + n) = make_float4(sum[n], sum[n + 1], sum[n + 2], sum[n + 3]);
+        } else
+            *(uint4 *)((fa_u16 *)to.data + at + col) =
+                make_uint4(pack<FA_DTYPE>(sum[0], sum[1]), pack<FA_DTYPE>(sum[2], sum[3]), pack<FA_DTYPE>(sum[4], sum[5]), pack<FA_DTYPE>(sum[6], sum[7]));
+    }
+}
+
+/* The n-th FA_SHARED_ROWS rows of keys of a head, heads side by side. A tensor map has no 2^31 rows. */
+FA_DEVICE void add_shares_of_rows(const fa_args &args, unsigned n)
+{
+    constexpr int LANES  = 8;
+    unsigned      tokens = args.kv_entries * args.kv_rows, head = n % args.heads_k, first = n / args.heads_k * FA_SHARED_ROWS;
+    fa_i64        share  = (fa_i64)head * args.group_blocks;
+    if (args.cu_seqlens_k)
+        tokens = clamp_int(args.cu_seqlens_k[args.batch], 0, tokens); /* behind these are rows of no sequence */
+    for (unsigned token = first + threadIdx.x / LANES; token < tokens && token < first + FA_SHARED_ROWS; token += 32 * FA_WARPS / LANES) {
+        unsigned entry = token / args.kv_rows, row = token - entry * args.kv_rows;
+        add_shares<LANES, FA_HEAD_DIM>(args.dk, args.dk_stored, entry * args.dk.stride[0] + row * args.dk.stride[1] + head * args.dk.stride[2],
+                                       token * args.dk_stored.stride[1] + share * FA_HEAD_DIM, args.group_blocks, args.head_dim);
+        add_shares<LANES, FA_HEAD_DIM_V>(args.dv, args.dv_stored, entry * args.dv.stride[0] + row * args.dv.stride[1] + head * args.dv.stride[2],
+                                         token * args.dv_stored.stride[1] + share * FA_HEAD_DIM_V, args.group_blocks, args.head_dim_v);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_convert_sm90(const __grid_constant__ fa_args args)
 {
+    unsigned of_queries = (unsigned)args.all_tiles_q * args.heads_q;
+    if (blockIdx.x >= of_queries) {
+        add_shares_of_rows(args, blockIdx.x - of_queries);
+        return;
+    }
+    if (!args.dq.data)
+        return;
     int        head = blockIdx.x % args.heads_q, number = args.all_tiles_q - 1 - (int)blockIdx.x / args.heads_q; /* heads side by side, as they lie */
     tile_place place = place_of_queries(args, number);
     sequence   s     = sequence_at(args, place.b);

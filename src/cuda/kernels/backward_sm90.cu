@@ -54,15 +54,17 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
 {
     unsigned n = 0;
     for (unsigned item = 0;; item++) {
-        work &w = work_at(item);
+        share_work &w = work_at(item);
         barrier_wait(added(item), freed<WORKS>(item)); /* consumers are not as many items behind, but who waits for other blocks' dQ may be, if items have no steps */
         if (!find_item(args, item, w))
             break;
         int  steps = steps_of(w), end = w.seq.kv_row + w.seq.seqlen_k, left = w.seq.seqlen_k - w.first_k;
         walk at    = start_walk(args, w);
         if (steps > 0) {
-            prefetch_ragged<FA_TILE_K, FA_HEAD_DIM>(maps.k, w.kv_head, w.seq.kv_entry * args.apart_k + end, left); /* two steps before K is free */
-            prefetch_ragged<FA_TILE_K, FA_HEAD_DIM_V>(maps.v, w.kv_head, w.seq.kv_entry * args.apart_v + end, left);
+            if (item > 0) { /* two steps before K is free */
+                prefetch_ragged<FA_TILE_K, FA_HEAD_DIM>(maps.k, w.kv_head, w.seq.kv_entry * args.apart_k + end, left);
+                prefetch_ragged<FA_TILE_K, FA_HEAD_DIM_V>(maps.v, w.kv_head, w.seq.kv_entry * args.apart_v + end, left);
+            }
             fetch_q(args, maps, w, at, n);
             if (!BY_COLUMNS)
                 fetch_dout(args, maps, w, at, n);
@@ -81,6 +83,8 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
             barrier_wait(v_empty(), freed<1>(item));
             barrier_arrive(v_full());
         }
+        if (item == 0) /* all blocks begin now: what the first step needs comes first */
+            barrier_wait(k_full(), filled<1>(item));
         for (int step = 1; step < steps; step++, n++) {
             advance(args, at);
             fetch_q(args, maps, w, at, n);
@@ -397,10 +401,10 @@ template <bool FIRST> FA_DEVICE void step(const fa_args &args, const work &w, co
 }
 
 /* This consumer's keys of dK or dV straight from the registers; 0 past the sequence's last that counts. What is asked for in float32 or has no map. */
-template <int COUNT> FA_DEVICE void store_gradient(const work &w, const fa_view &view, const float (&x)[COUNT], float factor, int cols, int group)
+template <int COUNT> FA_DEVICE void store_gradient(const share_work &w, const fa_view &view, const float (&x)[COUNT], float factor, int cols, int group)
 {
     int    lane = threadIdx.x % 32, first = first_key_of(group) + threadIdx.x % 128 / 32 * 16;
-    fa_i64 from = w.seq.kv_entry * view.stride[0] + (w.seq.kv_row + w.first_k + first) * view.stride[1] + w.kv_head * view.stride[2];
+    fa_i64 from = w.seq.kv_entry * view.stride[0] + (w.seq.kv_row + w.first_k + first) * view.stride[1] + w.stored_head * view.stride[2];
     int    rows = w.seq.rows_k - w.first_k - first, counting = w.keys.end - w.first_k - first; /* of this warp's 16 */
     if (!view.data)
         return;
@@ -443,20 +447,20 @@ template <int COUNT> FA_DEVICE void stage_gradient(const work &w, const fa_map &
 }
 
 /* V's memory is free when dV has been read from there: where dK takes dQ's way, and waits for its memory, before that. */
-FA_DEVICE void store_gradients(const fa_args &args, const fa_maps &maps, const work &w, const consumer &c, float factor, bool some)
+FA_DEVICE void store_gradients(const fa_args &args, const fa_maps &maps, const share_work &w, const consumer &c, float factor, bool some)
 {
     constexpr int MAY_LAST = STAGED_IN_DS ? 2 : K_PANELS; /* copies that V has no need to wait for */
     bool          asks = threadIdx.x % 128 == 0;
     if (args.apart_dv >= 0)
         stage_gradient(w, maps.dv, args.apart_dv, c.dv, factor, true, c);
     else
-        store_gradient(w, args.dv, c.dv, factor, args.head_dim_v, c.group);
+        store_gradient(w, args.dv_stored, c.dv, factor, args.head_dim_v, c.group);
     if (DK_BY_DQ && asks) {
         bulk_added_was_read();
         barrier_arrive(v_empty());
     }
     if (args.apart_dk < 0 || (DK_BY_DQ && !some))
-        store_gradient(w, args.dk, c.dk, args.scale * factor, args.head_dim, c.group);
+        store_gradient(w, args.dk_stored, c.dk, args.scale * factor, args.head_dim, c.group);
     else if (DK_BY_DQ)
         share_gradient(w, c.dk, args.scale * factor, c.group);
     else
@@ -497,8 +501,8 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
     free_ds(group);
     float factor = FA_HAS_DROPOUT ? args.dropout.keep_scale : 1.0f;
     for (unsigned item = 0; same_for_all(has_item(item)); item++) {
-        const work &w     = work_at(item);
-        int         steps = same_for_all(steps_of(w));
+        const share_work &w     = work_at(item);
+        int               steps = same_for_all(steps_of(w));
 #pragma unroll
         for (int i = 0; i < DK_COUNT; i++)
             c.dk[i] = 0.0f;

@@ -375,10 +375,10 @@ FA_DEVICE void store_rows(ELEMENT *to, fa_i64 stride, const float (&x)[COUNT], f
 }
 
 /* What is asked for in float32, has no map or is seen by no query. */
-template <int COUNT> FA_DEVICE void store_turned(const work &w, const fa_view &view, const float (&x)[COUNT], float factor, int cols, int panel)
+template <int COUNT> FA_DEVICE void store_turned(const share_work &w, const fa_view &view, const float (&x)[COUNT], float factor, int cols, int panel)
 {
     int    col = 64 * panel + fragment_row(), key = threadIdx.x % 4 * 2, rows = w.seq.rows_k - w.first_k - key, counting = w.keys.end - w.first_k - key;
-    fa_i64 from = w.seq.kv_entry * view.stride[0] + (w.seq.kv_row + w.first_k + key) * view.stride[1] + w.kv_head * view.stride[2] + col;
+    fa_i64 from = w.seq.kv_entry * view.stride[0] + (w.seq.kv_row + w.first_k + key) * view.stride[1] + w.stored_head * view.stride[2] + col;
     if (!view.data)
         return;
     if (view.dtype == FA_F32)
@@ -407,18 +407,18 @@ template <int GROUP> FA_DEVICE void last_by_columns(const fa_args &args, const f
     }
 }
 
-template <int GROUP> FA_DEVICE void end_by_columns(const fa_args &args, const fa_maps &maps, const work &w, consumer &c, float factor)
+template <int GROUP> FA_DEVICE void end_by_columns(const fa_args &args, const fa_maps &maps, const share_work &w, consumer &c, float factor)
 {
     bool some = steps_of(w) > 0, asks = threadIdx.x % 128 == 0;
     if (!some || args.apart_dv < 0)
-        store_turned(w, args.dv, own_dv<GROUP>(c), factor, args.head_dim_v, first_panel_of(GROUP, true));
+        store_turned(w, args.dv_stored, own_dv<GROUP>(c), factor, args.head_dim_v, first_panel_of(GROUP, true));
     if (some && args.apart_dk >= 0 && K_PANELS <= V_PANELS) {
         if (asks)
             bulk_added_was_read();
         named_sync(MINE + GROUP, 128);
         send_gradient(w, maps.dk, args.apart_dk, own_dk<GROUP>(c), args.scale * factor, GROUP, first_panel_of(GROUP, false));
     } else
-        store_turned(w, args.dk, own_dk<GROUP>(c), args.scale * factor, args.head_dim, first_panel_of(GROUP, false));
+        store_turned(w, args.dk_stored, own_dk<GROUP>(c), args.scale * factor, args.head_dim, first_panel_of(GROUP, false));
     if (asks) {
         bulk_added_was_read();
         barrier_arrive(v_empty());

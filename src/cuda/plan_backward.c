@@ -1,0 +1,239 @@
+/* The launches of a backward. */
+#include "cuda/plan.h"
+#include "cuda/tune.h"
+
+#include <limits.h>
+#include <math.h>
+
+/* Blocks of the backward that share a key head: enough to fill a large GPU twice when keys and heads alone do not. */
+static void choose_group_blocks(const fa_call *call, fa_args *args)
+{
+    enum { ENOUGH_BLOCKS = 256 };
+    int64_t blocks = (int64_t)args->tiles_k * call->heads_k * call->batch;
+    if (call->deterministic || blocks == 0)
+        return;
+    for (int n = 1; n <= call->group; n++)
+        if (call->group % n == 0) {
+            args->group_blocks = n;
+            if (blocks * n >= ENOUGH_BLOCKS)
+                break;
+        }
+}
+
+/* A launch takes the host two microseconds and the GPU about as long to begin: with few blocks, that is what counts. A key
+ * head's blocks must fit into a cluster: before Hopper that is one block, then eight. The limits were measured (decision 0046). */
+static bool is_small(const fa_call *call, const fa_key *key, const fa_args *args)
+{
+    enum { SMALL_BLOCKS = 256, SMALL_LENGTH = 128 };
+    int64_t blocks = (int64_t)args->tiles_k * call->heads_k * call->batch;
+    return blocks > 0 && blocks <= SMALL_BLOCKS && args->tiles_k <= (key->arch >= 90 ? 8 : 1) &&
+           call->max_seqlen_q <= SMALL_LENGTH && call->max_seqlen_k <= SMALL_LENGTH && !key->has_kv_accum &&
+           !key->has_dbias && !call->dsinks.data;
+}
+
+/* Backward for Hopper: without a mask and with few tiles of keys a head's first one stores dQ, else who comes first does. Keys and widths as measured (decision 0078). */
+static int dq_order_of(const fa_call *call, const fa_plan *plan, const fa_key *key)
+{
+    enum { FEW_KEYS = 1024, FEW_ROUNDS = 4 };
+    const fa_args *args = &plan->args;
+    int64_t        most = key->head_dim > 128 && key->head_dim_v <= 128 ? FEW_KEYS / 2 : FEW_KEYS;
+    if (key->head_dim == 64)
+        most = 2 * FEW_KEYS;
+    else if (key->head_dim == 96 && (int64_t)args->all_tiles_k * call->heads_k >= FEW_ROUNDS * plan->chip.multiprocessors)
+        most = 4 * FEW_KEYS;
+    bool first_keys = key->mask == FA_MASK_NONE && fa_plan_is_alike(call) && !call->leftpad_k && args->tiles_k > 0 && call->max_seqlen_k <= most;
+    return call->deterministic ? FA_DQ_IN_ORDER : first_keys ? FA_DQ_FIRST_KEYS : FA_DQ_FIRST_COMES;
+}
+
+/* Key heads, of all sequences if they are not packed, whose queries' Q, dO and float dQ stay in L2 beside each other. */
+static int64_t key_heads_in_l2(const fa_call *call, const fa_key *key, const fa_args *args)
+{
+    enum { BYTES_OF_ELEMENT = 2 + 2 + 4, MOST_COLUMNS = 4096 };
+    int64_t l2_bytes = key->mask == FA_MASK_NONE ? 16 << 20 : 32 << 20; /* measured, as MOST_COLUMNS is: decision 0056 */
+    int64_t bytes = call->max_seqlen_q * call->group * key->head_dim * BYTES_OF_ELEMENT / args->group_blocks, heads = bytes > 0 ? l2_bytes / bytes : 1;
+    int64_t most = args->dq_order == FA_DQ_FIRST_KEYS ? MOST_COLUMNS / key->head_dim : heads, all = args->dealt_heads;
+    heads = heads < most ? heads : most;
+    return heads < 1 ? 1 : heads < all ? heads : all;
+}
+
+/* All tiles of keys go to who is free: where lengths differ, where blocks wait for those of earlier keys, and where tiles are all alike. */
+static bool is_dealt(const fa_call *call, const fa_key *key, const fa_args *args)
+{
+    return args->dq_order != FA_DQ_FIRST_COMES || key->mask == FA_MASK_NONE || !fa_plan_is_alike(call);
+}
+
+/* Query tiles of a head that see a tile of keys. */
+static int64_t steps_of_tile(const fa_call *call, const fa_key *key, int64_t tile)
+{
+    fa_window w      = call->window;
+    int64_t   queries = call->max_seqlen_q, diagonal = call->max_seqlen_k - queries, first = tile * key->tile_k, last = first + key->tile_k - 1, begin = 0, end = queries;
+    if (w.right < FA_UNLIMITED && first - diagonal - w.right > 0)
+        begin = first - diagonal - w.right;
+    if (w.left < FA_UNLIMITED && last - diagonal + w.left + 1 < queries)
+        end = last - diagonal + w.left + 1;
+    return begin < end ? ceil_div(end, key->tile_q) - begin / key->tile_q : 0;
+}
+
+/* What is to be shared out: tiles of keys of all heads, and a head's steps at most and on average. */
+typedef struct load {
+    double tiles, longest, mean;
+} load;
+
+static load load_of(const fa_call *call, const fa_key *key, const fa_args *args)
+{
+    int64_t tiles = args->tiles_k < args->all_tiles_k ? args->tiles_k : args->all_tiles_k, all = 0, longest = 0;
+    double  part  = call->cu_seqlens_q ? (double)call->q.shape[1] / ((double)call->batch * (double)call->max_seqlen_q) : 1; /* an average sequence's, of the longest */
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        int64_t steps = steps_of_tile(call, key, tile);
+        all += steps;
+        longest = largest(longest, steps);
+    }
+    return (load){(double)args->all_tiles_k * (double)call->heads_k, (double)longest, fmin(part, 1) * (double)all / (double)largest(tiles, 1)};
+}
+
+/* Microseconds of the main kernel and of adding up, as measured on an H200 (decision 0078); where another GPU is slower in all of these alike, what is chosen by them is the
+ * same. Under a mask tiles are dealt the longest first, and blocks end a quarter of a mean one apart. */
+static double time_of_shares(const fa_call *call, const fa_plan *plan, const fa_key *key, const load *l, int shares)
+{
+    static const double FLOPS = 4.5e6, ITEM = 3, ITEM_OF_COLUMN = 0.024, SHARED = 1.5, APART = 0.25, DRIFT = 2.4e-4, BYTES = 2.5e6; /* of a multiprocessor; a tile beside its steps; of memory */
+    double products = (double)(3 * key->head_dim + 2 * key->head_dim_v), step = 2.0 * key->tile_q * key->tile_k * products / FLOPS * (double)call->group / shares;
+    double item = (ITEM + ITEM_OF_COLUMN * key->head_dim) * (shares > 1 ? SHARED : 1), longest = l->longest * step + item;
+    double items = l->tiles * shares, rounds = items / plan->chip.multiprocessors;
+    double heads = (double)call->group / shares, drift = 1 + DRIFT * key->head_dim * fmax(heads, 1);
+    double time  = l->longest > l->mean ? fmax(longest, (l->mean * step + item) * (rounds + APART) * drift) : ceil(rounds) * longest;
+    double stored = shares > 1 ? items * key->tile_k * (key->head_dim + key->head_dim_v) * 4 : 0;
+    return time + stored / BYTES;
+}
+
+/* Where a group's key heads have too few tiles for all multiprocessors, or too few for their lengths to come out even, its heads are shared out, and then parts of their queries. Sums
+ * would have another order: so not in the deterministic mode. */
+static void choose_shares(const fa_call *call, const fa_plan *plan, const fa_key *key, fa_args *args)
+{
+    enum { MANY_ROUNDS = 8, FEWEST_STEPS = 4, MOST_PARTS = 8 };
+    static const double WORTH = 0.98; /* of the time */
+    args->part_shares = 1;
+    if (call->deterministic || (int64_t)args->all_tiles_k * call->heads_k >= MANY_ROUNDS * plan->chip.multiprocessors)
+        return;
+    load   l    = load_of(call, key, args);
+    double best = time_of_shares(call, plan, key, &l, 1);
+    for (int heads = 1; heads <= call->group; heads++)
+        for (int parts = 1; call->group % heads == 0 && parts <= (heads < call->group ? 1 : MOST_PARTS) && (parts == 1 || l.longest >= FEWEST_STEPS * parts); parts *= 2) {
+            double time = time_of_shares(call, plan, key, &l, heads * parts);
+            if (time >= WORTH * best)
+                continue;
+            best               = time;
+            args->group_blocks = heads * parts;
+            args->part_shares  = parts;
+        }
+}
+
+/* Where the main kernel stores dK or dV: the caller's, or floats of which fa_plan_place says where they are. */
+static fa_view stored_view(const flash_attn_tensor *t, const fa_args *args, int heads, int columns)
+{
+    fa_view view = fa_plan_view(t);
+    if (args->group_blocks > 1) {
+        view.dtype     = FA_F32;
+        view.stride[2] = columns;
+        view.stride[1] = (int64_t)columns * heads * args->group_blocks;
+        view.stride[0] = view.stride[1] * t->shape[1];
+        view.data      = NULL;
+    }
+    return view;
+}
+
+/* Causal tiles in pairs alone would end with a round that some blocks have no pair for: the last heads' tiles, one and a half for each of 132
+ * multiprocessors, are dealt one by one, the longest first. */
+static int64_t heads_of_pairs(const fa_args *args, int64_t heads)
+{
+    enum { DEALT_TILES = 200 };
+    int64_t last = args->tiles_k > 0 ? ceil_div(DEALT_TILES, args->tiles_k) : heads;
+    return last < heads ? (heads - last) / 2 * 2 : 0;
+}
+
+static flash_attn_status add_dsinks(const fa_call *call, fa_plan *plan, const fa_key *main)
+{
+    fa_key dsinks = fa_plan_small_key(FA_KERNEL_BACKWARD_DSINKS, main->arch);
+    if (main->kernel == FA_KERNEL_BACKWARD_SM90) {
+        dsinks.tile_q  = main->tile_q;
+        dsinks.variant = 1;
+    }
+    return call->dsinks.data ? fa_plan_add(plan, &dsinks, call->heads_q) : FLASH_ATTN_OK;
+}
+
+static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
+{
+    fa_key   rowsum = fa_plan_helper_key(FA_KERNEL_BACKWARD_ROWSUM, key), convert = fa_plan_helper_key(FA_KERNEL_BACKWARD_CONVERT_SM90, key);
+    fa_args *args = &plan->args;
+    int64_t  all_q = fa_plan_tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], key->tile_q, args->tiles_q);
+    int64_t  all_k = fa_plan_tiles_of_all(call, call->cu_seqlens_k, call->k.shape[1], key->tile_k, args->tiles_k);
+    int64_t  tiles_q = all_q * call->heads_q;
+    if (all_q > INT32_MAX || all_k > INT32_MAX)
+        return fa_fail(FLASH_ATTN_UNSUPPORTED, "the sequences have over 2^31 - 1 tiles, expected fewer of them in a backward");
+    args->all_tiles_q = (int)all_q;
+    args->all_tiles_k = (int)all_k;
+    args->cap_unit    = call->softcap * LOG2_E;
+    args->apart_q     = fa_map_entry_rows(&call->q);
+    args->apart_k     = fa_map_entry_rows(&call->k);
+    args->apart_v     = fa_map_entry_rows(&call->v);
+    args->apart_dout  = fa_map_entry_rows(&call->dout);
+    args->apart_dk    = fa_map_gradient_rows(&call->dk);
+    args->apart_dv    = fa_map_gradient_rows(&call->dv);
+    args->dq_order    = dq_order_of(call, plan, key); /* is_dealt asks for it */
+    choose_shares(call, plan, key, args);
+    int     shares = args->group_blocks;
+    int64_t heads = call->heads_k * shares * (call->cu_seqlens_k ? 1 : call->batch), own = heads, added = 0;
+    args->dk_stored = stored_view(&call->dk, args, (int)call->heads_k, key->head_dim);
+    args->dv_stored = stored_view(&call->dv, args, (int)call->heads_k, key->head_dim_v);
+    if (shares > 1) {
+        args->apart_dk = args->apart_dv = -1;
+        added          = ceil_div(call->k.shape[0] * call->k.shape[1], FA_SHARED_ROWS) * call->heads_k;
+    }
+    if (is_dealt(call, key, args))
+        own = 0;
+    else if (key->mask == FA_MASK_CAUSAL)
+        own = heads_of_pairs(args, heads);
+    args->own_heads   = (int)own;
+    args->dealt_tiles = call->cu_seqlens_k ? (int)all_k : args->tiles_k;
+    args->dealt_heads = (int)(heads - own);
+    args->order_heads = is_dealt(call, key, args) ? (int)key_heads_in_l2(call, key, args) : args->dealt_heads;
+    if (args->tiles_k == 0)
+        args->tiles_k = 1; /* own_item divides by it, also where all sequences are empty */
+    rowsum.tile_q  = key->tile_q;
+    rowsum.variant = 1;
+    rowsum.warps   = key->head_dim_v > 128 ? 16 : 8; /* few blocks of a small call would wait for each row of a warp */
+    plan->has_maps = true;
+    FA_TRY(fa_plan_add(plan, &rowsum, tiles_q));
+    plan->main = plan->num_launches;
+    FA_TRY(fa_plan_add(plan, key, all_k * call->heads_k * shares));
+    plan->launch[plan->main].stays = true;
+    convert.tile_q = key->tile_q;
+    convert.dtype_o = convert.dtype_dout = 0;
+    if (call->dq.data || shares > 1 || !call->dout.data)
+        FA_TRY(fa_plan_add(plan, &convert, tiles_q + added));
+    return add_dsinks(call, plan, key);
+}
+
+flash_attn_status fa_plan_backward(const fa_call *call, fa_plan *plan, fa_key *key)
+{
+    fa_args *args = &plan->args;
+    if (key->kernel == FA_KERNEL_BACKWARD_SM90)
+        return plan_backward_sm90(call, plan, key);
+    choose_group_blocks(call, args);
+    key->has_kv_accum = args->group_blocks > 1;
+    key->one_launch   = is_small(call, key, args);
+    plan->main        = plan->num_launches;
+    if (key->one_launch)
+        return fa_plan_add_clusters(plan, key, (int64_t)args->tiles_k * call->heads_k * call->batch, args->tiles_k);
+    fa_key  rowsum = fa_plan_helper_key(FA_KERNEL_BACKWARD_ROWSUM, key), convert = fa_plan_helper_key(FA_KERNEL_BACKWARD_CONVERT, key);
+    int64_t row_tiles = ceil_div(call->max_seqlen_q, rowsum.tile_q);
+    int64_t rows      = call->q.shape[0] * call->q.shape[1] * call->heads_q;
+    if (key->has_kv_accum)
+        rows += call->k.shape[0] * call->k.shape[1] * call->heads_k;
+    if (key->has_dbias)
+        rows += (int64_t)args->dbias_extent[0] * args->dbias_extent[1] * args->dbias_extent[2];
+    FA_TRY(fa_plan_add(plan, &rowsum, row_tiles * call->heads_q * call->batch));
+    plan->main = plan->num_launches;
+    FA_TRY(fa_plan_add(plan, key, (int64_t)args->tiles_k * args->group_blocks * call->heads_k * call->batch));
+    FA_TRY(fa_plan_add(plan, &convert, ceil_div(rows, convert.tile_q)));
+    return add_dsinks(call, plan, key);
+}
