@@ -283,6 +283,11 @@ static const test_case backward_shapes[] = {
      .softcap = 20, .logit_size = 20, .alibi = true, .dropout = 0.1f, .sinks = true, .head_dim = 64},
     {.name = "shared, heads first, 192 and 128 columns", .batch = 2, .seqlen_q = 700, .seqlen_k = 150, .heads_q = 4, .heads_k = 1, .layout = LAYOUT_HEADS_FIRST, .head_dim = 192,
      .head_dim_v = 128},
+    {.name = "80 queries, varlen", .batch = 5, .seqlen_q = 700, .seqlen_k = 500, .heads_q = 2, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_HOLES, .head_dim = 128},
+    {.name = "80 queries, varlen, used lengths, causal", .batch = 3, .seqlen_q = 4200, .seqlen_k = 300, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_MIXED,
+     .seqused_q = LENGTHS_HOLES, .seqused_k = LENGTHS_MIXED, .mask = C, .head_dim = 128},
+    {.name = "80 queries, varlen, 96 columns, groups", .batch = 6, .seqlen_q = 620, .seqlen_k = 200, .heads_q = 4, .heads_k = 2, .varlen_q = LENGTHS_HOLES,
+     .varlen_k = LENGTHS_MIXED, .head_dim = 96},
     {.name = "shared, 80 and 96 columns", .seqlen_q = 900, .seqlen_k = 300, .heads_q = 4, .heads_k = 2, .head_dim = 80, .head_dim_v = 96},
 };
 

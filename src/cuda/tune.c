@@ -274,9 +274,8 @@ static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *ke
         return false;
     if (row->only == FA_FOR_SHORT_TMA && call->max_seqlen_k > row->max_queries)
         return false;
-    if (row->only == FA_FOR_LONG_TMA && (call->max_seqlen_q <= row->max_queries || call->cu_seqlens_k || call->cache_batch_idx ||
-                                         (is_backward(row->kernel) && call->cu_seqlens_q)))
-        return false; /* values_sm90 counts entries' tiles; 80 packed queries were run on no GPU yet */
+    if (row->only == FA_FOR_LONG_TMA && (call->max_seqlen_q <= row->max_queries || call->cache_batch_idx || (call->cu_seqlens_k && !is_backward(row->kernel))))
+        return false; /* values_sm90 counts entries' tiles */
     return row->only == FA_FOR_ANY || (key->aligned && (plain || row->only == FA_FOR_ALIGNED));
 }
 
