@@ -141,7 +141,7 @@ MISTAKES = [
     ("parts of queries that overlap", BLOCK, "{begin + count * part / (int)parts, begin", "{begin + (part > 0 ? count * part / (int)parts - 1 : 0), begin", PARTS_BACK),
     ("the last share is not added", CONVERT, "for (int share = 0; share < shares; share++) {", "for (int share = 0; share + 1 < shares; share++) {", SHARED_BACK),
     ("rows of keys whose shares nobody adds", CONVERT, "token < first + FA_SHARED_ROWS;", "token < first + FA_SHARED_ROWS / 2;", PARTS_BACK),
-    ("a block's first tile dealt to another too", BLOCK, " + (args.own_heads == 0 ? gridDim.x : 0)", "", WHOLE_BACK),
+    ("a block's first tile dealt to another too", BLOCK, " + (begins_by_itself(args) ? gridDim.x : 0)", "", ("tails", "every_backward*")),
 ]
 
 

@@ -189,13 +189,16 @@ FA_DEVICE bool own_place(const fa_args &args, unsigned n, grid_place &at)
     return true;
 }
 
+/* Each block's first tile has its own number, where nobody waits for a block that has not begun: of the grid some may, if others have the GPU too. */
+FA_DEVICE bool begins_by_itself(const fa_args &args) { return args.own_heads == 0 && args.dq_order == FA_DQ_FIRST_COMES; }
+
 /* The other heads; all of them where lengths differ or blocks wait for each other: who is free takes the next tile. Those of args.order_heads heads (packed:
  * of all sequences; else of one) come together, by their numbers. So in a head earlier tiles are begun first, and who waits for their dQ waits for a block that runs. */
 FA_DEVICE bool dealt_place(const fa_args &args, bool first_of_all, grid_place &at)
 {
     unsigned number = blockIdx.x, heads = args.order_heads, all = args.dealt_heads;
-    if (!first_of_all) /* each block begins with its own */
-        number = atomicAdd(args.next_item, 1) + (args.own_heads == 0 ? gridDim.x : 0);
+    if (!first_of_all)
+        number = atomicAdd(args.next_item, 1) + (begins_by_itself(args) ? gridDim.x : 0);
     unsigned first  = min(number / (heads * args.dealt_tiles), all / heads - 1) * heads; /* the last are up to twice as many */
     if (number >= (unsigned)args.dealt_tiles * all)
         return false;
@@ -214,7 +217,7 @@ FA_DEVICE bool dealt_place(const fa_args &args, bool first_of_all, grid_place &a
 /* By the producer: the block's n-th work, or the sign that there is none. A tile of packed sequences may be nobody's. */
 FA_DEVICE bool find_item(const fa_args &args, unsigned n, share_work &w)
 {
-    bool some, first_of_all = n == 0 && args.own_heads == 0;
+    bool some, first_of_all = n == 0 && begins_by_itself(args);
     for (;;) {
         grid_place at;
         bool       own = own_place(args, n, at);
