@@ -67,7 +67,7 @@ template <int LANES, int COLS> FA_DEVICE void add_shares(const fa_view &to, cons
     for (int col = threadIdx.x % LANES * 8; col < cols; col += LANES * 8) {
         const float4 *x      = (const float4 *)((const float *)stored.data + from + col);
         float         sum[8] = {};
-#pragma unroll 4
+#pragma unroll 2
         for (int share = 0; share < shares; share++) {
             float4 a = __ldcs(x + share * (COLS / 4)), b = __ldcs(x + share * (COLS / 4) + 1);
             sum[0] += a.x, sum[1] += a.y, sum[2] += a.z, sum[3] += a.w;
