@@ -116,8 +116,9 @@ static void choose_shares(const fa_call *call, const fa_plan *plan, const fa_key
         return;
     load   l    = load_of(call, key, args);
     double best = time_of_shares(call, plan, key, &l, 1);
-    for (int heads = 1; heads <= call->group; heads++)
-        for (int parts = 1; call->group % heads == 0 && parts <= (heads < call->group ? 1 : MOST_PARTS) && (parts == 1 || l.longest >= FEWEST_STEPS * parts); parts *= 2) {
+    for (int heads = 1; heads <= call->group; heads++) {
+        int most = call->group % heads != 0 ? 0 : heads < call->group ? 1 : MOST_PARTS;
+        for (int parts = 1; parts <= most && (parts == 1 || l.longest >= FEWEST_STEPS * parts); parts *= 2) {
             double time = time_of_shares(call, plan, key, &l, heads * parts);
             if (time >= WORTH * best)
                 continue;
@@ -125,6 +126,7 @@ static void choose_shares(const fa_call *call, const fa_plan *plan, const fa_key
             args->group_blocks = heads * parts;
             args->part_shares  = parts;
         }
+    }
 }
 
 /* Where the main kernel stores dK or dV: the caller's, or floats of which fa_plan_place says where they are. */
@@ -197,7 +199,7 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     args->dealt_heads = (int)(heads - own);
     args->order_heads = is_dealt(call, key, args) ? (int)key_heads_in_l2(call, key, args) : args->dealt_heads;
     if (args->tiles_k == 0)
-        args->tiles_k = 1; /* own_item divides by it, also where all sequences are empty */
+        args->tiles_k = 1; /* own_place divides by it, also where all sequences are empty */
     rowsum.tile_q  = key->tile_q;
     rowsum.variant = 1;
     rowsum.warps   = key->head_dim_v > 128 ? 16 : 8; /* few blocks of a small call would wait for each row of a warp */

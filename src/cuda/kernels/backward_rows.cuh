@@ -6,40 +6,29 @@
 #include "accumulate.cuh"
 #include "mask.cuh"
 
-/* Eight elements as they lie, and as numbers. */
-template <int DTYPE> struct raw_eight {
-    uint4 words;
-};
-template <> struct raw_eight<FA_F32> {
+/* Eight elements as they are loaded: 16 bytes as they lie, or one by one. */
+template <int DTYPE> constexpr bool IN_WORDS = FA_ALIGNED && DTYPE != FA_F32;
+template <bool WORDS> struct raw_eight {
     float x[8];
+};
+template <> struct raw_eight<true> {
+    uint4 words;
 };
 
 /* From column `col` on; 0 past the last. */
-template <int DTYPE> FA_DEVICE void load_raw(raw_eight<DTYPE> &raw, const fa_view &view, fa_i64 offset, int col, int cols)
+template <int DTYPE> FA_DEVICE void load_raw(raw_eight<IN_WORDS<DTYPE>> &raw, const fa_view &view, fa_i64 offset, int col, int cols)
 {
-    if constexpr (FA_ALIGNED && DTYPE != FA_F32)
+    if constexpr (IN_WORDS<DTYPE>)
         raw.words = col < cols ? *(const uint4 *)((const fa_u16 *)view.data + offset + col) : make_uint4(0, 0, 0, 0);
-    else {
-        float x[8];
+    else
 #pragma unroll
         for (int c = 0; c < 8; c++)
-            x[c] = col + c < cols ? load_element(view.data, offset + (col + c) * view.stride[3], DTYPE) : 0.0f;
-        if constexpr (DTYPE == FA_F32)
-#pragma unroll
-            for (int c = 0; c < 8; c++)
-                raw.x[c] = x[c];
-        else
-            raw.words = make_uint4(pack<DTYPE>(x[0], x[1]), pack<DTYPE>(x[2], x[3]), pack<DTYPE>(x[4], x[5]), pack<DTYPE>(x[6], x[7]));
-    }
+            raw.x[c] = col + c < cols ? load_element(view.data, offset + (col + c) * view.stride[3], DTYPE) : 0.0f;
 }
 
-template <int DTYPE> FA_DEVICE void unpack_eight(float (&x)[8], const raw_eight<DTYPE> &raw)
+template <int DTYPE> FA_DEVICE void unpack_eight(float (&x)[8], const raw_eight<IN_WORDS<DTYPE>> &raw)
 {
-    if constexpr (DTYPE == FA_F32) {
-#pragma unroll
-        for (int c = 0; c < 8; c++)
-            x[c] = raw.x[c];
-    } else {
+    if constexpr (IN_WORDS<DTYPE>) {
         unsigned word[4] = {raw.words.x, raw.words.y, raw.words.z, raw.words.w};
 #pragma unroll
         for (int w = 0; w < 4; w++) {
@@ -47,7 +36,10 @@ template <int DTYPE> FA_DEVICE void unpack_eight(float (&x)[8], const raw_eight<
             x[2 * w]     = e.x;
             x[2 * w + 1] = e.y;
         }
-    }
+    } else
+#pragma unroll
+        for (int c = 0; c < 8; c++)
+            x[c] = raw.x[c];
 }
 
 /* As dP's operand holds them: a float32 dO of 16-bit inputs is rounded there, and delta must lose the same. */
@@ -64,8 +56,8 @@ FA_DEVICE void round_to_operand(float (&x)[8])
 
 /* Eight neighbouring numbers of a row of O and of dO. */
 struct row_piece {
-    raw_eight<FA_DTYPE_O>    o;
-    raw_eight<FA_DTYPE_DOUT> dout;
+    raw_eight<IN_WORDS<FA_DTYPE_O>>    o;
+    raw_eight<IN_WORDS<FA_DTYPE_DOUT>> dout;
 };
 
 /* Where row 0 of a sequence's head is in O and dO. */
@@ -81,8 +73,8 @@ FA_DEVICE row_places places_of_rows(const fa_args &args, const sequence &s, int 
 
 FA_DEVICE void load_piece(row_piece &piece, const fa_args &args, const row_places &from, int i, int col)
 {
-    load_raw(piece.o, args.o, from.o + i * args.o.stride[1], col, args.head_dim_v);
-    load_raw(piece.dout, args.dout, from.dout + i * args.dout.stride[1], col, args.head_dim_v);
+    load_raw<FA_DTYPE_O>(piece.o, args.o, from.o + i * args.o.stride[1], col, args.head_dim_v);
+    load_raw<FA_DTYPE_DOUT>(piece.dout, args.dout, from.dout + i * args.dout.stride[1], col, args.head_dim_v);
 }
 
 /* A thread's part of delta, and 0, or NaN where dO is not finite. */
@@ -93,8 +85,8 @@ struct row_sums {
 FA_DEVICE void add_piece(row_sums &own, const row_piece &piece)
 {
     float o[8], dout[8];
-    unpack_eight(o, piece.o);
-    unpack_eight(dout, piece.dout);
+    unpack_eight<FA_DTYPE_O>(o, piece.o);
+    unpack_eight<FA_DTYPE_DOUT>(dout, piece.dout);
     round_to_operand(dout);
 #pragma unroll
     for (int c = 0; c < 8; c++) {
