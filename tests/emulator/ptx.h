@@ -213,6 +213,7 @@ FA_DEVICE int or_acquire(int *to, int bits)
 }
 
 FA_DEVICE void add_release(int *to, int x) { *to += x; }
+FA_DEVICE void add_behind_bulk(int *to, int x) { *to += x; }
 
 /* ---- numbers ---- */
 

@@ -149,7 +149,7 @@ template <int PENDING> FA_DEVICE void tell(const fa_args &args, int &open, int a
         return;
     bulk_added<PENDING>();
     fence_async_global();
-    add_release(args.dq_turn + open, args.dq_order == FA_DQ_FIRST_COMES ? HAS << adder : 1);
+    add_behind_bulk(args.dq_turn + open, args.dq_order == FA_DQ_FIRST_COMES ? HAS << adder : 1);
     open = -1;
 }
 
@@ -206,8 +206,6 @@ template <int ADDER> FA_DEVICE void add_dq(const fa_args &args, const fa_maps &m
         named_arrive(DQ_IS_FREE + ADDER * SLOTS + n, 128 + 32);
 #pragma unroll 1
     for (unsigned n = 0;; n++) {
-        if (asks && (args.dq_order != FA_DQ_FIRST_COMES || !barrier_passed(turn_full(), filled<1>(n))))
-            tell<0>(args, open, ADDER); /* many wait for it, or whom this block waits for may */
         barrier_wait(turn_full(), filled<1>(n));
         turn now = next_turn();
         if (now.number == NO_MORE)
@@ -230,16 +228,16 @@ template <int ADDER> FA_DEVICE void add_dq(const fa_args &args, const fa_maps &m
                 barrier_arrive(turn_empty());
         };
         pass_slots<COPIES, 1>(ADDER, asks, add);
-        if (asks) { /* a step later there is nothing to wait for */
-            tell<COPIES>(args, open, ADDER);
+        if (asks) {
+            tell<COPIES>(args, open, ADDER); /* a step later there is nothing to wait for */
             open = now.stores || args.dq_order == FA_DQ_IN_ORDER ? now.number : -1;
+            if (args.dq_order != FA_DQ_FIRST_KEYS || now.last) /* who waits for others, or has some close behind */
+                tell<0>(args, open, ADDER);
         }
         if (DK_BY_DQ && now.last && args.apart_dk >= 0)
             pass_gradient(work_at(now.item), maps.dk, args.apart_dk, ADDER, asks);
-        if (asks && now.last) {
-            tell<0>(args, open, ADDER);
+        if (asks && now.last)
             barrier_arrive(added(now.item));
-        }
     }
     if (asks)
         bulk_added_was_read();
