@@ -98,8 +98,8 @@ def main():
     if options.fa3:
         fa3.load(options.fa3)
     contexts = {name: context_of(card, folder) for name, folder in folders.items()}
-    given = {"--fp8": options.fp8, "--varlen": options.varlen, "--heads": options.heads, "--tokens": options.tokens}
-    plain = gpu.parse([word for name, value in given.items() if value for word in ([name] if value is True else [name, str(value)])])
+    switches = [f"--{name}" for name in ("fp8", "varlen") if getattr(options, name)]
+    plain = gpu.parse(switches + [f"--{name}={getattr(options, name)}" for name in ("heads", "tokens") if getattr(options, name) is not None])
     made, bound = (gpu.fp8, 5e-2) if options.fp8 else (gpu.ours, 1e-2)
     backward, wrong = options.passes == "backward", 0
     torch.manual_seed(0)

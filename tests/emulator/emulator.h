@@ -26,7 +26,6 @@ typedef struct emulator_hopper {
     void (*barrier_init)(unsigned barrier, unsigned arrivals);
     void (*barrier_arrive)(unsigned barrier, unsigned expected_bytes);
     void (*barrier_arrive_at)(unsigned barrier, unsigned rank); /* of another block of the cluster */
-    bool (*barrier_passed)(unsigned barrier, unsigned parity);
     void (*barrier_wait)(unsigned barrier, unsigned parity);
     void (*load_box)(unsigned to, const void *map, unsigned barrier, const int *at);
     void (*load_box_for)(unsigned rank, unsigned to, const void *map, unsigned barrier, const int *at);
