@@ -20,7 +20,7 @@ def _forward(q, k, v, **named):
 def peer(cell):
     """(forward, backward) of a Cell of gpu.py, packed or not: each runs once and returns its results."""
     ends = {"max_seqlen_q": cell.seqlen, "max_seqlen_k": cell.seqlen, "cu_seqlens_q": cell.cu, "cu_seqlens_k": cell.cu} if cell.packed else {}
-    named = {"is_causal": cell.causal, **ends}
+    named = {"is_causal": cell.causal and cell.window[0] < 0, "window_size_left": cell.window[0], "window_size_right": cell.window[1], **ends}
     out, lse = _forward(cell.q, cell.k, cell.v, **named)
     grads = [torch.empty_like(t) for t in (cell.q, cell.k, cell.v)]
 

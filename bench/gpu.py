@@ -3,7 +3,7 @@
 
     make && python3 bench/gpu.py [--json FILE] [--head-dims 64,192:128,256] [--seqlens 512,...,16384] [--passes forward] [--quick]
                                  [--heads 32:8] [--tokens 16384] [--math] [--flex] [--varlen] [--deterministic] [--portable] [--fp8]
-                                 [--softcap 30] [--alibi] [--pages 64] [--dropout 0.1] [--fa3 LIBRARY]
+                                 [--window 1024] [--softcap 30] [--alibi] [--pages 64] [--dropout 0.1] [--fa3 LIBRARY]
     make && python3 bench/gpu.py --decode [--head-dims 128,64] [--queries 1,4,16] [--batches 1,8,64] [--seqlens 1024,...,131072] [--fa3 LIBRARY]
 
 bfloat16, hidden dimension 2048, 16384 tokens, no mask and causal, forward and backward; 192:128 is a head_dim of V of its own. Peers: PyTorch's SDPA
@@ -13,7 +13,8 @@ the peers have enable_gqa, but for `efficient`, which is left out. --tokens are 
 --varlen sequences are packed (cu_seqlens), the longest as long as said and the others of random lengths, and the peers are the calls that take such:
 PyTorch's varlen_attn (flash) and cuDNN's. With --deterministic the backward's sums have a fixed order, ours and the peers' that can. --portable adds
 our kernels for any GPU, --fp8 our forward with FP8 inputs; then all have the same inputs, numbers that FP8 holds. --fa3 adds FlashAttention-3 from
-its library (fa3.py says where to get one). --softcap and --alibi are options of ours and FlexAttention's alone, Q then 4 times as large; --pages, of
+its library (fa3.py says where to get one). With --window a query sees so many keys, itself the last of them (no mask: itself in their middle), longer
+lengths alone make sense, operations are those of pairs that are seen, and the peers are the two that have windows, flash and fa3. --softcap and --alibi are options of ours and FlexAttention's alone, Q then 4 times as large; --pages, of
 the forward alone, puts our K and V into shuffled pages of so many keys, while the peers have theirs in one piece, and so has `whole`, ours again.
 --dropout drops pairs, ours those that Philox names, written here once more; which ones the peers drop is not known, so they are timed and not
 checked. TFLOP/s count 4 s^2 d h b, half when causal, 2.5 times for the backward (of 192:128 2 s^2 h b and 6 s^2 h b for each of 192 columns, 2 and 4
@@ -53,6 +54,11 @@ def packed_lengths(longest, tokens):
     return [*lengths[1 : len(lengths) // 2 + 1], longest, *lengths[len(lengths) // 2 + 1 :]]
 
 
+def seen_pairs(seqlen, left, right):
+    """Of queries and keys of a sequence, where each query sees so many keys before itself and behind."""
+    return sum(min(n, left) + min(seqlen - 1 - n, right) + 1 for n in range(seqlen))
+
+
 SEED, WORD = 1234567890123, 0xFFFFFFFF
 
 
@@ -85,6 +91,9 @@ class Cell:
         d_v = d_v or d
         packed, fp8 = options.varlen, options.fp8
         self.d, self.d_v, self.seqlen, self.causal, self.packed, self.deterministic = d, d_v, seqlen, causal, packed, options.deterministic
+        self.window = (-1, 0 if causal else -1)  # keys before a query and behind it, -1: all
+        if options.window:
+            self.window = (options.window - 1, 0) if causal else (options.window // 2, options.window // 2)
         self.softcap, self.page, self.slopes, self.dropout = options.softcap, options.pages, None, options.dropout
         self.heads, self.heads_k = options.heads or (HIDDEN // d, HIDDEN // d)
         self.grouped = self.heads != self.heads_k
@@ -115,8 +124,10 @@ class Cell:
         if self.slopes is not None:
             position = torch.arange(self.seqlen, device=card.DEVICE)
             scores = scores - self.slopes[head].double() * (position[:, None] - position).abs()
-        if self.causal:
-            scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(1), float("-inf"))
+        left, right = self.window
+        for hidden in ([torch.ones_like(scores, dtype=torch.bool).triu_(right + 1)] if right >= 0 else []) + (
+                      [torch.ones_like(scores, dtype=torch.bool).tril_(-left - 1)] if left >= 0 else []):
+            scores.masked_fill_(hidden, float("-inf"))
         weights = torch.softmax(scores, -1)
         out = (weights * kept_pairs(self.seqlen, self.dropout) if self.dropout else weights) @ v
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), self.one(self.dout, head).double())]
@@ -125,9 +136,8 @@ class Cell:
         return tensor[self.first : self.first + self.seqlen, head] if self.packed else tensor[0, :, head]
 
     def flops(self, backward):
-        full = 2 * sum(n**2 for n in self.lengths) * (self.d + self.d_v) * self.heads
-        full *= head_dims.backward_share((self.d, self.d_v)) if backward else 1
-        return full / 2 if self.causal else full
+        pairs = sum(seen_pairs(n, *self.window) if self.window[0] >= 0 else n**2 / 2 if self.causal else n**2 for n in self.lengths)
+        return 2 * pairs * (self.d + self.d_v) * self.heads * (head_dims.backward_share((self.d, self.d_v)) if backward else 1)
 
     def wrong(self, results, first, bound=1e-2):
         """The largest relative L2 error, or None if all is well. results are as the inputs."""
@@ -150,7 +160,7 @@ def ours(cell, context=None):
         for to, t in zip(paged, (k, v)):
             to[table] = t.view_as(to)
         (k, v), table = paged, table.to(torch.int32).view(-1, count)
-    call = _call.Call(q, k, v, causal=cell.causal, deterministic=cell.deterministic, softcap=cell.softcap, alibi_slopes=cell.slopes, block_table=table,
+    call = _call.Call(q, k, v, causal=cell.causal, window=cell.window, deterministic=cell.deterministic, softcap=cell.softcap, alibi_slopes=cell.slopes, block_table=table,
                       dropout_p=cell.dropout, seed=SEED, **lengths)
     call.context = context
     out = torch.full_like(cell.dout, float("nan"))
@@ -210,13 +220,26 @@ def peer(cell, backend):
     return forward, backward
 
 
+def windowed_flash(cell):
+    """PyTorch's FlashAttention-2 by its own operators: what is above them has no windows."""
+    ops, window = torch.ops.aten, {"window_size_left": cell.window[0], "window_size_right": cell.window[1]}
+    ends = (None, None, cell.seqlen, cell.seqlen, 0.0, False)
+    inputs = (cell.q, cell.k, cell.v)
+    out, lse, state, unused, _ = ops._flash_attention_forward(*inputs, *ends, False, **window)
+
+    def forward():
+        return [ops._flash_attention_forward(*inputs, *ends, False, **window)[0]]
+
+    return forward, lambda: ops._flash_attention_backward(cell.dout, *inputs, out, lse, *ends, state, unused, **window)
+
+
 def portable(cell):
     """Ours, by the kernels for any GPU. A context has one kernel's name: each pass has its own."""
     return tuple(ours(cell, card.kernel_context(name))[n] for n, name in enumerate(("forward_sm80", "backward_sm80")))
 
 
 def packed_peer(cell, name):
-    ops, window = torch.ops.aten, (-1, 0) if cell.causal else (-1, -1)
+    ops = torch.ops.aten
     leaves = [t.detach().requires_grad_() for t in (cell.q, cell.k, cell.v)]
     ends = (cell.cu, cell.cu, cell.seqlen, cell.seqlen)
     if name == "flash":
@@ -226,7 +249,7 @@ def packed_peer(cell, name):
 
         def attention():
             with sdpa_kernel(card.PEERS[name]):  # or newer ones take cuDNN
-                return varlen_attn(*leaves, *ends, window_size=window, **gqa)
+                return varlen_attn(*leaves, *ends, window_size=cell.window, **gqa)
 
         out = attention()
 
@@ -287,6 +310,8 @@ def runs_of(cell, names):
     for name in names:
         try:
             own = {"ours": ours, "flex": flex, "portable": portable, "fp8": fp8, "whole": whole, "fa3": fa3.peer}.get(name)
+            if name == "flash" and cell.window[0] >= 0 and not cell.packed:
+                own = windowed_flash
             runs[name] = own(cell) if own else packed_peer(cell, name) if cell.packed else peer(cell, card.PEERS[name])
         except Exception as problem:  # no kernel, no memory, or a compiler that gave up
             runs[name] = None
@@ -348,6 +373,7 @@ def parser_of_words():
     parser.add_argument("--deterministic", action="store_true", help="sums of the backward in a fixed order")
     parser.add_argument("--portable", action="store_true", help="our kernels for any GPU too")
     parser.add_argument("--fp8", action="store_true", help="our forward with FP8 inputs too")
+    parser.add_argument("--window", type=int, default=0, help="keys that a query sees; all")
     parser.add_argument("--softcap", type=float, default=0.0, help="scores become X tanh(score / X)")
     parser.add_argument("--alibi", action="store_true", help="ALiBi, slopes of 2^-8/h to 2^-8")
     parser.add_argument("--pages", type=int, default=0, help="our keys in pages of so many; the forward alone")
@@ -373,6 +399,8 @@ def refuse(parser, options):
         parser.error("--softcap and --pages are at least 0, and every length is whole pages")
     if options.tokens is not None and options.tokens < 1:
         parser.error(f"--tokens {options.tokens}: at least 1")
+    if options.window < 0 or (options.window and (own_options or options.flex or options.fp8 or options.decode)):
+        parser.error("--window is at least 0, and not for --softcap, --alibi, --pages, --dropout, --flex, --fp8 and --decode")
     if options.decode and (options.heads or options.tokens):
         parser.error("--decode has 32 heads on 8 and --batches of sequences: leave out --heads and --tokens")
     if options.decode and any(d != d_v for d, d_v in options.head_dims):
@@ -404,7 +432,8 @@ def parse(words=None):
 
 def names_of(options):
     chosen = {"ours": True, "fp8": options.fp8, "whole": options.pages, "portable": options.portable, "math": options.math,
-              "efficient": not (options.varlen or options.fp8 or grouped(options)), "flex": options.flex, "flash": True, "cudnn": True, "fa3": options.fa3}
+              "efficient": not (options.varlen or options.fp8 or options.window or grouped(options)), "flex": options.flex, "flash": True,
+              "cudnn": not options.window, "fa3": options.fa3}
     own_terms = options.softcap or options.alibi
     return [name for name, wanted in chosen.items() if wanted and (not own_terms or name in ("ours", "whole", "portable", "flex"))]
 
@@ -436,7 +465,7 @@ def grid(options, write):
             ratios.append(show(cell, backward, names, row))
             rows.append({"pass": "backward" if backward else "forward", "head_dim": d, "head_dim_v": d_v, "causal": causal, "seqlen": seqlen,
                          "heads": cell.heads, "heads_k": cell.heads_k, "tokens": cell.tokens,
-                         "varlen": options.varlen, "deterministic": options.deterministic, "softcap": options.softcap, "alibi": options.alibi,
+                         "varlen": options.varlen, "window": options.window, "deterministic": options.deterministic, "softcap": options.softcap, "alibi": options.alibi,
                          "pages": options.pages, "dropout": options.dropout, "tflops": row})
             write(rows)
         del cell, runs

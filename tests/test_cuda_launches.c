@@ -8,30 +8,34 @@ static void the_forward_for_hopper_has_blocks_for_all_tiles(void **state)
 {
     (void)state;
     static const int64_t lengths[] = {129, 384, 385, 1100, 4096, 5000};
+    static const flash_attn_mask masks[] = {FLASH_ATTN_NONE, FLASH_ATTN_CAUSAL, FLASH_ATTN_WINDOW};
     for (int n = 0; n < 6; n++)
-        for (int mask = FLASH_ATTN_NONE; mask <= FLASH_ATTN_CAUSAL; mask++)
+        for (int m = 0; m < 3; m++)
             for (int varlen = 0; varlen < 2; varlen++) {
                 fa_call            call;
                 fa_plan            plan;
                 int64_t            batch = varlen ? 61 : 3;
-                flash_attn_problem p = problem_of((shape){batch, lengths[n], lengths[n], 5, 5, 128}, FLASH_ATTN_BF16, (flash_attn_mask)mask);
+                flash_attn_problem p = problem_of((shape){batch, lengths[n], lengths[n], 5, 5, 128}, FLASH_ATTN_BF16, masks[m]);
+                p.window_left        = masks[m] == FLASH_ATTN_WINDOW ? 100 : 0;
                 if (varlen)
                     make_varlen(&p, (int32_t)lengths[n]);
                 plan_it(&p, FLASH_ATTN_FORWARD, 90, &call, &plan);
                 const fa_launch *main  = main_of(&plan);
                 int64_t          tiles = tiles_of(call.max_seqlen_q, main->key.tile_q);
+                bool             dealt = varlen || masks[m] == FLASH_ATTN_WINDOW;
                 assert_int_equal(main->key.kernel, FA_KERNEL_FORWARD_SM90);
-                assert_int_equal(main->stays, !varlen);
-                assert_int_equal(plan.args.order_heads > 0, varlen);
-                if (!varlen)
-                    assert_int_equal(main->blocks, tiles * batch * 5);
-                else if (plan.args.block_tiles == 0)
-                    assert_int_equal(main->blocks, tiles * batch * 5);
-                else { /* as packed_sm90.cuh numbers tiles: each sequence may end inside one */
+                assert_true(main->stays);
+                assert_int_equal(plan.args.all_items, dealt ? plan.args.all_tiles_q * 5 : 0);
+                assert_int_equal(main->blocks, dealt ? plan.args.all_items : tiles * batch * 5);
+                if (dealt) { /* as packed_sm90.cuh numbers tiles: each packed sequence may end inside one */
                     assert_true(plan.args.all_tiles_q >= batch * tiles_of(lengths[n], main->key.tile_q));
-                    assert_true(main->blocks * plan.args.block_tiles >= (int64_t)plan.args.all_tiles_q * 5);
-                    assert_true((main->blocks - 1) * plan.args.block_tiles < (int64_t)plan.args.all_tiles_q * 5);
-                }
+                    assert_true(plan.args.all_tiles_q <= batch * (tiles_of(lengths[n], main->key.tile_q) + 1));
+                    bool more = plan.args.all_items > plan.chip.multiprocessors * main->key.min_blocks;
+                    assert_int_equal(plan.num_launches, 1 + more);
+                    assert_true(!more || (plan.launch[0].key.kernel == FA_KERNEL_DEAL && plan.launch[0].blocks == 1));
+                    assert_true(more ? plan.workspace_bytes >= sizeof(int) : plan.workspace_bytes == 0);
+                } else
+                    assert_int_equal(plan.workspace_bytes, 0);
             }
 }
 

@@ -137,17 +137,25 @@ static void nonfinite_values_reach_only_who_sees_them(void **state)
 {
     (void)state;
     need_hopper();
-    static uint16_t host[4 * COUNT], got[COUNT];
+    static uint16_t host[4 * COUNT + 8], got[COUNT];
     fill(host, 3 * COUNT, 5);
-    uint16_t *v = host + 2 * COUNT;
+    uint16_t *v   = host + 2 * COUNT;
+    host[4 * COUNT] = 0x3F80; /* a sink of 1 */
     v[10 * HEAD_DIM + 3] = 0x7FC0, v[130 * HEAD_DIM + 5] = 0x7F80, v[131 * HEAD_DIM + 5] = 0xFF80; /* NaN, Inf, -Inf */
     v[200 * HEAD_DIM + 60] = 0x7F80, v[299 * HEAD_DIM] = 0x7FC0;
     char *device = gpu->alloc(sizeof host);
     assert_non_null(device);
-    for (flash_attn_mask mask = FLASH_ATTN_NONE; mask <= FLASH_ATTN_WINDOW; mask++) {
+    for (int n = 0; n < 5; n++) {
+        flash_attn_mask    mask = n < 3 ? (flash_attn_mask)n : FLASH_ATTN_CAUSAL;
         flash_attn_problem want = problem_at((char *)host, mask), p = problem_at(device, mask);
         want.device.type        = FLASH_ATTN_REFERENCE;
         p.device.type           = FLASH_ATTN_CUDA;
+        if (n > 2) /* the first queries see no key, but perhaps a sink */
+            want.k.shape[1] = want.v.shape[1] = p.k.shape[1] = p.v.shape[1] = LENGTH - 90;
+        if (n > 3) {
+            want.sinks = (flash_attn_tensor){host + 4 * COUNT, FLASH_ATTN_BF16, 0, {1, 1, 1, 1}, {1, 1, 1, 1}};
+            p.sinks    = (flash_attn_tensor){device + 4 * COUNT * 2, FLASH_ATTN_BF16, 0, {1, 1, 1, 1}, {1, 1, 1, 1}};
+        }
         memset(host + 3 * COUNT, 0x55, COUNT * 2);
         assert_true(gpu->to_device(device, host, sizeof host));
         expect_ok(flash_attn_forward(NULL, &want, NULL));

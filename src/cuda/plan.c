@@ -194,15 +194,6 @@ flash_attn_status fa_plan_add(fa_plan *plan, const fa_key *key, int64_t blocks)
     return fa_plan_add_clusters(plan, key, blocks, 1);
 }
 
-/* Heads whose K and V stay in L2 beside each other, of a GPU that has 50 MB. */
-static int64_t heads_in_l2(const fa_call *call, const fa_key *key)
-{
-    enum { KV_BYTES = 32 << 20 };
-    int64_t bytes = call->max_seqlen_k * (key->head_dim + key->head_dim_v) * 2, all = call->heads_q * call->batch;
-    int64_t heads = bytes > 0 && bytes < KV_BYTES ? KV_BYTES / bytes * call->group : call->group;
-    return heads < all ? heads : all;
-}
-
 bool fa_plan_is_alike(const fa_call *call) { return !call->cu_seqlens_q && !call->cu_seqlens_k && !call->seqused_q && !call->seqused_k; }
 
 int64_t fa_plan_tiles_of_all(const fa_call *call, const int32_t *cu_seqlens, int64_t rows, int tile, int64_t tiles)
@@ -210,42 +201,39 @@ int64_t fa_plan_tiles_of_all(const fa_call *call, const int32_t *cu_seqlens, int
     return cu_seqlens ? rows / tile + call->batch : tiles * call->batch;
 }
 
-/* Tiles that a block takes one after the other where short sequences differ: as many as leave enough blocks for the hardware to deal out. */
-static int tiles_of_block(const fa_call *call, int64_t all_tiles)
-{
-    enum { SHORT = 4096, ENOUGH_BLOCKS = 800, MOST = 8 };
-    int64_t tiles = all_tiles * call->heads_q / ENOUGH_BLOCKS;
-    return call->max_seqlen_q > SHORT || tiles < 2 ? 0 : tiles > MOST ? MOST : (int)tiles;
-}
-
 static bool turns_v_ahead(const fa_key *key) { return key->kernel == FA_KERNEL_FORWARD_SM90 && key->dtype == FA_F8E4M3 && key->variant & 2; }
 
-/* Blocks stay where all sequences are alike; where they are not, the hardware deals them out better. */
+/* Where there are no more tiles than blocks, each has its own. */
+static bool has_next_item(const fa_plan *plan, const fa_key *key) { return plan->args.all_items > plan->chip.multiprocessors * key->min_blocks; }
+
+/* Tiles are dealt to who is free where sequences, or what a window shows of one, are not all alike. */
 static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
 {
-    bool    alike = fa_plan_is_alike(call);
-    int64_t tiles = plan->args.tiles_q;
-    plan->has_maps         = true;
-    plan->args.page_piece  = fa_page_piece(call, key->tile_k);
-    plan->args.cap_unit    = 2 * call->softcap * LOG2_E;
-    plan->args.order_heads = alike ? 0 : (int)heads_in_l2(call, key);
-    int64_t blocks = tiles * call->heads_q * call->batch, all = fa_plan_tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], key->tile_q, tiles);
-    int     own    = alike || all > INT32_MAX ? 0 : tiles_of_block(call, all);
-    if (own > 0) {
-        plan->args.block_tiles = own;
-        plan->args.all_tiles_q = (int)all;
-        blocks                 = ceil_div(all * call->heads_q, own);
+    fa_args *args   = &plan->args;
+    int64_t  tiles  = args->tiles_q, all = fa_plan_tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], key->tile_q, tiles);
+    int64_t  blocks = tiles * call->heads_q * call->batch, items = all * call->heads_q;
+    plan->has_maps   = true;
+    args->page_piece = fa_page_piece(call, key->tile_k);
+    args->cap_unit   = 2 * call->softcap * LOG2_E;
+    if ((!fa_plan_is_alike(call) || key->mask == FA_MASK_WINDOW) && items <= INT32_MAX) {
+        args->all_tiles_q = (int)all;
+        args->all_items   = (int)items;
+        blocks            = items;
     }
     if (turns_v_ahead(key)) {
         fa_key values     = fa_plan_small_key(FA_KERNEL_VALUES_SM90, key->arch);
         values.dtype      = key->dtype;
         values.head_dim_v = key->head_dim_v;
         values.tile_k     = key->tile_k;
-        FA_TRY(fa_plan_add(plan, &values, plan->args.tiles_k * call->heads_k * call->batch));
+        FA_TRY(fa_plan_add(plan, &values, args->tiles_k * call->heads_k * call->batch));
+    }
+    if (has_next_item(plan, key)) {
+        fa_key deal = fa_plan_small_key(FA_KERNEL_DEAL, key->arch);
+        FA_TRY(fa_plan_add(plan, &deal, 1));
     }
     plan->main = plan->num_launches;
     FA_TRY(fa_plan_add(plan, key, blocks));
-    plan->launch[plan->main].stays = alike;
+    plan->launch[plan->main].stays = true;
     return FLASH_ATTN_OK;
 }
 
@@ -389,6 +377,8 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         plan->zero       = base ? base + begin : NULL;
         plan->zero_bytes = a.used - begin;
     }
+    if (key->kernel == FA_KERNEL_FORWARD_SM90)
+        args->next_item = take(&a, has_next_item(plan, key), sizeof(int));
     if (key->kernel == FA_KERNEL_K1_SCORES)
         args->o_partial = take(&a, call->heads_q * tokens * call->max_seqlen_k, sizeof(float));
     if (key->kernel == FA_KERNEL_FA1) {

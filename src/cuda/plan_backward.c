@@ -59,7 +59,7 @@ static int64_t key_heads_in_l2(const fa_call *call, const fa_key *key, const fa_
 /* All tiles of keys go to who is free: where lengths differ, where blocks wait for those of earlier keys, and where tiles are all alike. */
 static bool is_dealt(const fa_call *call, const fa_key *key, const fa_args *args)
 {
-    return args->dq_order != FA_DQ_FIRST_COMES || key->mask == FA_MASK_NONE || !fa_plan_is_alike(call);
+    return args->dq_order != FA_DQ_FIRST_COMES || key->mask != FA_MASK_CAUSAL || !fa_plan_is_alike(call);
 }
 
 /* Query tiles of a head that see a tile of keys. */

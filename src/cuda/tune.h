@@ -13,6 +13,7 @@
     X(BACKWARD_SM80, "backward_sm80", "backward_sm80.cu")           \
     X(BACKWARD_SM90, "backward_sm90", "backward_sm90.cu")           \
     X(VALUES_SM90, "values_sm90", "values_sm90.cu")                 \
+    X(DEAL, "deal", "deal.cu")                                      \
     X(COMBINE, "combine", "combine.cu")                             \
     X(FOLD, "fold", "fold.cu")                                      \
     X(BACKWARD_ROWSUM, "backward_rowsum", "backward_rowsum.cu")     \

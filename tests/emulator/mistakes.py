@@ -12,6 +12,7 @@ import sys
 import tempfile
 
 FORWARD, ONE_BY_ONE, BACKWARD, PRODUCTS = "forward_sm90.cu", "one_by_one_sm90.cuh", "backward_sm90.cu", "backward_products_sm90.cuh"
+WORK, INSPECT = "work_sm90.cuh", "inspect_sm90.cuh"
 WIDE, ROWS, BLOCK, CONVERT = "backward_wide_sm90.cuh", "backward_rows.cuh", "backward_block_sm90.cuh", "backward_convert_sm90.cu"
 LATENT, LATENT_BLOCK, LATENT_PRODUCER = "forward_latent_sm90.cu", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
 FEW, FOLD, GROUPED = "forward_few_sm90.cu", "fold.cu", "grouped_sm90.cuh"
@@ -21,6 +22,8 @@ PROGRAMS = dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_lat
 WHOLE = ("whole tiles", "every_shape*")
 TAILS = ("tails", "every_shape*")
 LONG = ("long, causal", "every_shape*")
+VARLEN = ("varlen", "every_shape*")
+ODD_VALUES = ("", "nonfinite*")
 MANY = ("many tiles a block", "every_shape*")
 NOTHING = ("most queries see nothing", "every_shape*")
 WHOLE_BACK = ("whole tiles", "every_backward*")
@@ -49,7 +52,7 @@ GIVE_Q = "    release(q_empty(c.n));\n"
 
 # Name, file, what stands there, what the mistake makes of it, shapes.
 MISTAKES = [
-    ("nobody waits for K", FORWARD, "{ barrier_wait(k_full(n), filled<FA_STAGES>(n)); }", "{}", WHOLE),
+    ("nobody waits for K", FORWARD, "{ barrier_wait(k_full(n), filled<K_STAGES>(n)); }", "{}", WHOLE),
     ("nobody waits for V", FORWARD, "{ barrier_wait(v_ready(n), filled<V_STAGES>(n)); }", "{}", WHOLE),
     ("V given back before its product is done", FORWARD, WAIT_FOR_O + GIVE_V,
      GIVE_V + WAIT_FOR_O, WHOLE),
@@ -60,7 +63,9 @@ MISTAKES = [
     ("fewer bytes announced than come", FORWARD, "barrier_expect(k_full(k), K_BYTES);", "barrier_expect(k_full(k), K_BYTES / 2);", WHOLE),
     ("the planner overwrites Q", FORWARD, "    barrier_wait(q_empty(item), freed<Q_STAGES>(item));\n", "", MANY),
     ("the planner overwrites works", FORWARD, "    barrier_wait(asked(item), freed<WORKS>(item));", "   ", NOTHING),
-    ("no fence behind inspected V", FORWARD, "                fence_async();\n                __syncwarp();", "                __syncwarp();", TAILS),
+    ("no fence behind inspected V", INSPECT, "        fence_async();\n        __syncwarp();", "        __syncwarp();", TAILS),
+    ("what V spoilt is not computed again", FORWARD, "if (w.spoilt)", "if (false)", ODD_VALUES),
+    ("a tile is dealt to nobody", WORK, "1) + gridDim.x;", "1) + gridDim.x + 1;", VARLEN),
     ("softmax of scores ahead that are not there", ONE_BY_ONE, "    wgmma_wait<0>(); /* without an if", "    /* without an if", LONG),
     ("V of a step ahead given back twice", ONE_BY_ONE, "    c.tile++;\n}\n\n/* Steps n", "    release(v_empty(c.tile));\n    c.tile++;\n}\n\n/* Steps n", LONG),
     ("a turn is passed on to nobody", FORWARD, "(group + 1) % CONSUMERS + zero", "group + zero", LONG),

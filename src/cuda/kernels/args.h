@@ -81,22 +81,21 @@ typedef struct fa_args {
     fa_window  window;
     fa_dropout dropout;                    /* of element (i, j): batch_head = batch index * heads_q + head */
 
-    int order_heads;                       /* forward_sm90: heads whose tiles of q are dealt together, longest first; 0: lengths are
-                                              all alike. backward_sm90: key heads whose tiles are dealt together,
+    int order_heads;                       /* backward_sm90: key heads whose tiles are dealt together,
                                               of all sequences if they are not packed */
     unsigned char *v_turned;               /* forward_sm90 in FP8 of variant 2, by values_sm90.cu: [kv_entries][heads_k][tiles_k][FA_TILE_K * FA_HEAD_DIM_V],
                                               each tile's V^T as shared memory will hold it; the ladder's K7 likewise, by k7_quantise.cu */
     float *row_stats;                      /* backward_sm90, by backward_rowsum.cu: [heads_q][all_tiles_q][2][FA_TILE_Q], for the
                                               queries of a tile LSE * log2(e), then delta; past the last inf and 0. dq_accum is
                                               there [heads_q][all_tiles_q][FA_TILE_Q * FA_HEAD_DIM], in backward_sm90.cu's order */
-    int   *next_item;                      /* backward_sm90: where tiles of keys are dealt one by one, how many have been; zeroed by
-                                              backward_rowsum.cu. Null: each block knows its own */
+    int   *next_item;                      /* backward_sm90 and forward_sm90: where tiles are dealt one by one, how many have been; zeroed by
+                                              backward_rowsum.cu and deal.cu. Null: each block knows its own, or has one */
     int own_heads;                         /* backward_sm90: key heads of all sequences, the first, whose tiles blocks have without being dealt them */
     int dealt_tiles, dealt_heads;          /* backward_sm90 with next_item: tiles and heads that order_heads is a part of, behind own_heads */
     int dq_order;                          /* backward_sm90: FA_DQ_FIRST_COMES ... below */
-    int all_tiles_q, all_tiles_k;          /* of a head, over all sequences (packed_sm90.cuh): backward_sm90, and forward_sm90 with block_tiles */
+    int all_tiles_q, all_tiles_k;          /* of a head, over all sequences (packed_sm90.cuh): backward_sm90, and forward_sm90 with all_items */
     int row_warps;                         /* combine: warps of a row, 1 or FA_COMBINE_WARPS */
-    int block_tiles;                       /* forward_sm90: neighbours of all_tiles_q that a block takes; 0: it has others */
+    int all_items;                         /* forward_sm90: all_tiles_q of all heads, which are dealt; 0: each block knows its own */
     int apart_q, apart_k, apart_v, apart_dout; /* backward_sm90: rows from a batch entry to the next */
     unsigned char *q_tiles, *k_tiles;      /* K7, by k7_quantise.cu: [batch][heads][tiles][tile's rows * FA_HEAD_DIM], as v_turned */
     float *largest;                        /* K7, by k7_largest: |x| of each head, batch * (heads_q + 2 heads_k); zeroed by launch.c */

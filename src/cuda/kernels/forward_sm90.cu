@@ -3,7 +3,7 @@
  *
  *     warpgroup 0, warp 0    planner: one thread finds this block's tiles of queries (struct work) and fetches Q ahead; with pages all fetch V
  *                  warp 1    producer: one thread, with pages all, keeps the rings of K and V tiles full
- *                  warps 2-3 inspectors: in tiles on the mask's edge they clear from V what only some rows, or none, may see
+ *                  warps 2-3 inspectors: in tiles on the mask's edge they clear keys of V that are nobody's, and look for Inf and NaN
  *     warpgroup 1..          consumers: 64 queries each. They take turns at the tensor cores (ping-pong). Lines are those of FlashAttention-2's Algorithm 1:
  *
  *         a step:  on this consumer's turn start S' = Q K^T of the next tile (line 8), then O += P V of this one (line 10), and pass the turn on
@@ -23,7 +23,7 @@
  * times as large, so that it stays above FP8's smallest numbers down to 2^-12.
  * Hopper's sums of FP8 products keep few bits, so every KEPT_STEPS steps O is taken out of the accumulators and added up in float, in shared memory.
  *
- * Shared memory: FA_Q stages of Q, FA_STAGES tiles of K, V_STAGES of V (panels as in panels_sm90.cuh), barriers, works, in FP8 what is kept of O.
+ * Shared memory: Q_STAGES of Q, K_STAGES tiles of K, V_STAGES of V (panels as in panels_sm90.cuh), barriers, works, in FP8 what is kept of O.
  */
 #include "dropout_sm90.cuh"
 #include "kept_sm90.cuh"
@@ -49,11 +49,13 @@ constexpr int  KEPT_STEPS = FP8 ? 512 / FA_TILE_K : 1 << 30;
 
 constexpr int ROW_BYTES = held_columns(FA_HEAD_DIM) * ELEMENT_BYTES, Q_BYTES = FA_TILE_Q * ROW_BYTES, K_BYTES = FA_TILE_K * ROW_BYTES,
               V_BYTES = FA_TILE_K * held_columns(FA_HEAD_DIM_V) * ELEMENT_BYTES, Q_GROUP = 64 * panel_bytes(held_columns(FA_HEAD_DIM)); /* a consumer's rows */
-constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + FA_STAGES * K_BYTES;
-/* Turning V round takes time: one stage more where there is memory. */
-constexpr int K_STAGES = FA_STAGES, V_STAGES = FA_STAGES + (FP8 && !BESIDE_ANOTHER && V_AT + (FA_STAGES + 1) * V_BYTES + KEPT_BYTES + 2048 <= 227 * 1024 ? 1 : 0);
+/* A stage more where there is memory: of V, for turning it round takes time, and at head_dim 64 under a window; under masks of K where a tile is as large as here, elsewhere that is slower (decision 0080). */
+constexpr int FREE_BYTES = BESIDE_ANOTHER ? 0 : 227 * 1024 - 2048 - KEPT_BYTES - Q_STAGES * Q_BYTES - FA_STAGES * (K_BYTES + V_BYTES);
+constexpr int K_STAGES   = FA_STAGES + (!FP8 && FA_MASK != FA_MASK_NONE && FA_HEAD_DIM >= 128 && FREE_BYTES >= K_BYTES),
+              V_STAGES   = FA_STAGES + ((FP8 || (FA_MASK == FA_MASK_WINDOW && FA_HEAD_DIM <= 64)) && FREE_BYTES >= V_BYTES);
+constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + K_STAGES * K_BYTES;
 constexpr int BARRIERS_AT = V_AT + V_STAGES * V_BYTES;
-constexpr int BARRIERS = 2 * Q_STAGES + 2 * WORKS + 2 * FA_STAGES + 3 * V_STAGES, WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
+constexpr int BARRIERS = 2 * Q_STAGES + 3 * WORKS + 2 * K_STAGES + 3 * V_STAGES, WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
 
 constexpr int KEPT_AT = WORKS_AT + (WORKS * (int)sizeof(work) + 15) / 16 * 16;
 
@@ -68,13 +70,14 @@ FA_DEVICE unsigned barrier_at(int number) { return shared_address(shared) + BARR
 FA_DEVICE unsigned q_full(unsigned n) { return barrier_at(n % Q_STAGES); }
 FA_DEVICE unsigned q_empty(unsigned n) { return barrier_at(Q_STAGES + n % Q_STAGES); }
 FA_DEVICE unsigned found(unsigned n) { return barrier_at(2 * Q_STAGES + n % WORKS); } /* the work is known */
-FA_DEVICE unsigned asked(unsigned n) { return barrier_at(2 * Q_STAGES + WORKS + n % WORKS); } /* the producer has asked for all of its keys */
-FA_DEVICE unsigned k_barrier(int which, unsigned n) { return barrier_at(2 * Q_STAGES + 2 * WORKS + which * FA_STAGES + n % FA_STAGES); }
-FA_DEVICE unsigned v_barrier(int which, unsigned n) { return barrier_at(2 * Q_STAGES + 2 * WORKS + 2 * FA_STAGES + which * V_STAGES + n % V_STAGES); }
+FA_DEVICE unsigned asked(unsigned n) { return barrier_at(2 * Q_STAGES + WORKS + n % WORKS); } /* the producer has asked for all of its keys, or is about to */
+FA_DEVICE unsigned inspected(unsigned n) { return barrier_at(2 * Q_STAGES + 2 * WORKS + n % WORKS); } /* all of its V has been looked at */
+FA_DEVICE unsigned k_barrier(int which, unsigned n) { return barrier_at(2 * Q_STAGES + 3 * WORKS + which * K_STAGES + n % K_STAGES); }
+FA_DEVICE unsigned v_barrier(int which, unsigned n) { return barrier_at(2 * Q_STAGES + 3 * WORKS + 2 * K_STAGES + which * V_STAGES + n % V_STAGES); }
 FA_DEVICE unsigned k_full(unsigned n) { return k_barrier(0, n); }
 FA_DEVICE unsigned k_empty(unsigned n) { return k_barrier(1, n); }
 FA_DEVICE unsigned v_full(unsigned n) { return v_barrier(0, n); }
-FA_DEVICE unsigned v_ready(unsigned n) { return v_barrier(1, n); } /* inspected */
+FA_DEVICE unsigned v_ready(unsigned n) { return v_barrier(1, n); } /* by the inspectors */
 FA_DEVICE unsigned v_empty(unsigned n) { return v_barrier(2, n); }
 
 /* Waiting for a stage to be filled for the n-th time and, with the other parity, for it to be free, which it is at first. */
@@ -85,42 +88,46 @@ FA_DEVICE void start_barriers()
 {
     for (int n = 0; n < Q_STAGES; n++) {
         barrier_init(q_full(n), 1);
-        barrier_init(q_empty(n), 4 * CONSUMERS + INSPECTORS);
+        barrier_init(q_empty(n), 4 * CONSUMERS);
     }
     for (int n = 0; n < WORKS; n++) {
         barrier_init(found(n), 1);
         barrier_init(asked(n), 1);
+        barrier_init(inspected(n), INSPECTORS);
     }
-    for (int n = 0; n < FA_STAGES; n++) {
+    for (int n = 0; n < K_STAGES; n++) {
         barrier_init(k_full(n), 1);
         barrier_init(k_empty(n), 4 * CONSUMERS);
     }
     for (int n = 0; n < V_STAGES; n++) {
         barrier_init(v_full(n), 1);
         barrier_init(v_ready(n), INSPECTORS);
-        barrier_init(v_empty(n), 4 * CONSUMERS);
+        barrier_init(v_empty(n), 4 * CONSUMERS + INSPECTORS);
     }
     barrier_init_done();
 }
 
 FA_DEVICE unsigned q_tile(unsigned n) { return shared_address(shared) + n % Q_STAGES * Q_BYTES; }
-FA_DEVICE unsigned k_tile(unsigned n) { return shared_address(shared) + K_AT + n % FA_STAGES * K_BYTES; }
+FA_DEVICE unsigned k_tile(unsigned n) { return shared_address(shared) + K_AT + n % K_STAGES * K_BYTES; }
 FA_DEVICE unsigned v_tile(unsigned n) { return shared_address(shared) + V_AT + n % V_STAGES * V_BYTES; }
 
 /* ---- planner and producer: one thread each; with pages a warp each, and the planner's fetches V ---- */
 
-FA_DEVICE void find_item(const fa_args &args, unsigned item)
+/* False: what is said of it is that there is none. */
+FA_DEVICE bool find_item(const fa_args &args, unsigned item)
 {
-    barrier_wait(asked(item), freed<WORKS>(item)); /* items without tiles may pass the producer by; all others free Q's stage, so are not so many behind */
-    find_work(args, item, work_at(item));
+    barrier_wait(asked(item), freed<WORKS>(item)); /* items without tiles may pass the producer by; consumers free Q's stage, so are not so many behind */
+    barrier_wait(inspected(item), freed<WORKS>(item));
+    bool some = find_work(args, item, work_at(item));
     barrier_arrive(found(item));
+    return some;
 }
 
 FA_DEVICE void fetch_queries(const fa_maps &maps, unsigned item)
 {
     const work &w = work_at(item);
     barrier_wait(q_empty(item), freed<Q_STAGES>(item));
-    if (w.tiles == 0) {
+    if (w.tiles <= 0) {
         barrier_arrive(q_full(item));
         return;
     }
@@ -134,8 +141,11 @@ FA_DEVICE void fetch_queries(const fa_maps &maps, unsigned item)
 
 FA_DEVICE void plan(const fa_args &args, const fa_maps &maps)
 {
-    for (unsigned item = 0; has_item(args, item); item++) {
-        find_item(args, item);
+    bool some = true;
+    for (unsigned item = 0; some; item++) {
+        if (args.all_items > 0 && item > 0) /* who takes an item long before he can begin it takes it from those who could */
+            barrier_wait(asked(item - 1), filled<WORKS>(item - 1));
+        some = find_item(args, item);
         fetch_queries(maps, item);
     }
 }
@@ -153,18 +163,20 @@ FA_DEVICE void fetch_values_of(const fa_args &args, const fa_maps &maps, unsigne
         fetch_tile<FA_TILE_K, FA_HEAD_DIM_V>(v_tile(n), maps.v, v_full(n), entry, head, kv_row + tile * FA_TILE_K);
 }
 
+constexpr int CLAIMED_STEPS = 3; /* so many of an item's keys are still to be asked for when the next item is taken */
+
 /* K of a step is needed before V of the one before, also where that is the last of the item before. */
 FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
 {
     unsigned k = 0, v = 0; /* tiles asked for */
-    int      entry = 0, head = 0, tile = 0, row = 0; /* of the last of K */
-    bool     more = has_item(args, 0);
-    for (unsigned item = 0; more; item++) {
+    int      entry = 0, head = 0, tile = 0, row = 0, tiles = 0; /* but for `tiles`, of the last of K */
+    for (unsigned item = 0; tiles >= 0; item++) {
         barrier_wait(found(item), filled<WORKS>(item));
         const work &w = work_at(item);
-        more          = w.more;
-        for (int left = w.tiles, next = w.right; left > 0; left--, next--) {
-            barrier_wait(k_empty(k), freed<FA_STAGES>(k));
+        tiles         = w.tiles;
+        int soon      = fa_min_int(tiles, CLAIMED_STEPS);
+        for (int left = tiles, next = w.right; left > 0; left--, next--) {
+            barrier_wait(k_empty(k), freed<K_STAGES>(k));
             barrier_expect(k_full(k), K_BYTES);
             fetch_tile<FA_TILE_K, FA_HEAD_DIM>(k_tile(k), maps.k, k_full(k), w.seq.kv_entry, w.kv_head, w.seq.kv_row + next * FA_TILE_K);
             if (v < k++)
@@ -173,72 +185,19 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
             head  = w.kv_head;
             tile  = next;
             row   = w.seq.kv_row;
+            if (left == soon)
+                barrier_arrive(asked(item));
         }
-        barrier_arrive(asked(item));
-        if (v < k && (w.tiles == 0 || !more)) /* the planner may be waiting for Q's stage, which the inspectors free when they have seen all of V */
+        if (tiles <= 0)
+            barrier_arrive(asked(item));
+        if (v < k && tiles <= 0) /* behind many such items the planner waits until the inspectors have seen all of V */
             fetch_values_of(args, maps, v++, entry, head, tile, row);
     }
 }
 
 #endif
 
-/* ---- inspectors ---- */
-
-constexpr int INSPECTED = 16 * 32 * INSPECTORS; /* bytes at once: 16 a lane */
-constexpr int INSPECTED_BARRIER = 15;            /* named: both have looked at all of a tile */
-FA_DEVICE int inspected_first() { return 16 * (threadIdx.x - (128 - 32 * INSPECTORS)); }
-
-/* Rows of V that are not the sequence's become zeros. */
-FA_DEVICE void clear_other_rows(unsigned tile, fa_range rows)
-{
-#pragma unroll 1
-    for (int offset = inspected_first(); offset < V_BYTES; offset += INSPECTED) {
-        int row = FP8 ? key_of_byte(offset) : offset / 128 % FA_TILE_K;
-        if (row < rows.begin || row >= rows.end)
-            shared_store(tile + offset, make_uint4(0, 0, 0, 0));
-    }
-}
-
-/* In an edge tile P is 0 for rows that do not see a key, but 0 * NaN is NaN: V must hold nothing there that is not finite. What is taken
- * away add_nonfinite gives to the rows that see it. True if there was any. */
-FA_DEVICE bool inspect_tile(unsigned tile, fa_range rows)
-{
-    if ((!FP8 || TURNS_V) && (rows.begin > 0 || rows.end < FA_TILE_K)) /* else values_sm90.cu has done it */
-        clear_other_rows(tile, rows);
-    if (FA_MASK == FA_MASK_NONE || !holds_nonfinite<V_BYTES, INSPECTED>(tile + inspected_first()))
-        return false;
-    clear_nonfinite_of_lane<V_BYTES, INSPECTED>(tile + inspected_first());
-    return true;
-}
-
-FA_DEVICE void inspect(const fa_args &args)
-{
-    unsigned tile = 0;
-    bool     more = has_item(args, 0);
-    for (unsigned item = 0; more; item++) {
-        barrier_wait(q_full(item), filled<Q_STAGES>(item));
-        work &w = work_at(item);
-        more    = w.more;
-        for (int n = 0; n < w.tiles; n++, tile++) {
-            int first_key = (w.right - n) * FA_TILE_K;
-            barrier_wait(v_full(tile), filled<V_STAGES>(tile));
-            bool masked = is_masked(w, n);
-            if (masked && inspect_tile(v_tile(tile), {w.keys.begin - first_key, w.keys.end - first_key}))
-                w.cleared = 1;
-            if constexpr (TURNS_V) {
-                if (masked)
-                    named_sync(INSPECTED_BARRIER, 32 * INSPECTORS);
-                turn_values(v_tile(tile), same_for_all(threadIdx.x / 32 % 2));
-            }
-            if (TURNS_V || masked) {
-                fence_async();
-                __syncwarp();
-            }
-            release(v_ready(tile));
-        }
-        release(q_empty(item));
-    }
-}
+#include "inspect_sm90.cuh"
 
 /* ---- consumers ---- */
 
@@ -279,7 +238,7 @@ FA_DEVICE void begin_turns(consumer &c, int group)
         pass_turn(group);
 }
 
-FA_DEVICE void wait_for_k(unsigned n) { barrier_wait(k_full(n), filled<FA_STAGES>(n)); }
+FA_DEVICE void wait_for_k(unsigned n) { barrier_wait(k_full(n), filled<K_STAGES>(n)); }
 FA_DEVICE void wait_for_v(unsigned n) { barrier_wait(v_ready(n), filled<V_STAGES>(n)); }
 
 /* Steps in which this consumer's rows see nothing yet, being above the others, or at all, for there are none. */
@@ -292,6 +251,13 @@ FA_DEVICE int blind_steps(const fa_args &args, const work &w, int group)
     return last < w.keys.begin ? w.tiles : w.right - last / FA_TILE_K;
 }
 
+/* Steps up to the last in which this consumer's rows see something, being below others that see earlier keys. */
+FA_DEVICE int seen_steps(const fa_args &args, const work &w, int group)
+{
+    int first = row_limits_of(window_of(args), w.seq, w.keys, w.first_q + 64 * group).first;
+    return FA_MASK == FA_MASK_WINDOW ? clamp_int(w.right + 1 - first / FA_TILE_K, 0, w.tiles) : w.tiles;
+}
+
 /* Steps that need no mask for this consumer's rows. */
 FA_DEVICE fa_range clean_steps(const fa_args &args, const work &w, int group)
 {
@@ -301,13 +267,20 @@ FA_DEVICE fa_range clean_steps(const fa_args &args, const work &w, int group)
     return {first, clamp_int(w.right + 1 - clean.begin, first, w.tiles)};
 }
 
+/* Of these, those whose rows have seen keys before (softmax_ahead): the first row has not, if a clean tile has its last key. find_work says it of all rows. */
+FA_DEVICE fa_range steps_after_others(const fa_args &args, const work &w, int group)
+{
+    fa_range clean = clean_steps(args, w, group);
+    if (clean.begin > 0 && row_limits_of(window_of(args), w.seq, w.keys, w.first_q + 64 * group).last < (w.right + 1 - clean.begin) * FA_TILE_K)
+        clean.begin = fa_min_int(clean.begin + 1, w.tiles);
+    return {clean.begin, fa_max_int(clean.begin, clean.end)};
+}
+
 /* A step without work: only its stages and its turn are passed on. */
-FA_DEVICE void blind_step(const work &w, consumer &c, unsigned item, int n)
+FA_DEVICE void blind_step(consumer &c)
 {
     wait_for_k(c.tile);
     release(k_empty(c.tile));
-    if (n + 1 == w.tiles)
-        release(q_empty(item));
     await_turn(c.group);
     pass_turn(c.group);
     wait_for_v(c.tile);
@@ -335,8 +308,8 @@ FA_DEVICE void drop(const fa_args &args, const work &w, float (&p)[S_COUNT], int
 /* This consumer's rows of Q. */
 FA_DEVICE unsigned own_queries(const consumer &c, unsigned item) { return q_tile(item) + c.group * Q_GROUP; }
 
-/* Q K^T with nothing under way beside it. */
-FA_DEVICE void scores_alone(const work &w, float (&s)[S_COUNT], consumer &c, unsigned item, int n)
+/* Q K^T with nothing under way beside it. last: the item's last step of which this consumer's rows see something. */
+FA_DEVICE void scores_alone(float (&s)[S_COUNT], consumer &c, unsigned item, bool last)
 {
     wait_for_k(c.tile);
     start_scores(s, own_queries(c, item), k_tile(c.tile));
@@ -344,22 +317,22 @@ FA_DEVICE void scores_alone(const work &w, float (&s)[S_COUNT], consumer &c, uns
     wgmma_wait<0>();
     hold(s);
     release(k_empty(c.tile));
-    if (n + 1 == w.tiles)
+    if (last)
         release(q_empty(item));
 }
 
-/* Step n, the first of an item, with nothing to overlap. */
-FA_DEVICE void first_tile(const fa_args &args, const work &w, consumer &c, unsigned item, int n)
+/* Step n, the first of an item of which this consumer sees something, up to step `seen`, with nothing to overlap. */
+FA_DEVICE void first_tile(const fa_args &args, const work &w, consumer &c, unsigned item, int n, int seen)
 {
     float s[S_COUNT], alpha[2];
-    scores_alone(w, s, c, item, n);
+    scores_alone(s, c, item, n + 1 == seen);
     finish_scores(args, w, s, c.group, n, is_masked(w, n));
     c.rows  = no_rows();
     c.fresh = true;
     softmax_step<true>(s, c.rows, alpha, unit_of(args, w));
     drop(args, w, s, c.group, n);
     pack_p(c.p, s);
-    if (n + 1 < w.tiles)
+    if (n + 1 < seen)
         wait_for_k(c.tile + 1);
 }
 
@@ -385,8 +358,8 @@ FA_DEVICE void keep_output(consumer &c, float unit)
     c.fresh = c.has_kept = true;
 }
 
-/* A later step of an item of `tiles`: scores of its tile while P V of the one before is under way. */
-template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned item, int n, int tiles)
+/* A later step, before step `seen`: scores of its tile while P V of the one before is under way. */
+template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned item, int n, int seen)
 {
     float s[S_COUNT], alpha[2];
     await_turn(c.group);
@@ -399,12 +372,12 @@ template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, c
     hold(s);
     hold_held(c.q);
     release(k_empty(c.tile + 1));
-    if (n + 1 == tiles)
+    if (n + 1 == seen)
         release(q_empty(item));
     finish_scores(args, w, s, c.group, n, MASKED);
     bool moved = MASKED || FA_HAS_ALIBI ? softmax_step<MASKED>(s, c.rows, alpha, unit_of(args, w)) : softmax_ahead(s, c.rows, alpha, unit_of(args, w));
     drop(args, w, s, c.group, n);
-    if (n + 1 < tiles) /* here, for a branch keeps the compiler from moving exponentials behind the wait that follows */
+    if (n + 1 < seen) /* here, for a branch keeps the compiler from moving exponentials behind the wait that follows */
         wait_for_k(c.tile + 2);
     finish_output(c, c.tile);
     if (moved)
@@ -427,28 +400,35 @@ FA_DEVICE far_rows store_result(const fa_args &args, const work &w, const float 
     for (int h = 0; h < 2; h++) {
         int     i   = first + 8 * h;
         float   top = rows.max[h] * unit_of(args, w) - (FA_HAS_SOFTCAP ? 0.5f * args.cap_unit : 0.0f);
-        row_end end = end_of_row(top - P_LOG2, quad_sum(rows.sum[h]), sink_log2, i >= w.seq.seqlen_q);
+        float   sum = quad_sum(rows.sum[h]);
+        row_end end = end_of_row(top - P_LOG2, sum, sink_log2, i >= w.seq.seqlen_q);
         char   *to  = (char *)args.o.data + offset_of_o(args, w, i) * (FA_DTYPE_O == FA_F32 ? 4 : 2);
         store_row<FA_DTYPE_O, FA_HEAD_DIM_V>(i < w.seq.rows_q ? to : nullptr, o, h, end.scale * factor_of_o(args, w), args.head_dim_v);
         if (threadIdx.x % 4 == 0 && i < w.seq.rows_q)
             store_lse(args, w, i, end.lse);
-        far[h] = __ballot_sync(0xFFFFFFFFu, is_far(top) || (rows.lost >> h & 1) || (FP8 && !(unit_of(args, w) > 0.0f)));
+        far[h] = __ballot_sync(0xFFFFFFFFu, threadIdx.x % 4 == 1 ? sum != 0.0f : is_far(top) || (rows.lost >> h & 1) || (FP8 && !(unit_of(args, w) > 0.0f)));
     }
     return {far[0], far[1]};
 }
 
 /* What store_result could not know, when few registers are in use. */
-FA_DEVICE void store_rare(const fa_args &args, const work &w, far_rows far, int group)
+FA_DEVICE void store_rare(const fa_args &args, const work &w, far_rows far, int group, unsigned item)
 {
     int first = w.first_q + 64 * group + threadIdx.x % 128 / 32 * 16;
-    if (far.upper | far.lower)
+    if constexpr (FA_MASK != FA_MASK_NONE) {
+        barrier_wait(inspected(item), filled<WORKS>(item));
+        if (w.spoilt)
+            far = {far.upper >> 1, far.lower >> 1};
+    }
+    if ((far.upper | far.lower) & 0x11111111u)
         redo_far_rows(args, w, first, far);
-    if (w.cleared)
-        add_nonfinite(args, w, first);
 }
 
-/* P V of an item's last tile, then its result. NEXT: together with the scores of the next item's first tile. */
-template <bool NEXT> FA_DEVICE void last_tile(const fa_args &args, const work &w, consumer &c, unsigned item)
+/* A consumer's last steps may be blind ones. Inspectors wait for their V too, so it goes through them before it asks what these have found. */
+constexpr bool TRAILS = Q_STAGES == 1 && FA_MASK == FA_MASK_WINDOW;
+
+/* P V of an item's last tile, then its result, in which there may be far rows. NEXT: together with the scores of the next item's first tile. */
+template <bool NEXT> FA_DEVICE far_rows last_tile(const fa_args &args, const work &w, consumer &c, unsigned item)
 {
     float       s[NEXT ? S_COUNT : 1], alpha[2];
     const work &next = work_at(item + 1);
@@ -480,12 +460,14 @@ template <bool NEXT> FA_DEVICE void last_tile(const fa_args &args, const work &w
     far_rows far = store_result(args, w, c.o, c.rows, c.group);
     if constexpr (NEXT)
         pack_p(c.p, s);
-    store_rare(args, w, far, c.group);
+    if constexpr (!TRAILS)
+        store_rare(args, w, far, c.group, item);
     if (NEXT && next.tiles > 1)
         load_held<FA_TILE_Q>(c.q, own_queries(c, item + 1), 0);
     c.rows  = rows;
     c.fresh = true;
     c.tile++;
+    return far;
 }
 
 FA_DEVICE void consume(const fa_args &args, int group)
@@ -494,18 +476,25 @@ FA_DEVICE void consume(const fa_args &args, int group)
     bool     begun = false; /* this item's first tile went with the last of the one before */
     c.has_kept = false;
     begin_turns(c, group);
-    bool more = has_item(args, 0);
-    for (unsigned item = 0; more; more = same_for_all(work_at(item).more), item++) {
+    for (unsigned item = 0;; item++) {
         const work &w = work_at(item);
         if (!begun)
             barrier_wait(q_full(item), filled<Q_STAGES>(item));
         int tiles = same_for_all(w.tiles), n = 0;
+        if (tiles < 0)
+            break;
         if (tiles == 0)
             release(q_empty(item));
-        if constexpr (Q_STAGES == 1)
-            for (int end = same_for_all(tiles > 0 ? blind_steps(args, w, group) : 0); n < end; n++)
-                blind_step(w, c, item, n);
+        int seen = tiles;
+        if constexpr (Q_STAGES == 1) {
+            seen = same_for_all(tiles > 0 ? seen_steps(args, w, group) : 0);
+            int end = same_for_all(tiles > 0 ? blind_steps(args, w, group) : 0);
+            for (end = end < seen ? end : tiles; n < end; n++)
+                blind_step(c);
+        }
         if (n == tiles) {
+            if (tiles > 0)
+                release(q_empty(item));
 #pragma unroll
             for (int i = 0; i < O_COUNT; i++)
                 c.o[i] = 0.0f;
@@ -513,24 +502,33 @@ FA_DEVICE void consume(const fa_args &args, int group)
             continue;
         }
         if (!begun)
-            first_tile(args, w, c, item, n);
+            first_tile(args, w, c, item, n, seen);
         n++;
-        for (int end = same_for_all(w.first_clean); n < end; n++)
-            step<true>(args, w, c, item, n, tiles);
-        for (int end = same_for_all(w.end_clean); n < end; n++)
-            step<false>(args, w, c, item, n, tiles);
-        for (; n < tiles; n++)
-            step<true>(args, w, c, item, n, tiles);
+        constexpr bool BY_ITSELF = Q_STAGES == 1 && FA_MASK != FA_MASK_NONE; /* a consumer has clean steps of its own */
+        fa_range       clean     = {0, 0};
+        if constexpr (BY_ITSELF)
+            clean = steps_after_others(args, w, group);
+        for (int end = fa_min_int(same_for_all(BY_ITSELF ? clean.begin : w.first_clean), seen); n < end; n++)
+            step<true>(args, w, c, item, n, seen);
+        for (int end = fa_min_int(same_for_all(BY_ITSELF ? clean.end : w.end_clean), seen); n < end; n++)
+            step<false>(args, w, c, item, n, seen);
+        for (; n < seen; n++)
+            step<true>(args, w, c, item, n, seen);
         begun = false;
-        if constexpr (Q_STAGES > 1)
-            if (same_for_all(w.more)) {
-                barrier_wait(q_full(item + 1), filled<Q_STAGES>(item + 1));
-                begun = same_for_all(work_at(item + 1).tiles) > 0;
-            }
+        if constexpr (Q_STAGES > 1) {
+            barrier_wait(q_full(item + 1), filled<Q_STAGES>(item + 1));
+            begun = same_for_all(work_at(item + 1).tiles) > 0;
+        }
         if (Q_STAGES > 1 && begun)
             last_tile<Q_STAGES != 1>(args, w, c, item);
-        else
-            last_tile<false>(args, w, c, item);
+        else {
+            far_rows far = last_tile<false>(args, w, c, item);
+            if constexpr (TRAILS) {
+                for (; n < tiles; n++)
+                    blind_step(c);
+                store_rare(args, w, far, group, item);
+            }
+        }
     }
 }
 
@@ -549,7 +547,7 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, FA_MIN_BLOCKS)
         else if (FA_HAS_PAGED ? threadIdx.x < 64 : threadIdx.x == 32)
             produce(args, maps);
         else if (threadIdx.x >= 64)
-            inspect(args);
+            inspect();
     } else {
         registers_up<CONSUMER_REGISTERS>();
         int group = same_for_all(threadIdx.x / 128 - 1);

@@ -54,7 +54,7 @@ FA_DEVICE void start_whole_output(const fa_args &args, const work &w, consumer &
 template <bool MASKED> FA_DEVICE void whole_step(const fa_args &args, const work &w, consumer &c, unsigned item, int n)
 {
     float s[S_COUNT];
-    scores_alone(w, s, c, item, n);
+    scores_alone(s, c, item, n + 1 == w.tiles);
     whole_softmax<MASKED>(args, w, c, s, n);
     wait_for_v(c.tile);
     start_whole_output(args, w, c, n);
@@ -108,15 +108,18 @@ FA_DEVICE void consume_one_by_one(const fa_args &args, int group)
 {
     consumer c;
     begin_turns(c, group);
-    bool more = has_item(args, 0);
-    for (unsigned item = 0; more; more = same_for_all(work_at(item).more), item++) {
+    for (unsigned item = 0;; item++) {
         const work &w = work_at(item);
         barrier_wait(q_full(item), filled<Q_STAGES>(item));
         int tiles = same_for_all(w.tiles), n = 0;
+        if (tiles < 0)
+            break;
         if (tiles == 0)
             release(q_empty(item));
         for (int end = same_for_all(tiles > 0 ? blind_steps(args, w, group) : 0); n < end; n++)
-            blind_step(w, c, item, n);
+            blind_step(c);
+        if (n == tiles && tiles > 0)
+            release(q_empty(item));
         c.rows  = no_rows();
         c.fresh = true;
         c.has_kept = false;
@@ -138,7 +141,7 @@ FA_DEVICE void consume_one_by_one(const fa_args &args, int group)
         if (FP8 && c.has_kept)
             add_kept(c, unit_of(args, w));
         far_rows far = store_result(args, w, c.o, c.rows, group);
-        store_rare(args, w, far, group);
+        store_rare(args, w, far, group, item);
     }
 }
 

@@ -46,32 +46,12 @@ FA_DEVICE auto rows_from(const fa_args &args, const plain_work &w, int, const fa
         return rows_of{data + w.seq.kv_entry * view.stride[0] + (fa_i64)(w.seq.kv_row + j) * view.stride[1] + w.kv_head * view.stride[2], view.stride[1]};
 }
 
-/* Inf and NaN of V that the inspectors took away, for the rows that see them. */
-static __device__ __noinline__ void add_nonfinite(const fa_args &args, const work &shared_work, int first)
-{
-    __syncwarp();
-    plain_work w = plain_work_of(shared_work);
-    for (int i = first; i < fa_min_int(w.seq.seqlen_q, first + 16); i++)
-        for (int col = threadIdx.x % 32; col < args.head_dim_v; col += 32) {
-            float total = 0.0f;
-            for (int j = w.keys.begin; j < w.keys.end; j++) {
-                float value = load_element(rows_from(args, w, w.v, args.v, j).row(0), col, FA_DTYPE);
-                if (!finite(value) && sees(args, w.seq, w.slices, i, j) &&
-                    (!FA_HAS_DROPOUT || fa_dropout_keeps(&args.dropout, w.b * args.heads_q + w.head, i, j)))
-                    total += value;
-            }
-            fa_i64 at = offset_of_o(args, shared_work, i) + col;
-            if (!finite(total))
-                store_element(args.o.data, at, FA_DTYPE_O, load_element(args.o.data, at, FA_DTYPE_O) + total);
-        }
-}
-
-/* Of a warp's rows n and 8 + n, bit 4 n. */
+/* Of a warp's rows n and 8 + n, bit 4 n; bit 4 n + 1: it sees something. */
 struct far_rows {
     unsigned upper, lower;
 };
 
-/* Far rows once more. */
+/* Far rows once more, or all of them where V spoilt O. */
 static __device__ __noinline__ void redo_far_rows(const fa_args &args, const work &shared_work, int first, far_rows far)
 {
     __syncwarp();

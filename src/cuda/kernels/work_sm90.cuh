@@ -12,10 +12,9 @@ struct work {
     int       b, head, kv_head;
     int       first_q;                /* first row of the tile */
     fa_range  keys;                   /* keys that some of its rows may see */
-    int       right, tiles;           /* key tiles right, right - 1, ...: step n has tile right - n */
+    int       right, tiles;           /* key tiles right, right - 1, ...: step n has tile right - n. tiles < 0: no item, nor is there one behind it */
     int       first_clean, end_clean; /* steps [first_clean, end_clean) need no mask */
-    int       cleared;                /* an inspector found Inf or NaN in V and took it away */
-    int       more;                   /* the block has an item behind this one: who computes that for himself divides for 300 cycles */
+    int       spoilt;                 /* an inspector found Inf or NaN in V of an edge tile */
     sequence  seq;
 #if FA_DTYPE == FA_F8E4M3
     float     unit, descale; /* log2 units of a dot product; what O is to be multiplied with */
@@ -25,41 +24,62 @@ struct work {
 #endif
 };
 
-/* Where every sequence is as long as the others (args.order_heads 0), causal tiles come in pairs, the last ones by their length. Otherwise a block has one tile, and the
- * longest come first over args.order_heads heads whose K and V stay in L2, then over the next heads; or, where sequences are short, it has
- * args.block_tiles neighbours of a head's list (packed_sm90.cuh), so that one is begun while the one before ends. */
-FA_DEVICE bool in_pairs(const fa_args &args) { return FA_MASK == FA_MASK_CAUSAL && args.order_heads == 0; }
+struct query_place {
+    int b, head, tile;
+};
 
-/* The block's n-th tile. */
-FA_DEVICE bool has_item(const fa_args &args, unsigned n)
+/* Where every sequence is as long as the others a block's n-th tile is known: causal ones come in pairs, the last ones by their length, others in the order of their heads. */
+FA_DEVICE bool own_place(const fa_args &args, unsigned n, query_place &at)
 {
-    unsigned heads = args.heads_q * args.batch, tiles = args.tiles_q, own = args.block_tiles;
-    if (own > 0)
-        return n < own && blockIdx.x * own + n < (unsigned)args.all_tiles_q * args.heads_q;
-    if (in_pairs(args))
-        return has_causal_item(tiles, heads, n);
-    return n * gridDim.x + blockIdx.x < tiles * heads;
+    unsigned   heads = args.heads_q * args.batch, tiles = args.tiles_q, number = n * gridDim.x + blockIdx.x;
+    grid_place of;
+    if (FA_MASK == FA_MASK_CAUSAL ? !has_causal_item(tiles, heads, n) : number >= tiles * heads)
+        return false;
+    if (FA_MASK == FA_MASK_CAUSAL)
+        of = place_of_causal_item(tiles, heads, n);
+    else
+        of = {number % tiles, number / tiles};
+    at.b    = of.other / args.heads_q;
+    at.head = of.other % args.heads_q;
+    at.tile = of.tile;
+    return true;
 }
 
-constexpr unsigned NO_TILE = (1u << 30) / FA_TILE_Q; /* past every row */
-
-FA_DEVICE grid_place place_of(const fa_args &args, unsigned n)
+/* Elsewhere (args.all_items) who is free takes the next one: heads one after the other, so that few heads' K and V are read at once, and of each the tiles of all sequences
+ * (packed_sm90.cuh) from the last to the first, under a mask a sequence's longest first. Each block's first has its own number. A tile may be nobody's. */
+FA_DEVICE bool dealt_place(const fa_args &args, bool first_of_all, query_place &at)
 {
-    unsigned tiles = args.tiles_q;
-    if (args.block_tiles > 0) {
-        unsigned   number = blockIdx.x * args.block_tiles + n, head = number / args.all_tiles_q;
-        tile_place at     = place_of_queries(args, number - head * args.all_tiles_q);
-        return {at.tile < 0 ? NO_TILE : at.tile, at.b * args.heads_q + head};
+    unsigned number = blockIdx.x, tiles = args.all_tiles_q;
+    if (!first_of_all) {
+        if (!args.next_item) /* there are as many blocks */
+            return false;
+        wait_for_launch_before(); /* deal.cu */
+        number = atomicAdd(args.next_item, 1) + gridDim.x;
     }
-    if (in_pairs(args))
-        return place_of_causal_item(tiles, args.heads_q * args.batch, n);
-    unsigned number = n * gridDim.x + blockIdx.x;
-    if (FA_MASK == FA_MASK_NONE || args.order_heads == 0)
-        return {number % tiles, number / tiles};
-    unsigned heads = args.order_heads, first = number / (heads * tiles) * heads;
-    number -= first * tiles;
-    heads = min(heads, args.heads_q * args.batch - first);
-    return {tiles - 1 - number / heads, first + number % heads};
+    if (number >= (unsigned)args.all_items)
+        return false;
+    unsigned   head = number / tiles;
+    tile_place of   = place_of_queries(args, tiles - 1 - (number - head * tiles));
+    at              = {of.b, (int)head, of.tile};
+    return true;
+}
+
+/* Of the block's n-th item: which it is, or that there is none. */
+FA_DEVICE bool place_work(const fa_args &args, unsigned n, work &w)
+{
+    bool first_of_all = n == 0;
+    for (;;) {
+        query_place at;
+        if (!(args.all_items > 0 ? dealt_place(args, first_of_all, at) : own_place(args, n, at)))
+            return false;
+        first_of_all = false;
+        w.b          = at.b;
+        w.head       = at.head;
+        w.first_q    = at.tile * FA_TILE_Q;
+        w.seq        = sequence_at(args, at.b);
+        if (args.all_items == 0 || (unsigned)w.first_q < (unsigned)w.seq.rows_q)
+            return true;
+    }
 }
 
 /* Log2 units of what softmax takes. Elsewhere than with FP8 the same for all: from the arguments, not from shared memory. */
@@ -72,17 +92,15 @@ FA_DEVICE float unit_of(const fa_args &args, const work &w)
 #endif
 }
 
-FA_DEVICE void find_work(const fa_args &args, unsigned n, work &w)
+/* True if there is an item n. */
+FA_DEVICE bool find_work(const fa_args &args, unsigned n, work &w)
 {
-    grid_place at = place_of(args, n);
-    w.head        = at.other % args.heads_q;
-    w.b           = at.other / args.heads_q;
-    w.kv_head     = w.head / args.group;
-    w.first_q     = at.tile * FA_TILE_Q;
-    w.cleared     = 0;
-    w.more        = has_item(args, n + 1);
-    w.tiles       = 0;
-    w.seq         = sequence_at(args, w.b);
+    w.tiles = -1;
+    if (!place_work(args, n, w))
+        return false;
+    w.kv_head = w.head / args.group;
+    w.spoilt  = 0;
+    w.tiles   = 0;
 #if FA_DTYPE == FA_F8E4M3
     w.unit    = args.scale_log2 * descale_of_scores(args, w.b, w.kv_head);
     w.descale = descale_of(args.descale_v, w.b, w.kv_head);
@@ -93,7 +111,7 @@ FA_DEVICE void find_work(const fa_args &args, unsigned n, work &w)
     fa_range queries = {w.first_q, fa_min_int(w.first_q + FA_TILE_Q, w.seq.seqlen_q)};
     w.keys           = fa_keys_seen(window_of(args), w.seq.diagonal, queries, {w.seq.key_begin, w.seq.seqlen_k});
     if (queries.begin >= queries.end || w.keys.begin >= w.keys.end)
-        return;
+        return true;
     fa_range clean = clean_tiles<FA_TILE_K>(args, w.seq, queries, w.keys);
     int      right = (w.keys.end - 1) / FA_TILE_K, tiles = right + 1 - w.keys.begin / FA_TILE_K;
     w.right        = right;
@@ -102,6 +120,7 @@ FA_DEVICE void find_work(const fa_args &args, unsigned n, work &w)
     if (w.first_clean > 0 && row_limits_of(window_of(args), w.seq, w.keys, w.first_q).last < clean.end * FA_TILE_K)
         w.first_clean = fa_min_int(w.first_clean + 1, tiles); /* a clean step's rows have seen keys before (softmax_ahead): the first row has not */
     w.end_clean    = fa_max_int(right + 1 - clean.begin, w.first_clean);
+    return true;
 }
 
 /* What O is to be multiplied with besides. */
