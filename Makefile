@@ -48,8 +48,11 @@ build-tests: setup-test
 	@rm -f $(BUILD).log
 	cmake --build $(BUILD) -j $(JOBS)
 
+# The last line says how many passed and failed: ctest's own list of skipped tests hides its summary.
 test: build-tests
-	cd $(BUILD) && ctest --output-on-failure --no-tests=error -j $(JOBS) $(CTEST_FLAGS)
+	@cd $(BUILD) && status=0; ctest --output-on-failure --no-tests=error -j $(JOBS) -O tests.log $(CTEST_FLAGS) || status=$$?; \
+	    awk '/tests failed out of/ { failed = $$4; all = $$NF } /\(Skipped\)$$/ { skipped++ } \
+	         END { printf "%d passed, %d failed, %d skipped\n", all - failed - skipped, failed, skipped }' tests.log; exit $$status
 
 # A kernel is built when it is first needed and kept in the user's cache, so the first run takes longer.
 test-gpu: build-tests

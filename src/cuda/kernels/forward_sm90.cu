@@ -165,8 +165,8 @@ FA_DEVICE void fetch_values_of(const fa_args &args, const fa_maps &maps, unsigne
 
 constexpr int CLAIMED_STEPS = 384 / FA_TILE_K; /* so many tiles of an item's keys are still to be asked for when the next item is taken */
 
-/* K of a step is needed before V of the one before, with two stages of Q also where that is the last of the item before. With one it is not, and V need not wait until the
- * next item is found; nor behind items without tiles, for then the planner may wait until the inspectors have seen all of V. */
+/* K of a step is needed before V of the one before, also where that is the last of the item before, but with one stage of Q under a mask, where V need not wait until the
+ * next item is found. Nor may it behind items without tiles, for then the planner may wait until the inspectors have seen all of V. */
 FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
 {
     unsigned k = 0, v = 0; /* tiles asked for */
@@ -191,7 +191,7 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
         }
         if (tiles <= 0)
             barrier_arrive(asked(item));
-        if (v < k && (Q_STAGES == 1 || tiles <= 0))
+        if (v < k && ((Q_STAGES == 1 && FA_MASK != FA_MASK_NONE) || tiles <= 0))
             fetch_values_of(args, maps, v++, entry, head, tile, row);
     }
 }
