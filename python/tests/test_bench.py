@@ -412,18 +412,18 @@ def flash_attn_3(monkeypatch):
     """FlashAttention-3's operators, computed by PyTorch for plain calls."""
     import torch
 
-    def attention(q, k, v, causal):
-        group = q.shape[2] // k.shape[2]
+    def attention(q, k, v, causal, left, right):
+        group, queries, keys = q.shape[2] // k.shape[2], q.shape[1], k.shape[1]
+        seen = torch.ones(queries, keys, dtype=torch.bool).tril(0 if causal else right if right >= 0 else keys).triu(-left if left >= 0 else -queries)
         k, v = (t.repeat_interleave(group, 2) for t in (k, v))
-        return torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=causal).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), attn_mask=seen).transpose(1, 2)
 
-    def fwd(q, k, v, is_causal=False, **named):
-        assert named == {}
-        return attention(q, k, v, is_causal), None, None, None
+    def fwd(q, k, v, is_causal=False, window_size_left=-1, window_size_right=-1):
+        return attention(q, k, v, is_causal, window_size_left, window_size_right), None, None, None
 
-    def bwd(dout, q, k, v, out, lse, dq, dk, dv, is_causal=False, deterministic=False):
+    def bwd(dout, q, k, v, out, lse, dq, dk, dv, is_causal=False, window_size_left=-1, window_size_right=-1, deterministic=False):
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        for to, found in zip((dq, dk, dv), torch.autograd.grad(attention(*leaves, is_causal), leaves, dout)):
+        for to, found in zip((dq, dk, dv), torch.autograd.grad(attention(*leaves, is_causal, window_size_left, window_size_right), leaves, dout)):
             to.copy_(found)
 
     loaded = []
@@ -440,6 +440,22 @@ def test_the_gpu_bench_takes_flash_attention_3_from_a_library(gpu, flash_attn_3,
     monkeypatch.setattr(gpu.fa3.torch.ops.flash_attn_3, "fwd", lambda q, *others, **named: [q, None])
     assert run(gpu, monkeypatch, "--head-dims", "16", "--seqlens", "64", "--groups", "1", "--passes", "forward", "--fa3", "some.so", "--json", file) == 1
     assert all(row["tflops"]["fa3"].startswith("WRONG") for row in json.loads(file.read_text())["rows"])
+
+
+def test_the_gpu_bench_times_windows(gpu, flash_attn_3, monkeypatch, tmp_path, capsys):
+    file = tmp_path / "gpu.json"
+    assert run(gpu, monkeypatch, "--head-dims", "16", "--seqlens", "64", "--groups", "1", "--window", "24", "--fa3", "some.so", "--json", file) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 4 and "0 wrong answers" in capsys.readouterr().out
+    for row in rows:
+        assert row["window"] == 24 and set(row["tflops"]) == {"ours", "flash", "fa3"} and row["tflops"]["ours"] > 0 and row["tflops"]["fa3"] > 0
+        assert row["tflops"]["flash"] is None or row["tflops"]["flash"] > 0  # PyTorch's operator is for CUDA alone
+    for left, right in ((23, 0), (12, 12), (100, 0)):
+        assert gpu.seen_pairs(64, left, right) == sum(-left <= j - i <= right for i in range(64) for j in range(64))
+    for words in (["--window", "-1"], ["--window", "24", "--softcap", "2"], ["--window", "24", "--decode"]):
+        with pytest.raises(SystemExit):
+            run(gpu, monkeypatch, *words)
+        assert "--window is at least 0" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_few_queries_beside_flash_attention_3(gpu, flash_attn_3, monkeypatch):
