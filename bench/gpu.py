@@ -13,8 +13,9 @@ the peers have enable_gqa, but for `efficient`, which is left out. --tokens are 
 --varlen sequences are packed (cu_seqlens), the longest as long as said and the others of random lengths, and the peers are the calls that take such:
 PyTorch's varlen_attn (flash) and cuDNN's. With --deterministic the backward's sums have a fixed order, ours and the peers' that can. --portable adds
 our kernels for any GPU, --fp8 our forward with FP8 inputs; then all have the same inputs, numbers that FP8 holds. --fa3 adds FlashAttention-3 from
-its library (fa3.py says where to get one). With --window a query sees so many keys, itself the last of them (no mask: itself in their middle), longer
-lengths alone make sense, operations are those of pairs that are seen, and the peers are the two that have windows, flash and fa3. --softcap and --alibi are options of ours and FlexAttention's alone, Q then 4 times as large; --pages, of
+its library (fa3.py says where to get one). With --window a query sees so many keys, itself the last of them (no mask: itself in their middle); operations
+are those of pairs that are seen, and the peers are the two that have windows, flash and fa3.
+--softcap and --alibi are options of ours and FlexAttention's alone, Q then 4 times as large; --pages, of
 the forward alone, puts our K and V into shuffled pages of so many keys, while the peers have theirs in one piece, and so has `whole`, ours again.
 --dropout drops pairs, ours those that Philox names, written here once more; which ones the peers drop is not known, so they are timed and not
 checked. TFLOP/s count 4 s^2 d h b, half when causal, 2.5 times for the backward (of 192:128 2 s^2 h b and 6 s^2 h b for each of 192 columns, 2 and 4
@@ -125,9 +126,10 @@ class Cell:
             position = torch.arange(self.seqlen, device=card.DEVICE)
             scores = scores - self.slopes[head].double() * (position[:, None] - position).abs()
         left, right = self.window
-        for hidden in ([torch.ones_like(scores, dtype=torch.bool).triu_(right + 1)] if right >= 0 else []) + (
-                      [torch.ones_like(scores, dtype=torch.bool).tril_(-left - 1)] if left >= 0 else []):
-            scores.masked_fill_(hidden, float("-inf"))
+        if right >= 0:
+            scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(right + 1), float("-inf"))
+        if left >= 0:
+            scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).tril_(-left - 1), float("-inf"))
         weights = torch.softmax(scores, -1)
         out = (weights * kept_pairs(self.seqlen, self.dropout) if self.dropout else weights) @ v
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), self.one(self.dout, head).double())]
@@ -304,15 +306,19 @@ def flex(cell):
     return forward, backward
 
 
+def torch_peer(cell, name):
+    if cell.packed:
+        return packed_peer(cell, name)
+    return windowed_flash(cell) if cell.window[0] >= 0 else peer(cell, card.PEERS[name])
+
+
 def runs_of(cell, names):
     """{name: (forward, backward), or None where it has no kernel}"""
     runs = {}
     for name in names:
         try:
             own = {"ours": ours, "flex": flex, "portable": portable, "fp8": fp8, "whole": whole, "fa3": fa3.peer}.get(name)
-            if name == "flash" and cell.window[0] >= 0 and not cell.packed:
-                own = windowed_flash
-            runs[name] = own(cell) if own else packed_peer(cell, name) if cell.packed else peer(cell, card.PEERS[name])
+            runs[name] = own(cell) if own else torch_peer(cell, name)
         except Exception as problem:  # no kernel, no memory, or a compiler that gave up
             runs[name] = None
             if name in ("ours", "flex", "fa3"):
@@ -399,8 +405,8 @@ def refuse(parser, options):
         parser.error("--softcap and --pages are at least 0, and every length is whole pages")
     if options.tokens is not None and options.tokens < 1:
         parser.error(f"--tokens {options.tokens}: at least 1")
-    if options.window < 0 or (options.window and (own_options or options.flex or options.fp8 or options.decode)):
-        parser.error("--window is at least 0, and not for --softcap, --alibi, --pages, --dropout, --flex, --fp8 and --decode")
+    if options.window < 0 or (options.window and (own_options or options.math or options.flex or options.fp8 or options.decode)):
+        parser.error("--window is at least 0, and not for --math, --softcap, --alibi, --pages, --dropout, --flex, --fp8 and --decode")
     if options.decode and (options.heads or options.tokens):
         parser.error("--decode has 32 heads on 8 and --batches of sequences: leave out --heads and --tokens")
     if options.decode and any(d != d_v for d, d_v in options.head_dims):

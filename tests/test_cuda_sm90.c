@@ -139,7 +139,7 @@ static void nonfinite_values_reach_only_who_sees_them(void **state)
     need_hopper();
     static uint16_t host[4 * COUNT + 8], got[COUNT];
     fill(host, 3 * COUNT, 5);
-    uint16_t *v   = host + 2 * COUNT;
+    uint16_t *v = host + 2 * COUNT;
     host[4 * COUNT] = 0x3F80; /* a sink of 1 */
     v[10 * HEAD_DIM + 3] = 0x7FC0, v[130 * HEAD_DIM + 5] = 0x7F80, v[131 * HEAD_DIM + 5] = 0xFF80; /* NaN, Inf, -Inf */
     v[200 * HEAD_DIM + 60] = 0x7F80, v[299 * HEAD_DIM] = 0x7FC0;

@@ -452,7 +452,7 @@ def test_the_gpu_bench_times_windows(gpu, flash_attn_3, monkeypatch, tmp_path, c
         assert row["tflops"]["flash"] is None or row["tflops"]["flash"] > 0  # PyTorch's operator is for CUDA alone
     for left, right in ((23, 0), (12, 12), (100, 0)):
         assert gpu.seen_pairs(64, left, right) == sum(-left <= j - i <= right for i in range(64) for j in range(64))
-    for words in (["--window", "-1"], ["--window", "24", "--softcap", "2"], ["--window", "24", "--decode"]):
+    for words in (["--window", "-1"], ["--window", "24", "--softcap", "2"], ["--window", "24", "--math"], ["--window", "24", "--decode"]):
         with pytest.raises(SystemExit):
             run(gpu, monkeypatch, *words)
         assert "--window is at least 0" in capsys.readouterr().err.splitlines()[-1]
