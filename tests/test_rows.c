@@ -27,12 +27,12 @@ static float next_sum(void)
     return ((float)bits / 4294967296.0f - 0.5f) * 4.0f;
 }
 
-static const fa_kernels *amx_kernels(void)
+static const fa_kernels *amx_kernels(flash_attn_dtype dtype)
 {
 #ifdef FA_HAVE_AMX
     for (int n = 0; n < num_tiers(); n++) {
         if (strncmp(tier_at(n)->name, "amx", 3) == 0)
-            return fa_kernels_amx(fa_kernels_avx512(), FLASH_ATTN_BF16);
+            return fa_kernels_amx(fa_kernels_avx512(), dtype);
     }
 #endif
     print_message("skipped: this machine has no AMX\n");
@@ -68,7 +68,7 @@ static void rows_have_the_bits_of_rows_alone(void **state)
     (void)state;
     static const flash_attn_dtype dtypes[] = {FLASH_ATTN_BF16, FLASH_ATTN_F16, FLASH_ATTN_F32};
     static const int              cols[]   = {1, 15, 16, 17, 31, 32, 33, 40, 64, 96};
-    const fa_kernels             *k        = amx_kernels();
+    const fa_kernels             *k        = amx_kernels(FLASH_ATTN_BF16);
     for (size_t d = 0; d < 3; d++)
         for (size_t c = 0; c < sizeof cols / sizeof cols[0]; c++)
             for (int n = 0; n < 8; n++)
@@ -79,7 +79,7 @@ static void rows_have_the_bits_of_rows_alone(void **state)
 static void lse_is_right(void **state)
 {
     (void)state;
-    const fa_kernels  *k          = amx_kernels();
+    const fa_kernels  *k          = amx_kernels(FLASH_ATTN_BF16);
     const double       to_natural = 0.6931471805599453;
     static const float shifts[]   = {0.0f, 1.0f, -3.25f, 1e4f, -1e9f};
     for (uint32_t bits = 0x00800010; bits < 0x7E800000; bits += bits < 0x3F000000 || bits > 0x40800000 ? 99991 : 113) {
@@ -163,7 +163,7 @@ static void rows_are_packed_alike_wherever_they_lie(void **state)
 {
     (void)state;
     static const int counts[] = {1, 16, 31, 32, 48, MOST_PACKED}, cols[] = {8, 32, 40, 64, 128};
-    const fa_kernels *tables[] = {amx_kernels(), fixed_kernels()};
+    const fa_kernels *tables[] = {amx_kernels(FLASH_ATTN_BF16), fixed_kernels()};
     for (int t = 0; t < 2 && tables[t]; t++)
         for (int role = 0; role < (t == 0 ? (int)FA_ROLES : FA_ROLE_V + 1); role++)
             for (size_t n = 0; n < sizeof counts / sizeof counts[0]; n++)
@@ -173,9 +173,81 @@ static void rows_are_packed_alike_wherever_they_lie(void **state)
                 }
 }
 
+/* ---- scores of float16 ---- */
+
+enum { PART = 128, COLS = 64, SIGNIFICANDS = 1024 };
+
+/* Of 1024 one has each significand, of many signs and exponents; after them what is rare. */
+static uint16_t half_number(int n)
+{
+    static const uint16_t rare[] = {0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0x7FFF, 0x03FF};
+    if (n >= SIGNIFICANDS)
+        return rare[n % (int)(sizeof rare / sizeof rare[0])];
+    return (uint16_t)(n | (8 + n * 7 % 13) << 10 | n % 3 << 15);
+}
+
+typedef struct half_rows {
+    uint16_t    number[PART][COLS];
+    const void *row[PART];
+    fa_rows     rows;
+} half_rows;
+
+/* Numbers from `first` on, each alone in its row. */
+static void set_half_rows(half_rows *x, int first, int count, int col)
+{
+    memset(x->number, 0, sizeof x->number);
+    for (int r = 0; r < count; r++) {
+        x->number[r][col] = half_number(first + r);
+        x->row[r]         = x->number[r];
+    }
+    x->rows = (fa_rows){x->row, count, COLS, 1, FLASH_ATTN_F16};
+}
+
+static void expect_products(const float *s, int lds, int q, int k, int rows, const char *what)
+{
+    for (int r = 0; r < rows; r++) {
+        for (int n = 0; n < PART; n++) {
+            float a = fa_float_of_f16(half_number(q + r)), b = fa_float_of_f16(half_number(k + n)), got = s[r * lds + n];
+            if (!(got == a * b || (isnan(got) && isnan(a * b))))
+                fail_msg("%a times %a is %a by %s", (double)a, (double)b, (double)got, what);
+        }
+    }
+}
+
+/* Every significand times every other, by factors (amx.h) and where a few rows have them put together again. */
+static void products_of_float16_are_exact(void **state)
+{
+    (void)state;
+    const fa_kernels               *kernels = amx_kernels(FLASH_ATTN_F16);
+    static half_rows                q, k;
+    _Alignas(64) static float       s[PART * PART];
+    static const fa_soon            soon;
+    char *left = aligned_alloc(64, kernels->packed_bytes(FA_ROLE_Q, PART, COLS)), *few = aligned_alloc(64, kernels->packed_bytes(FA_ROLE_Q, 8, COLS)),
+         *right = aligned_alloc(64, kernels->packed_bytes(FA_ROLE_K, PART, COLS));
+    assert_true(left && right && few);
+    kernels->enter();
+    for (int i = 0; i <= SIGNIFICANDS; i += PART) {
+        set_half_rows(&q, i, PART, i / PART * 5);
+        kernels->pack(FA_ROLE_Q, left, &q.rows, NULL);
+        q.rows.count = 8;
+        kernels->pack(FA_ROLE_Q, few, &q.rows, NULL);
+        for (int j = 0; j <= SIGNIFICANDS; j += PART) {
+            set_half_rows(&k, j, PART, i / PART * 5);
+            kernels->pack(FA_ROLE_K, right, &k.rows, NULL);
+            kernels->scores(s, PART, left, right, PART, PART, COLS);
+            expect_products(s, PART, i, j, PART, "factors");
+            kernels->scores_few(s, PART, few, &k.rows, 8, &soon);
+            expect_products(s, PART, i, j, 8, "few rows");
+        }
+    }
+    kernels->leave();
+    free(left), free(right), free(few);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(rows_are_packed_alike_wherever_they_lie),
+                                       cmocka_unit_test(products_of_float16_are_exact),
                                        cmocka_unit_test(rows_have_the_bits_of_rows_alone),
                                        cmocka_unit_test(lse_is_right)};
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -21,7 +21,7 @@ FA_AMX_INLINE bool is_keys(fa_role role) { return role == FA_ROLE_K || role == F
  * as values on their way there. */
 FA_AMX_INLINE bool has_turned_form(fa_role role) { return role == FA_ROLE_Q_RIGHT || role == FA_ROLE_DO_RIGHT; }
 
-FA_AMX_INLINE size_t bytes_of(fa_role role, int rows, int cols, int pieces)
+__attribute__((noinline)) size_t fa_amx_bytes(fa_role role, int rows, int cols, int pieces)
 {
     int turned = has_turned_form(role) ? fa_tiles_of(rows, 32) * 2 * fa_tiles_of(cols, 32) : 0;
     int tiles  = is_left(role) || is_keys(role) ? fa_tiles_of(rows, 16) * fa_tiles_of(cols, 32)
@@ -32,8 +32,8 @@ FA_AMX_INLINE size_t bytes_of(fa_role role, int rows, int cols, int pieces)
         turned = fa_tiles_of(rows, 32) * 4 * fa_tiles_of(cols, 32);
         tiles  = fa_tiles_of(cols, 16);
     }
-    int largest = pieces == 1 && (role == FA_ROLE_Q || role == FA_ROLE_K) ? 64 : 0;
-    return (size_t)(turned + tiles) * (size_t)pieces * FA_AMX_TILE + (size_t)largest;
+    int end = pieces > 1 || role == FA_ROLE_Q || role == FA_ROLE_K ? FA_AMX_END : 0;
+    return (size_t)(turned + tiles) * (size_t)pieces * FA_AMX_TILE + (size_t)end;
 }
 
 /* bfloat16 as it lies: 16 rows of 32 columns. */
@@ -63,10 +63,12 @@ static __attribute__((noinline)) void pack_whole_rows(char *out, const fa_rows *
     }
 }
 
-/* Returns the largest magnitudes, if that is wanted. */
-FA_AMX_COPIES __m512i pack_along_columns(char *out, const fa_rows *src, int pieces, bool keys, bool want_largest)
+/* end: where the operand ends. NULL: one piece, whose largest magnitude nobody wants. */
+FA_AMX_COPIES void pack_along_columns(char *out, const fa_rows *src, int pieces, bool keys, char *end)
 {
-    __m512i tile[MAX_PIECES][16], largest = _mm512_setzero_si512();
+    __m512i     tile[MAX_PIECES][16], largest = _mm512_setzero_si512();
+    __m512      rests = _mm512_setzero_ps();
+    char *const packed = out;
     for (int first = 0; first < src->count; first += 16) {
         const char *begin = out;
         int         col   = 0;
@@ -79,7 +81,7 @@ FA_AMX_COPIES __m512i pack_along_columns(char *out, const fa_rows *src, int piec
             if (src->stride == 1 && src->dtype == FLASH_ATTN_BF16)
                 load_pairs_in_place(tile[0], src, first, col);
             else
-                load_pairs(tile, src, first, col, pieces);
+                load_pairs_of(tile, src, first, col, pieces, pieces > 1 ? &rests : NULL);
             for (int n = 0; n < pieces; n++, out += FA_AMX_TILE) {
                 if (keys)
                     fa_amx_transpose(tile[n]);
@@ -87,10 +89,13 @@ FA_AMX_COPIES __m512i pack_along_columns(char *out, const fa_rows *src, int piec
                     _mm512_store_si512(out + 64 * r, tile[n][r]);
             }
         }
-        for (; want_largest && begin < out; begin += FA_AMX_TILE)
+        for (; pieces == 1 && end && begin < out; begin += FA_AMX_TILE)
             largest = fa_amx_largest_of_tile(begin, largest);
     }
-    return largest;
+    if (pieces > 1)
+        fa_amx_end_pieces(end, _mm512_cmp_ps_mask(rests, rests, _CMP_UNORD_Q) != 0, packed, *src, keys, pieces);
+    else if (end)
+        fa_amx_store_largest(end, largest);
 }
 
 FA_AMX_INLINE bool row_is_finite(const fa_rows *src, int r, short infinity)
@@ -167,7 +172,7 @@ FA_AMX_COPIES int pack_along_rows(char *packed, const fa_rows *src, int pieces, 
                     x[h] = row[r + 16 * h] ? fa_amx_load16(row[r + 16 * h], src->stride, src->dtype, col, src->cols)
                                            : _mm512_setzero_ps();
                 __m512i split[MAX_PIECES];
-                split_pairs(split, x[0], x[1], pieces, false);
+                split_pairs(split, x[0], x[1], pieces, false, NULL);
                 for (int n = 0; n < pieces; n++)
                     _mm512_store_si512(out + n * FA_AMX_TILE + 64 * r, split[n]);
             }
@@ -194,12 +199,12 @@ static void turn_strip(char *out, const char *values, int strip, int strips, int
     }
 }
 
-FA_AMX_COPIES int pack_keys_backward(char *packed, const fa_rows *src, int *bad, int pieces, short infinity)
+FA_AMX_COPIES int pack_keys_backward(char *packed, const fa_rows *src, int *bad, int pieces, short infinity, char *end)
 {
     int     strips = fa_tiles_of(src->count, 32), num_bad = 0;
     int64_t form   = (int64_t)strips * 2 * fa_tiles_of(src->cols, 32) * pieces * FA_AMX_TILE;
     char   *turned = packed + form, *values = turned + form;
-    pack_along_columns(packed, src, pieces, false, false);
+    pack_along_columns(packed, src, pieces, false, end);
     for (int strip = 0; strip < strips; strip++) {
         fa_rows rows  = *src;
         int    *found = bad ? bad + num_bad : NULL;
@@ -218,7 +223,7 @@ FA_AMX_COPIES int pack_keys_backward(char *packed, const fa_rows *src, int *bad,
 typedef struct pack_form {
     short infinity;      /* its upper half as float32, or what else 16 bits are of (fa_amx_pack_fp16) */
     int (*order)(int r); /* row r of each 32 values is the caller's order(r); NULL: r */
-    bool largest;        /* Q and K end with the largest of their magnitudes */
+    char *end;           /* as in pack_along_columns */
 } pack_form;
 
 /* Whole rows of bfloat16 in both forms. False: not such rows, or some value is not finite. */
@@ -269,24 +274,22 @@ FA_AMX_INLINE int pack_values(char *packed, const fa_rows *src, int pieces, int 
 
 FA_AMX_INLINE int pack_any(fa_role role, void *packed, const fa_rows *src, int *bad, int pieces, pack_form form)
 {
+    char *end = pieces > 1 ? form.end : NULL; /* of roles other than Q and K */
     if (role == FA_ROLE_K_RIGHT)
-        return pack_keys_backward(packed, src, bad, pieces, form.infinity);
+        return pack_keys_backward(packed, src, bad, pieces, form.infinity, end);
     if (has_turned_form(role)) {
         layout by_columns = layout_by_columns(src->count, pieces);
         char  *keys       = (char *)packed + fa_tiles_of(src->cols, 32) * by_columns.columns;
-        if (pack_whole_both(keys, packed, src, by_columns, pieces))
+        if (pack_whole_both(keys, packed, src, by_columns, pieces, end))
             return 0;
         if (pieces == 1 && !form.order && pack_both_16_bit(keys, packed, src, by_columns, form.infinity))
             return 0;
-        pack_along_columns(keys, src, pieces, true, false);
+        pack_along_columns(keys, src, pieces, true, end);
         return pack_values(packed, src, pieces, bad, by_columns, form);
     }
     if (!is_left(role) && !is_keys(role))
         return pack_values(packed, src, pieces, bad, layout_by_rows(src->cols, pieces), form);
-    bool    want    = form.largest && (role == FA_ROLE_Q || role == FA_ROLE_K);
-    __m512i largest = pack_along_columns(packed, src, pieces, is_keys(role), want);
-    if (want)
-        fa_amx_store_largest((char *)packed + fa_tiles_of(src->count, 16) * fa_tiles_of(src->cols, 32) * FA_AMX_TILE, largest);
+    pack_along_columns(packed, src, pieces, is_keys(role), form.end);
     return 0;
 }
 
@@ -313,25 +316,31 @@ static __attribute__((noinline)) int pack_16_bit(fa_role role, void *packed, con
     return pack_operand(role, packed, src, bad, 1, form);
 }
 
+static char *end_of(fa_role role, void *packed, const fa_rows *src, int pieces)
+{
+    return (char *)packed + fa_amx_bytes(role, src->count, src->cols, pieces) - FA_AMX_END;
+}
+
 static int pack_1(fa_role role, void *packed, const fa_rows *src, int *bad)
 {
-    return pack_16_bit(role, packed, src, bad, (pack_form){INFINITY_BF16, NULL, false});
+    return pack_16_bit(role, packed, src, bad, (pack_form){INFINITY_BF16, NULL, NULL});
 }
 
 static int pack_2(fa_role role, void *packed, const fa_rows *src, int *bad)
 {
-    return pack_operand(role, packed, src, bad, 2, (pack_form){INFINITY_BF16, NULL, false});
+    return pack_operand(role, packed, src, bad, 2, (pack_form){INFINITY_BF16, NULL, end_of(role, packed, src, 2)});
 }
 
 static int pack_3(fa_role role, void *packed, const fa_rows *src, int *bad)
 {
-    return pack_operand(role, packed, src, bad, 3, (pack_form){INFINITY_BF16, NULL, false});
+    return pack_operand(role, packed, src, bad, 3, (pack_form){INFINITY_BF16, NULL, end_of(role, packed, src, 3)});
 }
 
 /* For P in fixed point: Q and K with their largest magnitude, V in fa_amx_fixed_order. */
 static int pack_fixed(fa_role role, void *packed, const fa_rows *src, int *bad)
 {
-    return pack_16_bit(role, packed, src, bad, (pack_form){INFINITY_BF16, fa_amx_fixed_order, true});
+    char *end = role == FA_ROLE_Q || role == FA_ROLE_K ? end_of(role, packed, src, 1) : NULL;
+    return pack_16_bit(role, packed, src, bad, (pack_form){INFINITY_BF16, fa_amx_fixed_order, end});
 }
 
 /* Packing moves 16 bits and asks only which of them are not finite, so it is that of bfloat16. */
@@ -341,7 +350,7 @@ int fa_amx_pack_fp16(fa_role role, void *packed, const fa_rows *src, int *bad)
     halves.dtype   = FLASH_ATTN_BF16;
     return pack_16_bit(
         role, packed, &halves, bad,
-        (pack_form){INFINITY_F16, role == FA_ROLE_Q_RIGHT ? fa_amx_fp16_order_of_ds : fa_amx_fp16_order, false});
+        (pack_form){INFINITY_F16, role == FA_ROLE_Q_RIGHT ? fa_amx_fp16_order_of_ds : fa_amx_fp16_order, NULL});
 }
 
 /* ---- the products ---- */
@@ -353,6 +362,8 @@ FA_AMX_INLINE void scores_pieces(float *s, int lds, const void *left, const void
     matrix  c = {s, lds, rows, fa_tiles_of(keys, 16) * 16};
     operand a = {left, steps * step, step}, b = {right, steps * step, step};
     multiply(&c, &a, &b, (int)steps, pieces, false);
+    if (pieces > 1 && fa_amx_any_infinite(FA_ROLE_Q, left, rows, FA_ROLE_K, right, keys, depth, pieces))
+        fa_amx_mend_scores(s, lds, left, right, rows, keys, (int)steps, pieces);
 }
 
 /* P's rows as a left operand: pairs (k, k + 16). */
@@ -461,7 +472,7 @@ static void leave(void) { __asm__ volatile("tilerelease" ::); }
 /* ---- the tables, one for each number of pieces ---- */
 
 #define DEFINE_PIECES(N)                                                                                               \
-    static size_t packed_bytes_##N(fa_role role, int rows, int cols) { return bytes_of(role, rows, cols, N); }         \
+    static size_t packed_bytes_##N(fa_role role, int rows, int cols) { return fa_amx_bytes(role, rows, cols, N); }         \
     static void   scores_##N(float *s, int lds, const void *left, const void *right, int rows, int keys, int depth)    \
     {                                                                                                                  \
         scores_pieces(s, lds, left, right, rows, keys, depth, N);                                                      \

@@ -11,8 +11,8 @@
  *     left      [rows / 16][cols / 32][piece]    16 rows of 32 columns
  *     keys      [rows / 16][cols / 32][piece]    right operand contracted along its columns, pairs (2c, 2c + 1)
  *     values    [rows / 32][cols / 16][piece]    right operand contracted along its rows, pairs (r, r + 16)
- * Q and K of one piece end with the largest of their magnitudes. The table for P in fixed point (amx_fixed.h) has
- * values in another order of their rows, fa_amx_fixed_order.
+ * Q and K of one piece end with the largest of their magnitudes, operands of several with whether a number is infinite.
+ * The table for P in fixed point (amx_fixed.h) has values in another order of their rows, fa_amx_fixed_order.
  */
 #ifndef FA_CPU_AMX_H
 #define FA_CPU_AMX_H
@@ -192,6 +192,23 @@ FA_AMX_INLINE void fa_amx_transpose(__m512i r[16])
         r[c + 12] = _mm512_shuffle_i32x4(t[c + 4], t[c + 12], 0xDD);
     }
 }
+
+/* ---- what stands behind an operand ---- */
+
+enum { FA_AMX_END = 64 }; /* bytes, if anything does */
+
+size_t fa_amx_bytes(fa_role role, int rows, int cols, int pieces); /* of an operand with its end: amx.c */
+
+/* amx_infinite.c: the end of a left operand, or keys, of several pieces. not_finite: some numbers are NaN, or Inf, whose
+ * other pieces become 0. src by value: a compiler that knows its stride and type forgets them where its address leaves. */
+void fa_amx_end_pieces(char *end, bool not_finite, char *packed, fa_rows src, bool keys, int pieces);
+/* Whether some number of Q or K in these roles is infinite; and scores again that came out as NaN for it: of a unit or
+ * cell, four tiles, whose left operand has its second 16 rows `left_down` bytes on, or of s as fa_kernels.scores has it. */
+bool fa_amx_any_infinite(fa_role q_role, const void *q, int rows, fa_role k_role, const void *k, int keys, int depth,
+                         int pieces);
+void fa_amx_mend_unit(float *s, const char *left, int64_t left_down, const char *right, int steps, int pieces);
+void fa_amx_mend_scores(float *s, int lds, const char *left, const char *right, int rows, int keys, int steps,
+                        int pieces);
 
 /* ---- P in fixed point ---- */
 

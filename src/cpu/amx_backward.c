@@ -60,7 +60,8 @@ typedef struct walk {
     int                      depth, depth_v;                                  /* steps of 32 columns */
     int                      columns, columns_v;                              /* tiles of 16 */
     const char              *k_left, *k_t_left, *v_left, *q_keys, *dout_keys; /* turned forms */
-    bool                     unusual_lse;
+    bool                     unusual_lse, nan_lse;
+    bool                     infinite; /* some number of Q or K is, several pieces: amx_infinite.c */
     uint16_t (*p_t)[FA_AMX_TILE_HALVES], (*ds_t)[FA_AMX_TILE_HALVES]; /* [cell of the strip][2 x 16 keys][group] */
     uint16_t (*ds)[FA_AMX_TILE_HALVES];                               /* [16 queries][cell of the strip] */
 } walk;
@@ -260,6 +261,23 @@ static __attribute__((noinline)) void cell_options(const walk *w, cell at, int p
     apply_cell_options(&c);
 }
 
+/* Scores of infinite numbers. */
+static __attribute__((noinline)) void mend_cell(const walk *w, cell at, int parity, int pieces)
+{
+    block s = cell_s(w, at, parity, pieces);
+    fa_amx_mend_unit(s.c.c, s.a, s.a_row, s.b, w->depth, pieces);
+}
+
+/* P of a score of -inf is 0 where LSE is NaN too. */
+static __attribute__((noinline)) void hide_minus_infinity(const float *s, uint32_t seen[CELL])
+{
+    for (int n = 0; n < 4 * 16; n++) { /* rows of tiles */
+        __m512    row  = _mm512_load_ps(s + 16 * n);
+        __mmask16 none = _mm512_cmp_ps_mask(row, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ);
+        seen[n / 32 * 16 + n % 16] &= ~((uint32_t)none << n / 16 % 2 * 16);
+    }
+}
+
 /* seen: filled where the cell is special, *special. */
 FA_AMX_INLINE gradient cell_gradient(const walk *w, const exponential *e, cell at, int parity, uint32_t seen[2][CELL],
                                      bool *special, int pieces)
@@ -282,6 +300,8 @@ FA_AMX_INLINE gradient cell_gradient(const walk *w, const exponential *e, cell a
         g.ds_t[half] = ds_t_at(w, 2 * in_strip + half, at.group, pieces);
         g.ds[half]   = ds_at(w, 2 * at.group + half, at.strip, pieces);
     }
+    if (pieces > 1 && w->infinite)
+        mend_cell(w, at, parity, pieces);
     *special = cell_mask(w, at, seen[0]);
     if (w->in->options) {
         const fa_call *call = w->in->options->call;
@@ -290,6 +310,8 @@ FA_AMX_INLINE gradient cell_gradient(const walk *w, const exponential *e, cell a
         g.kept       = call->dropout.threshold ? seen[1] : NULL;
         g.keep_scale = _mm512_set1_ps(call->dropout.keep_scale);
     }
+    if (w->nan_lse)
+        hide_minus_infinity(own->s[parity], seen[0]);
     return g;
 }
 
@@ -462,12 +484,15 @@ FA_AMX_INLINE void run_strip(const walk *w, const exponential *e, int first, pen
     }
 }
 
-static bool has_unusual_lse(const fa_backward_block *b)
+static __attribute__((noinline)) void look_at_lse(walk *w)
 {
-    bool usual = true;
-    for (int n = 0; n < b->rows; n++)
-        usual &= fabsf(b->lse_log2[n]) <= LSE_LARGE;
-    return !usual;
+    bool usual = true, number = true;
+    for (int n = 0; n < w->in->rows; n++) {
+        usual &= fabsf(w->in->lse_log2[n]) <= LSE_LARGE;
+        number &= !isnan(w->in->lse_log2[n]);
+    }
+    w->unusual_lse = !usual;
+    w->nan_lse     = !number;
 }
 
 FA_AMX_INLINE void run_tile(const fa_backward_block *b, int pieces)
@@ -475,7 +500,9 @@ FA_AMX_INLINE void run_tile(const fa_backward_block *b, int pieces)
     walk        w    = walk_make(b, pieces);
     exponential e    = exponential_make(b->multiplier, pieces);
     pending     last = {0};
-    w.unusual_lse    = has_unusual_lse(b);
+    w.infinite       = pieces > 1 && fa_amx_any_infinite(FA_ROLE_Q_RIGHT, b->q_right, b->rows, FA_ROLE_K_RIGHT, b->k,
+                                                         b->keys, b->head_dim, pieces);
+    look_at_lse(&w);
     run_strip(&w, &e, w.first, &last, pieces);
     store_pending(&last);
 }

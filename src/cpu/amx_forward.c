@@ -136,6 +136,7 @@ static void end_group(const walk *w, int group, const float *sum)
         float    *m = b->m + group * UNIT + r, *l = b->l + group * UNIT + r;
         __m512    sums  = _mm512_mul_ps(sums_of_rows(sum + 16 * r), _mm512_set1_ps(w->inverse));
         __m512    total = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, l), sums);
+        total           = _mm512_fmadd_ps(total, _mm512_setzero_ps(), total); /* Inf: NaN, as exp(Inf - Inf) is */
         __mmask16 empty = _mm512_cmp_ps_mask(total, _mm512_setzero_ps(), _CMP_EQ_OQ);
         _mm512_mask_storeu_ps(l, mask, total);
         _mm512_mask_storeu_ps(m, mask,
@@ -253,8 +254,8 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, turns TURNS, int CHUNK,
         if (held.unit == x.n && held.columns)
             store_held(&held);
         set_softmax(&u, w, x.at, x.n, BESIDE);
-        if (w->block->options)
-            apply_options_to_unit(w->block, &w->own->options, x.at.unit * UNIT, u.s);
+        if (w->changed)
+            change_scores(w, x.at.group, x.at.unit, u.s);
         if (!all_seen(w, x.at))
             mask_unit(w, u.s, x.at);
         if (w->unset)
@@ -397,6 +398,9 @@ static const shape *find_whole(walk *w, bool fixed) { return (void)w, (void)fixe
 
 static walk walk_of(const fa_forward_block *block, int pieces)
 {
+    bool infinite =
+        fa_amx_pieces(pieces) > 1 && fa_amx_any_infinite(FA_ROLE_Q, block->q, block->rows, FA_ROLE_K, block->k,
+                                                         block->keys, block->head_dim, pieces);
     return (walk){.block       = block,
                   .own         = block->scratch,
                   .k           = constants_make(block->multiplier, pieces),
@@ -404,6 +408,8 @@ static walk walk_of(const fa_forward_block *block, int pieces)
                   .groups      = (block->rows + UNIT - 1) / UNIT,
                   .depth_steps = (block->head_dim + 31) / 32,
                   .columns     = (block->head_dim_v + 15) / 16,
+                  .infinite    = infinite,
+                  .changed     = infinite || block->options,
                   .inverse     = 1.0f,
                   .margin      = MARGIN};
 }

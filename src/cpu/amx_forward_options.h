@@ -101,8 +101,7 @@ FA_AMX_INLINE void apply_options_to_row(const fa_forward_block *b, const option_
 }
 
 /* S of the unit whose first key is number `key` of the tile's; see fa_apply_options. */
-static __attribute__((noinline)) void apply_options_to_unit(const fa_forward_block *b, const option_rows *rows, int key,
-                                                            float *s)
+static void apply_options_to_unit(const fa_forward_block *b, const option_rows *rows, int key, float *s)
 {
     const fa_call *call = b->options->call;
     fa_amx_scale_scores(b->options, s, NULL, UNIT * UNIT);

@@ -42,6 +42,8 @@ typedef struct walk {
     bool                    unset; /* some of the rows at hand have no shift yet */
     bool                    fixed; /* P in fixed point */
     bool                    risky; /* some rows may be odd: amx_fixed.h */
+    bool                    infinite; /* some number of Q or K is, several pieces: amx_infinite.c */
+    bool                    changed;  /* scores are, before they are masked: for that or for options */
     int                     first_unit; /* of the group at hand */
     float                   bonus; /* P is computed with this factor, as a logarithm, and its sums are not: */
     float                   inverse, margin;
@@ -163,6 +165,17 @@ FA_AMX_INLINE void set_scores(scores *x, const walk *w, place at, int n)
     x->k                         = (const char *)b->k + at.unit * 2 * step;
     x->s                         = w->own->s[n % SLOTS];
     x->unit                      = n;
+}
+
+/* Scores of infinite numbers, and options. */
+static __attribute__((noinline)) void change_scores(const walk *w, int group, int unit, float *s)
+{
+    scores x = {0};
+    set_scores(&x, w, (place){.group = group, .unit = unit}, 0);
+    if (w->infinite)
+        fa_amx_mend_unit(s, x.q, x.q_down, x.k, w->depth_steps, w->pieces);
+    if (w->block->options)
+        apply_options_to_unit(w->block, &w->own->options, unit * UNIT, s);
 }
 
 /* ---- masks ---- */

@@ -24,8 +24,9 @@ FA_AMX_INLINE __m512 nearest_of(__m512 x)
 
 /* Lane n: a[n] and b[n], each as its pieces of 8 bits: three hold a float32, two a float16, one a bfloat16, or the nearest
  * to a float32 (dO may be one). The first of two is the nearest bfloat16, so that products of the second ones are small: no
- * float16 is too large for it. finite: a and b are known to be. */
-FA_AMX_INLINE void split_pairs(__m512i piece[MAX_PIECES], __m512 a, __m512 b, int pieces, bool finite)
+ * float16 is too large for it. finite: a and b are taken to be; rests, several pieces: a sum that is NaN then if some were
+ * not, or NULL. */
+FA_AMX_INLINE void split_pairs(__m512i piece[MAX_PIECES], __m512 a, __m512 b, int pieces, bool finite, __m512 *rests)
 {
     _Pragma("GCC unroll 3") for (int n = 0; n < pieces; n++)
     {
@@ -41,6 +42,8 @@ FA_AMX_INLINE void split_pairs(__m512i piece[MAX_PIECES], __m512 a, __m512 b, in
         if (n == 0 && pieces > 1 && finite) {
             a = _mm512_sub_ps(a, fa_amx_cut(high_a));
             b = _mm512_sub_ps(b, fa_amx_cut(high_b));
+            if (rests)
+                *rests = _mm512_add_ps(*rests, _mm512_add_ps(a, b));
         } else if (n == 0 && pieces > 1) {
             a = rest_of(a, fa_amx_cut(high_a));
             b = rest_of(b, fa_amx_cut(high_b));
@@ -51,8 +54,10 @@ FA_AMX_INLINE void split_pairs(__m512i piece[MAX_PIECES], __m512 a, __m512 b, in
     }
 }
 
-/* 16 rows from `first` on by 32 columns, as dwords of two columns. */
-FA_AMX_INLINE void load_pairs(__m512i piece[MAX_PIECES][16], const fa_rows *src, int first, int col, int pieces)
+/* 16 rows from `first` on by 32 columns, as dwords of two columns. rests: as in split_pairs; not NULL: what is infinite
+ * has NaN in its pieces but the first. */
+FA_AMX_INLINE void load_pairs_of(__m512i piece[MAX_PIECES][16], const fa_rows *src, int first, int col, int pieces,
+                                 __m512 *rests)
 {
     /* Lane n takes columns 2n and 2n + 1. */
     const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
@@ -66,10 +71,16 @@ FA_AMX_INLINE void load_pairs(__m512i piece[MAX_PIECES][16], const fa_rows *src,
                 hi = fa_amx_load16(row, src->stride, src->dtype, col + 16, src->cols);
         }
         __m512i split[MAX_PIECES];
-        split_pairs(split, _mm512_permutex2var_ps(lo, even, hi), _mm512_permutex2var_ps(lo, odd, hi), pieces, false);
+        split_pairs(split, _mm512_permutex2var_ps(lo, even, hi), _mm512_permutex2var_ps(lo, odd, hi), pieces,
+                    rests != NULL, rests);
         for (int n = 0; n < pieces; n++)
             piece[n][r] = split[n];
     }
+}
+
+FA_AMX_INLINE void load_pairs(__m512i piece[MAX_PIECES][16], const fa_rows *src, int first, int col, int pieces)
+{
+    load_pairs_of(piece, src, first, col, pieces, NULL);
 }
 
 /* 32 rows as keys and as values, at once: values turned are keys but for which halves make a pair. False: some number
@@ -88,7 +99,7 @@ FA_AMX_INLINE bool pack_both_forms(char *keys, char *values, const fa_rows *src,
             __m512i split[MAX_PIECES];
             largest = _mm512_max_epu32(largest, _mm512_and_si512(_mm512_castps_si512(a), magnitude));
             largest = _mm512_max_epu32(largest, _mm512_and_si512(_mm512_castps_si512(b), magnitude));
-            split_pairs(split, a, b, pieces, true);
+            split_pairs(split, a, b, pieces, true, NULL);
             for (int n = 0; n < pieces; n++)
                 _mm512_store_si512(out + n * FA_AMX_TILE + 64 * r, split[n]);
         }
@@ -111,13 +122,15 @@ FA_AMX_INLINE bool pack_both_forms(char *keys, char *values, const fa_rows *src,
 }
 
 /* False: not such rows. */
-FA_AMX_COPIES bool pack_whole_both(char *keys, char *values, const fa_rows *src, layout at, int pieces)
+FA_AMX_COPIES bool pack_whole_both(char *keys, char *values, const fa_rows *src, layout at, int pieces, char *end)
 {
     int64_t key_rows = 2 * (int64_t)fa_tiles_of(src->cols, 32) * pieces * FA_AMX_TILE;
     bool    whole    = pieces > 1 && src->stride == 1 && src->dtype != FLASH_ATTN_F8E4M3 && src->cols % 32 == 0 &&
                  src->count % 32 == 0 && fa_amx_rows_exist(src, 0, src->count);
     for (int first = 0; whole && first < src->count; first += 32)
         whole = pack_both_forms(keys + first / 32 * key_rows, values + first / 32 * at.rows, src, first, at, pieces);
+    if (whole)
+        memset(end, 0, sizeof(uint32_t));
     return whole;
 }
 
