@@ -133,11 +133,30 @@ static flash_attn_problem problem_at(char *at, flash_attn_mask mask)
     return p;
 }
 
+/* O of p, whose tensors are a copy of want's on the device, is the reference's. */
+static void expect_forward(const flash_attn_problem *want, const flash_attn_problem *p, uint16_t *host, char *device)
+{
+    static uint16_t got[COUNT];
+    memset(host + 3 * COUNT, 0x55, COUNT * 2);
+    assert_true(gpu->to_device(device, host, (4 * COUNT + 8) * 2));
+    expect_ok(flash_attn_forward(NULL, want, NULL));
+    expect_ok(flash_attn_forward(context, p, NULL));
+    assert_true(gpu->to_host(got, device + 3 * COUNT * 2, sizeof got));
+    for (int i = 0; i < COUNT; i++) {
+        if (i % HEAD_DIM >= columns_v)
+            continue;
+        float expected = value_of(host[3 * COUNT + i]), x = value_of(got[i]);
+        bool  same = isnan(expected) ? isnan(x) : isinf(expected) ? x == expected : fabsf(x - expected) <= 0.02f;
+        if (!same)
+            fail_msg("mask %d, row %d, column %d: %g, expected %g", (int)p->mask, i / HEAD_DIM, i % HEAD_DIM, (double)x, (double)expected);
+    }
+}
+
 static void nonfinite_values_reach_only_who_sees_them(void **state)
 {
     (void)state;
     need_hopper();
-    static uint16_t host[4 * COUNT + 8], got[COUNT];
+    static uint16_t host[4 * COUNT + 8];
     fill(host, 3 * COUNT, 5);
     uint16_t *v = host + 2 * COUNT;
     host[4 * COUNT] = 0x3F80; /* a sink of 1 */
@@ -156,20 +175,30 @@ static void nonfinite_values_reach_only_who_sees_them(void **state)
             want.sinks = (flash_attn_tensor){host + 4 * COUNT, FLASH_ATTN_BF16, 0, {1, 1, 1, 1}, {1, 1, 1, 1}};
             p.sinks    = (flash_attn_tensor){device + 4 * COUNT * 2, FLASH_ATTN_BF16, 0, {1, 1, 1, 1}, {1, 1, 1, 1}};
         }
-        memset(host + 3 * COUNT, 0x55, COUNT * 2);
-        assert_true(gpu->to_device(device, host, sizeof host));
-        expect_ok(flash_attn_forward(NULL, &want, NULL));
-        expect_ok(flash_attn_forward(context, &p, NULL));
-        assert_true(gpu->to_host(got, device + 3 * COUNT * 2, sizeof got));
-        for (int i = 0; i < COUNT; i++) {
-            if (i % HEAD_DIM >= columns_v)
-                continue;
-            float expected = value_of(host[3 * COUNT + i]), x = value_of(got[i]);
-            bool  same = isnan(expected) ? isnan(x) : isinf(expected) ? x == expected : fabsf(x - expected) <= 0.02f;
-            if (!same)
-                fail_msg("mask %d, row %d, column %d: %g, expected %g", (int)mask, i / HEAD_DIM, i % HEAD_DIM, (double)x,
-                         (double)expected);
-        }
+        expect_forward(&want, &p, host, device);
+    }
+    gpu->free(device);
+}
+
+/* Keys of which every query's score is -inf have no weight, also where a query meets none but such at first, and then some among others. */
+static void nonfinite_keys_have_no_weight(void **state)
+{
+    (void)state;
+    need_hopper();
+    static uint16_t host[4 * COUNT + 8];
+    fill(host, 3 * COUNT, 6);
+    for (int i = 0; i < LENGTH; i++) {
+        host[i * HEAD_DIM] = 0x3F80; /* 1 */
+        if (i >= 150 || i % 16 < 8) /* some for each lane of a tile */
+            host[COUNT + i * HEAD_DIM] = 0xFF80; /* -Inf */
+    }
+    char *device = gpu->alloc(sizeof host);
+    assert_non_null(device);
+    for (int mask = 0; mask < 3; mask++) {
+        flash_attn_problem want = problem_at((char *)host, (flash_attn_mask)mask), p = problem_at(device, (flash_attn_mask)mask);
+        want.device.type        = FLASH_ATTN_REFERENCE;
+        p.device.type           = FLASH_ATTN_CUDA;
+        expect_forward(&want, &p, host, device);
     }
     gpu->free(device);
 }
@@ -439,6 +468,7 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_shape_is_right),
         cmocka_unit_test(nonfinite_values_reach_only_who_sees_them),
+        cmocka_unit_test(nonfinite_keys_have_no_weight),
         cmocka_unit_test(page_ids_out_of_range_are_bounded),
         cmocka_unit_test(the_forward_drops_the_pairs_that_the_reference_drops),
         cmocka_unit_test(every_backward_shape_is_right),

@@ -12,7 +12,7 @@ import sys
 import tempfile
 
 FORWARD, ONE_BY_ONE, BACKWARD, PRODUCTS = "forward_sm90.cu", "one_by_one_sm90.cuh", "backward_sm90.cu", "backward_products_sm90.cuh"
-WORK, INSPECT = "work_sm90.cuh", "inspect_sm90.cuh"
+WORK, INSPECT, SOFTMAX = "work_sm90.cuh", "inspect_sm90.cuh", "softmax_sm90.cuh"
 WIDE, ROWS, BLOCK, CONVERT = "backward_wide_sm90.cuh", "backward_rows.cuh", "backward_block_sm90.cuh", "backward_convert_sm90.cu"
 LATENT, LATENT_BLOCK, LATENT_PRODUCER = "forward_latent_sm90.cu", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
 FEW, FOLD, GROUPED = "forward_few_sm90.cu", "fold.cu", "grouped_sm90.cuh"
@@ -24,6 +24,7 @@ TAILS = ("tails", "every_shape*")
 LONG = ("long, causal", "every_shape*")
 VARLEN = ("varlen", "every_shape*")
 ODD_VALUES = ("", "nonfinite*")
+JUMPS = ("maxima that jump", "every_shape*")
 MANY = ("many tiles a block", "every_shape*")
 NOTHING = ("most queries see nothing", "every_shape*")
 WHOLE_BACK = ("whole tiles", "every_backward*")
@@ -41,8 +42,8 @@ FEW_BITS = ("none", "a_sequence_alone*")
 
 WAIT_FOR_O = "    wgmma_wait<0>();\n    hold(c.o);\n    hold(c.p);\n"
 WAIT_FOR_S = "    wgmma_wait<1>();\n    hold(s);\n    hold_held(c.q);\n"
-GIVE_K = "    release(k_empty(c.tile + 1));\n"
-GIVE_V = "    release(v_empty(tile));\n"
+GIVE_K = "    /* Of all lanes, or ptxas finds the address lane by lane and gives K back behind most exponentials. */\n    release(same_for_all(k_empty(c.tile + 1)));\n"
+GIVE_V = "    release(same_for_all(v_empty(tile)));\n"
 FINISH_O = "    finish_output(c, c.tile);\n    if (moved)"
 AFTER_S = "    if (n + 1 == seen)\n        release(q_empty(item));\n    finish_scores(args, w, s, c.group, n, MASKED);\n"
 WAIT_FOR_DV = "    wgmma_wait<1>();\n    hold(c.dv);\n    hold(c.p);\n"
@@ -54,6 +55,11 @@ GIVE_Q = "    release(q_empty(c.n));\n"
 MISTAKES = [
     ("nobody waits for K", FORWARD, "{ barrier_wait(k_full(n), filled<K_STAGES>(n)); }", "{}", WHOLE),
     ("nobody waits for V", FORWARD, "{ barrier_wait(v_ready(n), filled<V_STAGES>(n)); }", "{}", WHOLE),
+    ("nobody waits for a clean V", FORWARD, "barrier_wait(DIRECT_V ? v_full(n) : v_ready(n), filled<V_STAGES>(n));", ";", WHOLE),
+    ("P of a row that has moved is left as it is", SOFTMAX, "    if (moved)\n        scale_scores(s, alpha);\n", "", JUMPS),
+    ("nobody asks whether a row has moved", SOFTMAX, "far |= sum[h] > MOST_SUM;", ";", JUMPS),
+    ("packed P of a row that has moved is left as it is", ONE_BY_ONE, "            scale_packed(c.p, alpha);\n", "            ;\n", JUMPS),
+    ("a row without a maximum is not computed again", SOFTMAX, "        rows.lost |= rows.max[h] == -infinity() ? 1u << h : 0;\n", "        ;\n", ODD_VALUES),
     ("V given back before its product is done", FORWARD, WAIT_FOR_O + GIVE_V,
      GIVE_V + WAIT_FOR_O, WHOLE),
     ("K given back before S is there", FORWARD, WAIT_FOR_S + GIVE_K + AFTER_S, GIVE_K + WAIT_FOR_S + AFTER_S, WHOLE),

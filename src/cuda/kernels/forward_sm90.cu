@@ -38,7 +38,7 @@ constexpr int Q_STAGES = FA_VARIANT & 1 ? 2 : 1, WORKS = 8, INSPECTORS = 2; /* w
 constexpr bool TURNS_V = FP8 && !(FA_VARIANT & 2);
 constexpr bool BESIDE_ANOTHER = FA_MIN_BLOCKS > 1; /* two blocks a multiprocessor */
 /* A step's products and exponentials one after the other: no registers for S' beside P, or three consumers, which hide each other's waits (decisions 0047, 0059). */
-constexpr bool ONE_BY_ONE = BESIDE_ANOTHER || (CONSUMERS == 3 && (FP8 || FA_HEAD_DIM_V > 96 || FA_MASK == FA_MASK_CAUSAL));
+constexpr bool ONE_BY_ONE = BESIDE_ANOTHER || (CONSUMERS == 3 && (FP8 || FA_HEAD_DIM_V > 96 || (FA_MASK == FA_MASK_CAUSAL && (FA_HAS_ALIBI || FA_HEAD_DIM_V > 64))));
 /* Of the registers that a lane of each of a block's warpgroups has in all: 512 with 3 consumers, 504 with 2, 240 if there are two blocks. */
 constexpr int PRODUCER_REGISTERS = BESIDE_ANOTHER ? (FP8 ? 48 : 32) : CONSUMERS == 3 ? (FP8 && FA_HEAD_DIM_V <= 64 ? 56 : 32) : FP8 ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = BESIDE_ANOTHER ? (FP8 ? 96 : 104) : CONSUMERS == 3 ? (FP8 && FA_HEAD_DIM_V <= 64 ? 152 : 160) : FP8 ? 224 : 232;
@@ -240,7 +240,16 @@ FA_DEVICE void begin_turns(consumer &c, int group)
 }
 
 FA_DEVICE void wait_for_k(unsigned n) { barrier_wait(k_full(n), filled<K_STAGES>(n)); }
-FA_DEVICE void wait_for_v(unsigned n) { barrier_wait(v_ready(n), filled<V_STAGES>(n)); }
+/* A clean tile of V is as TMA left it: without a mask, where most are, it is not waited for by way of the inspectors. Who has not waited for them then waits for TMA first
+ * where he does, for they may be a round of V's stages behind. */
+constexpr bool DIRECT_V = !FP8 && !ONE_BY_ONE && FA_MASK == FA_MASK_NONE;
+FA_DEVICE void wait_for_clean_v(unsigned n) { barrier_wait(DIRECT_V ? v_full(n) : v_ready(n), filled<V_STAGES>(n)); }
+FA_DEVICE void wait_for_v(unsigned n)
+{
+    if (DIRECT_V)
+        barrier_wait(v_full(n), filled<V_STAGES>(n));
+    barrier_wait(v_ready(n), filled<V_STAGES>(n));
+}
 
 /* Steps in which this consumer's rows see nothing yet, being above the others, or at all, for there are none. */
 FA_DEVICE int blind_steps(const fa_args &args, const work &w, int group)
@@ -295,7 +304,7 @@ FA_DEVICE void finish_output(consumer &c, unsigned tile)
     wgmma_wait<0>();
     hold(c.o);
     hold(c.p);
-    release(v_empty(tile));
+    release(same_for_all(v_empty(tile)));
 }
 
 /* After a step's softmax: the sum knows nothing of dropout. What it leaves is made larger on the way out. */
@@ -365,18 +374,24 @@ template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, c
     float s[S_COUNT], alpha[2];
     await_turn(c.group);
     start_rows_by_rows<FA_TILE_Q, FA_TILE_K>(s, c.q, own_queries(c, item), k_tile(c.tile + 1));
-    wait_for_v(c.tile);
+    if constexpr (MASKED)
+        wait_for_v(c.tile);
+    else
+        wait_for_clean_v(c.tile);
     start_output(c.o, c.p, v_tile(c.tile), !c.fresh);
     pass_turn(c.group);
     c.fresh = false;
     wgmma_wait<1>();
     hold(s);
     hold_held(c.q);
-    release(k_empty(c.tile + 1));
+    /* Of all lanes, or ptxas finds the address lane by lane and gives K back behind most exponentials. */
+    release(same_for_all(k_empty(c.tile + 1)));
     if (n + 1 == seen)
         release(q_empty(item));
     finish_scores(args, w, s, c.group, n, MASKED);
-    bool moved = MASKED || FA_HAS_ALIBI ? softmax_step<MASKED>(s, c.rows, alpha, unit_of(args, w)) : softmax_ahead(s, c.rows, alpha, unit_of(args, w));
+    bool moved = MASKED || FA_HAS_ALIBI ? softmax_step<MASKED>(s, c.rows, alpha, unit_of(args, w))
+                 : FP8                  ? softmax_ahead_f8(s, c.rows, alpha, unit_of(args, w))
+                                        : softmax_ahead(s, c.rows, alpha, unit_of(args, w));
     drop(args, w, s, c.group, n);
     if (n + 1 < seen) /* here, for a branch keeps the compiler from moving exponentials behind the wait that follows */
         wait_for_k(c.tile + 2);
@@ -509,9 +524,15 @@ FA_DEVICE void consume(const fa_args &args, int group)
         fa_range       clean     = {0, 0};
         if constexpr (BY_ITSELF)
             clean = steps_after_others(args, w, group);
-        for (int end = fa_min_int(same_for_all(BY_ITSELF ? clean.begin : w.first_clean), seen); n < end; n++)
+        int first_clean = same_for_all(BY_ITSELF ? clean.begin : w.first_clean);
+        for (int end = fa_min_int(first_clean, seen); n < end; n++)
             step<true>(args, w, c, item, n, seen);
-        for (int end = fa_min_int(same_for_all(BY_ITSELF ? clean.end : w.end_clean), seen); n < end; n++)
+        if (DIRECT_V && n - 1 < first_clean) /* V of the tile before is not clean */
+            wait_for_v(c.tile);
+        int end_clean = fa_min_int(same_for_all(BY_ITSELF ? clean.end : w.end_clean), seen);
+        if (!FP8 && n < end_clean)
+            lose_rows_without_maximum(c.rows);
+        for (; n < end_clean; n++)
             step<false>(args, w, c, item, n, seen);
         for (; n < seen; n++)
             step<true>(args, w, c, item, n, seen);

@@ -5,6 +5,8 @@
 #ifndef FA_ONE_BY_ONE_SM90_CUH
 #define FA_ONE_BY_ONE_SM90_CUH
 
+/* Clean steps by maxima of before; not between turns, where the branch behind the exponentials costs 3%. */
+constexpr bool BY_SUMS = BESIDE_ANOTHER && !FP8 && !FA_HAS_ALIBI;
 constexpr bool IN_TURNS = ONE_BY_ONE && !BESIDE_ANOTHER, SCORES_AHEAD = IN_TURNS && FA_HEAD_DIM_V <= 64;
 
 /*
@@ -19,25 +21,52 @@ FA_DEVICE float await_exponentials(int group, const work &w, float unit)
 }
 FA_DEVICE void pass_exponentials(int group, float sum) { pass_turn(group, __float_as_int(sum) == 0x7FC00001); }
 
+/* P of a clean step by its rows' maxima of before (softmax_ahead). bfloat16 is packed before anybody asks whether a row has moved; float16 has no room for what moves far. */
+FA_DEVICE void whole_softmax_ahead(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], int n)
+{
+    constexpr bool PACKS_FIRST = FA_DTYPE == FA_BF16;
+    float          alpha[2], sum[2], unit = unit_of(args, w);
+    exponentials_ahead(s, c.rows, sum, unit);
+    if constexpr (PACKS_FIRST) {
+        drop(args, w, s, c.group, n);
+        pack_p(c.p, s);
+    }
+    if (move_rows_by_sums(sum, c.rows, alpha, unit)) {
+        if constexpr (PACKS_FIRST)
+            scale_packed(c.p, alpha);
+        else
+            scale_scores(s, alpha);
+        scale_output(c.o, alpha);
+    }
+    if constexpr (!PACKS_FIRST) {
+        drop(args, w, s, c.group, n);
+        pack_p(c.p, s);
+    }
+}
+
 /* P of a step whose scores are there, with its turn. */
 template <bool MASKED> FA_DEVICE void whole_softmax(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], int n)
 {
-    float alpha[2], unit = unit_of(args, w);
     finish_scores(args, w, s, c.group, n, MASKED);
-    if (move_rows(s, c.rows, alpha, unit)) /* O is scaled here, for without a branch behind the exponentials sums and packing stand between them */
-        scale_output(c.o, alpha);
-    if constexpr (IN_TURNS) {
-        float later = await_exponentials(c.group, w, unit);
-        pass_exponentials(c.group, exponentials_in_turn<MASKED>(s, c.rows, unit, later));
-    } else {
-        shift_scores<MASKED>(s, c.rows, unit);
-        hold(s);
-        keep_behind(c.tile == ~0u);
-        hold(s);
-        exponentials(s, c.rows);
+    if constexpr (BY_SUMS && !MASKED)
+        whole_softmax_ahead(args, w, c, s, n);
+    else {
+        float alpha[2], unit = unit_of(args, w);
+        if (move_rows(s, c.rows, alpha, unit)) /* O is scaled here, for without a branch behind the exponentials sums and packing stand between them */
+            scale_output(c.o, alpha);
+        if constexpr (IN_TURNS) {
+            float later = await_exponentials(c.group, w, unit);
+            pass_exponentials(c.group, exponentials_in_turn<MASKED>(s, c.rows, unit, later));
+        } else {
+            shift_scores<MASKED>(s, c.rows, unit);
+            hold(s);
+            keep_behind(c.tile == ~0u);
+            hold(s);
+            exponentials(s, c.rows);
+        }
+        drop(args, w, s, c.group, n);
+        pack_p(c.p, s);
     }
-    drop(args, w, s, c.group, n);
-    pack_p(c.p, s);
     hold(c.p);
 }
 
@@ -126,14 +155,19 @@ FA_DEVICE void consume_one_by_one(const fa_args &args, int group)
 #pragma unroll
         for (int i = 0; i < O_COUNT; i++)
             c.o[i] = 0.0f;
-        fa_range clean = clean_steps(args, w, group);
+        fa_range clean = BY_SUMS ? steps_after_others(args, w, group) : clean_steps(args, w, group);
+        if (BY_SUMS)
+            clean.begin = fa_max_int(clean.begin, n + 1); /* the first one's rows have no maxima */
         if constexpr (SCORES_AHEAD) {
             if (n < tiles)
                 steps_ahead(args, w, c, item, n, clean);
         } else {
-            for (int end = same_for_all(clean.begin); n < end; n++)
+            for (int end = fa_min_int(same_for_all(clean.begin), tiles); n < end; n++)
                 whole_step<true>(args, w, c, item, n);
-            for (int end = same_for_all(clean.end); n < end; n++)
+            int end = same_for_all(clean.end);
+            if (BY_SUMS && n < end)
+                lose_rows_without_maximum(c.rows);
+            for (; n < end; n++)
                 whole_step<false>(args, w, c, item, n);
             for (; n < tiles; n++)
                 whole_step<true>(args, w, c, item, n);

@@ -107,14 +107,106 @@ FA_DEVICE bool softmax_step(float (&s)[S_COUNT], row_state &rows, float (&alpha)
     return moved;
 }
 
-/* The same where the rows have seen keys before: by the maximum as it was then, so that no exponential waits for this step's, whose comparisons lie among
- * them. If a row has moved too far, P is multiplied as well; if so far that no float holds it before, the row is lost, and far_rows.cuh computes it again. Not for
- * ALiBi, whose scores may rise by as much with each tile. */
+/* Exponentials by maxima of before and this lane's sums of them, eight and then their sums. */
+FA_DEVICE void exponentials_ahead(float (&s)[S_COUNT], const row_state &rows, float (&sum)[2], float unit)
+{
+    constexpr int GROUP = 4; /* pairs */
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float shift = rows.max[h] * unit - P_LOG2;
+        sum[h]      = 0.0f;
+#pragma unroll
+        for (int j = 0; j < FA_TILE_K / 8; j += GROUP) {
+#pragma unroll
+            for (int i = j; i < j + GROUP && i < FA_TILE_K / 8; i++)
+#pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; e++)
+                    s[4 * i + e] = exp2_fast(s[4 * i + e] * unit - shift);
+#pragma unroll
+            for (int i = j; i < j + GROUP && i < FA_TILE_K / 8; i++)
+                sum[h] += s[4 * i + 2 * h] + s[4 * i + 2 * h + 1];
+        }
+    }
+}
+
+constexpr int MOST_LAG = 100; /* octaves: beyond, P of a row may not fit a float, and far_rows.cuh computes it again */
+
+/*
+ * Says by a step's sums whether a row of the warp has moved too far from the maximum that its P was taken by, and what P and O are to be multiplied with then. No P is larger
+ * than its lane's sum, so scores need not be compared at all: where that is at most 2^P_LAG no row has moved farther. Else its maximum goes up by whole octaves, to above the
+ * largest sum. A row that has not moved keeps its bits, whatever the warp's others do.
+ */
+FA_DEVICE bool move_rows_by_sums(const float (&sum)[2], row_state &rows, float (&alpha)[2], float unit)
+{
+    constexpr float MOST_SUM = 256.0f;
+    static_assert(FP8 || P_LAG == 8.0f, "MOST_SUM is 2^P_LAG");
+    bool far = false;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        rows.sum[h] += sum[h];
+        far |= sum[h] > MOST_SUM; /* not of NaN */
+        alpha[h] = 1.0f;
+    }
+    bool moved = __any_sync(0xFFFFFFFFu, far);
+    if (moved)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float most = quad_max(sum[h]);
+            if (most > MOST_SUM) {
+                int lag = (__float_as_int(most) >> 23) - 126;
+                rows.max[h] += (float)lag * reciprocal(unit);
+                rows.lost |= lag > MOST_LAG ? 1u << h : 0;
+                alpha[h] = __int_as_float(fa_max_int(127 - lag, 1) << 23);
+                rows.sum[h] *= alpha[h];
+            }
+        }
+    return moved;
+}
+
+FA_DEVICE void scale_scores(float (&s)[S_COUNT], const float (&alpha)[2])
+{
+#pragma unroll
+    for (int n = 0; n < S_COUNT; n++)
+        s[n] *= alpha[n / 2 % 2];
+}
+
+/* The same of packed P in bfloat16, exactly, for alpha is a power of two. */
+FA_DEVICE void scale_packed(unsigned (&p)[P_STEPS][4], const float (&alpha)[2])
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int step = 0; step < P_STEPS; step++)
+#pragma unroll
+            for (int i = h; i < 4; i += 2)
+                p[step][i] = pack_bf16(__int_as_float((int)(p[step][i] << 16)) * alpha[h], __int_as_float((int)(p[step][i] & 0xFFFF0000u)) * alpha[h]);
+}
+
+/* Before steps by maxima of before: a row all of whose scores were -inf has none, and far_rows.cuh computes it again. */
+FA_DEVICE void lose_rows_without_maximum(row_state &rows)
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        rows.lost |= rows.max[h] == -infinity() ? 1u << h : 0;
+}
+
+/* The same as softmax_step where the rows have seen keys before: by the maximum as it was then, so that no exponential waits for this step's. If a row has moved too far, P
+ * is multiplied as well. Not for ALiBi, whose scores may rise by as much with each tile. */
 FA_DEVICE bool softmax_ahead(float (&s)[S_COUNT], row_state &rows, float (&alpha)[2], float unit)
 {
-    constexpr float MOST_LAG = 100.0f;
-    float           highest[2], shift[2], sum[2];
-    bool            far = false;
+    float sum[2];
+    exponentials_ahead(s, rows, sum, unit);
+    bool moved = move_rows_by_sums(sum, rows, alpha, unit);
+    if (moved)
+        scale_scores(s, alpha);
+    return moved;
+}
+
+/* With FP8, whose P has no room for sums as large, highest scores say it, compared among the exponentials. */
+FA_DEVICE bool softmax_ahead_f8(float (&s)[S_COUNT], row_state &rows, float (&alpha)[2], float unit)
+{
+    float highest[2], shift[2], sum[2];
+    bool  far = false;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         shift[h]   = rows.max[h] * unit - P_LOG2;
@@ -144,13 +236,13 @@ FA_DEVICE bool softmax_ahead(float (&s)[S_COUNT], row_state &rows, float (&alpha
         alpha[h] = 1.0f;
     }
     bool moved = __any_sync(0xFFFFFFFFu, far);
-    if (moved)
+    if (moved) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float top = quad_max(highest[h]), lag = (top - rows.max[h]) * unit;
             if (lag > P_LAG) {
                 rows.max[h] = top;
-                rows.lost |= lag > MOST_LAG ? 1u << h : 0;
+                rows.lost |= lag > (float)MOST_LAG ? 1u << h : 0;
                 alpha[h] = exp2_fast(-lag);
                 rows.sum[h] *= alpha[h];
 #pragma unroll
@@ -160,6 +252,7 @@ FA_DEVICE bool softmax_ahead(float (&s)[S_COUNT], row_state &rows, float (&alpha
                         s[4 * j + e] *= alpha[h];
             }
         }
+    }
     return moved;
 }
 
