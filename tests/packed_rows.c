@@ -233,6 +233,39 @@ static void nan_in_a_value_reaches_only_who_sees_it(void **state)
     gpu->free(device);
 }
 
+static float value_of(uint16_t bf16)
+{
+    uint32_t bits = (uint32_t)bf16 << 16;
+    float    value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* Keys at -Inf, all that a query meets at first and then some for each lane of a tile, count as those that are merely far below the others; where there is
+ * nothing else O is 0. */
+static void keys_of_minus_infinity_have_no_weight(void **state)
+{
+    (void)state;
+    need_hopper();
+    on_device *host = make_host(), *device = gpu->alloc(sizeof *device);
+    assert_non_null(device);
+    for (int n = 0; n < 3; n++) {
+        make_host();
+        for (int row = 0; row < QUERIES * HEADS; row++)
+            host->q[row * columns + columns - 1] = 0x3F80;
+        for (int key = 0; key < USED; key++)
+            if (n == 2 || key >= USED - 700 || key % 16 < 8)
+                host->k[(host->table[key / PAGE] * PAGE + key % PAGE) * columns + columns - 1] = n == 0 ? 0xF149 : 0xFF80; /* -1e30, -Inf */
+        run_with(device, host, 1, n == 0 ? first : got);
+        for (int i = 0; i < QUERIES * HEADS * columns_v && n > 0; i++) {
+            float x = value_of(got[i]), right = n == 1 ? value_of(first[i]) : 0.0f;
+            if (!(fabsf(x - right) <= 0.01f * fabsf(right) + 0.001f))
+                fail_msg("element %d is %g, not %g", i, (double)x, (double)right);
+        }
+    }
+    gpu->free(device);
+}
+
 static void find_hopper(void)
 {
     memory = case_gpu_memory(0, why_not, sizeof why_not);
@@ -259,6 +292,7 @@ int packed_rows_test(const packed_rows *which, int argc, char **argv)
         cmocka_unit_test(a_sequence_alone_has_the_bits_that_it_has_in_a_batch),
         cmocka_unit_test(nan_in_a_key_reaches_only_who_sees_it),
         cmocka_unit_test(nan_in_a_value_reaches_only_who_sees_it),
+        cmocka_unit_test(keys_of_minus_infinity_have_no_weight),
     };
     int failed = cmocka_run_group_tests_name(kernel->group, tests, NULL, NULL);
     flash_attn_destroy(context);

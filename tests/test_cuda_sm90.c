@@ -180,22 +180,23 @@ static void nonfinite_values_reach_only_who_sees_them(void **state)
     gpu->free(device);
 }
 
-/* Keys of which every query's score is -inf have no weight, also where a query meets none but such at first, and then some among others. */
+/* Keys of which every query's score is -inf have no weight, also where a query meets none but such at first, and then some among others, or no other at all. */
 static void nonfinite_keys_have_no_weight(void **state)
 {
     (void)state;
     need_hopper();
     static uint16_t host[4 * COUNT + 8];
-    fill(host, 3 * COUNT, 6);
-    for (int i = 0; i < LENGTH; i++) {
-        host[i * HEAD_DIM] = 0x3F80; /* 1 */
-        if (i >= 150 || i % 16 < 8) /* some for each lane of a tile */
-            host[COUNT + i * HEAD_DIM] = 0xFF80; /* -Inf */
-    }
     char *device = gpu->alloc(sizeof host);
     assert_non_null(device);
-    for (int mask = 0; mask < 3; mask++) {
-        flash_attn_problem want = problem_at((char *)host, (flash_attn_mask)mask), p = problem_at(device, (flash_attn_mask)mask);
+    for (int n = 0; n < 6; n++) {
+        fill(host, 3 * COUNT, 6);
+        for (int i = 0; i < LENGTH; i++) {
+            host[i * HEAD_DIM] = 0x3F80; /* 1 */
+            if (n >= 3 || i >= 150 || i % 16 < 8) /* some for each lane of a tile */
+                host[COUNT + i * HEAD_DIM] = 0xFF80; /* -Inf */
+        }
+        flash_attn_mask    mask = (flash_attn_mask)(n % 3);
+        flash_attn_problem want = problem_at((char *)host, mask), p = problem_at(device, mask);
         want.device.type        = FLASH_ATTN_REFERENCE;
         p.device.type           = FLASH_ATTN_CUDA;
         expect_forward(&want, &p, host, device);

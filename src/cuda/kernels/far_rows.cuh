@@ -57,7 +57,7 @@ FA_DEVICE void far_row(const fa_args &args, const WORK &w, int head, int i, doub
     for (int first = w.keys.begin; first < w.keys.end; first += 32) {
         int    mine  = first + lane;
         double score = mine < w.keys.end ? far_score(args, w, head, i, mine) : -infinity();
-        float  p     = exp2_fast((float)(score - peak));
+        float  p     = exp2_fast((float)(peak == -infinity() ? score : score - peak)); /* -inf: all of them are, or NaN */
         for (int n = 0; n < 32 && first + n < w.keys.end; n++) {
             int   j = first + n;
             float weight = __shfl_sync(0xFFFFFFFFu, p, n);
@@ -75,15 +75,15 @@ FA_DEVICE void far_row(const fa_args &args, const WORK &w, int head, int i, doub
     }
 }
 
-/* The row with its sink, if there is one: LSE, and what O is to be multiplied by. */
+/* The row with its sink, if there is one: LSE, and what O is to be multiplied by. Scores that are all -inf count as none. */
 FA_DEVICE float end_far_row(double peak, double total, float sink_log2, float &lse)
 {
     double top    = fmax(peak, (double)sink_log2);
-    float  shrink = exp2_fast((float)(peak - top)), all = (float)total * shrink;
+    float  shrink = peak == -infinity() ? 0.0f : exp2_fast((float)(peak - top)), all = (float)total * shrink;
     if (sink_log2 != -infinity())
         all += exp2_fast((float)(sink_log2 - top));
     lse = (float)((top + log2_fast(all)) * FA_LN2);
-    return shrink / all;
+    return all == 0.0f ? 0.0f : shrink / all;
 }
 
 #endif

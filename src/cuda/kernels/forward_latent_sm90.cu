@@ -86,6 +86,10 @@ template <int FROM, int TO> FA_DEVICE void start_scores(float (&s)[S_COUNT], uns
 /* Line 9 begins: the maxima that the rows have now; what O and the sums grow by is for the values to know. */
 FA_DEVICE void follow_maxima(float (&s)[S_COUNT], row_sums &r, float unit, int slot)
 {
+    int own = threadIdx.x;
+    make_anew(own); /* registers are short */
+    unsigned thread = own;
+    unsigned factors = factors_at(slot) + 4 * (thread % 128 / 32 * 16 + thread % 32 / 4);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         float highest = fmaxf(s[2 * h], s[2 * h + 1]);
@@ -98,8 +102,8 @@ FA_DEVICE void follow_maxima(float (&s)[S_COUNT], row_sums &r, float unit, int s
             factor   = exp2_fast((r.max[h] - highest) * unit);
             r.max[h] = highest;
         }
-        if (threadIdx.x % 4 == 0)
-            shared_store(factors_at(slot) + 4 * (fragment_row() + 8 * h), factor);
+        if (thread % 4 == 0)
+            shared_store(factors + 32 * h, factor);
         r.sum[h] *= factor;
     }
 }
@@ -119,17 +123,92 @@ FA_DEVICE void exponentials(float (&s)[S_COUNT], row_sums &r, float unit, int h)
     r.sum[h] += sum;
 }
 
+/* 16 columns of P. */
+FA_DEVICE void store_p_step(const float (&s)[S_COUNT], int slot, int step, unsigned thread)
+{
+    int      lane = thread % 32, row = thread % 128 / 32 * 16 + lane % 16;
+    unsigned p[4];
+#pragma unroll
+    for (int n = 0; n < 4; n++)
+        p[n] = pack<FA_DTYPE>(s[8 * step + 2 * n], s[8 * step + 2 * n + 1]);
+    store_matrix(p_at(slot) + row * 128 + (((2 * step + lane / 16) ^ (row % 8)) << 4), p);
+}
+
 FA_DEVICE void store_p(const float (&s)[S_COUNT], int slot)
 {
-    int      lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
-    unsigned to = p_at(slot) + row * 128;
+    int own = threadIdx.x;
+    make_anew(own); /* registers are short */
+    unsigned thread = own;
 #pragma unroll
-    for (int step = 0; step < P_STEPS; step++) {
-        unsigned p[4];
+    for (int step = 0; step < P_STEPS; step++)
+        store_p_step(s, slot, step, thread);
+}
+
+FA_DEVICE void add_step(const float (&s)[S_COUNT], int step, float (&sum)[2])
+{
 #pragma unroll
-        for (int n = 0; n < 4; n++)
-            p[n] = pack<FA_DTYPE>(s[8 * step + 2 * n], s[8 * step + 2 * n + 1]);
-        store_matrix(to + (((2 * step + lane / 16) ^ (row % 8)) << 4), p);
+    for (int h = 0; h < 2; h++) {
+        sum[h] += (s[8 * step + 2 * h] + s[8 * step + 2 * h + 1]) + (s[8 * step + 4 + 2 * h] + s[8 * step + 5 + 2 * h]);
+        keep_order(sum[h]);
+    }
+}
+
+/* Line 9 where the rows have seen keys before: by the maximum as it was then, so that no exponential waits for this tile's. Whether a row has moved too far is said by a lane's
+ * sum of this tile, in which no P is larger than it; comparisons are needed only then, and P goes over anew. A row whose P no float holds becomes a far one (far_rows.cuh), to be computed again. */
+FA_DEVICE void softmax_ahead(float (&s)[S_COUNT], row_sums &r, float unit, int slot)
+{
+    constexpr float MOST_LAG = 100.0f, MOST_SUM = 256.0f; /* 2^MAX_LAG */
+    float           shift[2], sum[2] = {0.0f, 0.0f};
+    int             own = threadIdx.x;
+    make_anew(own); /* registers are short */
+    unsigned thread = own;
+    unsigned factors = factors_at(slot) + 4 * (thread % 128 / 32 * 16 + thread % 32 / 4);
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        shift[h] = r.max[h] * unit;
+#pragma unroll
+    for (int step = 0; step < P_STEPS; step++) { /* with the sums of the step before, or all of them would come behind the last exponential */
+#pragma unroll
+        for (int n = 8 * step; n < 8 * step + 8; n++)
+            s[n] = exp2_fast(s[n] * unit - shift[n / 2 % 2]);
+        if (step > 0)
+            add_step(s, step - 1, sum);
+        store_p_step(s, slot, step, thread);
+    }
+    add_step(s, P_STEPS - 1, sum);
+    if (thread % 4 == 0)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            shared_store(factors + 32 * h, 1.0f);
+    bool far = !(sum[0] <= MOST_SUM) || !(sum[1] <= MOST_SUM); /* NaN, too: it may be of a row whose maximum was -inf */
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        r.sum[h] += sum[h];
+    if (__builtin_expect(__any_sync(~0u, far), false)) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float highest = fmaxf(s[2 * h], s[2 * h + 1]);
+#pragma unroll
+            for (int j = 1; j < FA_TILE_K / 8; j++)
+                highest = fmaxf(highest, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+            highest      = quad_max(highest);
+            float most   = quad_max(sum[h] <= MOST_SUM ? 0.0f : infinity()), factor = 1.0f;
+            bool  none   = r.max[h] == -infinity(); /* of all its scores so far: it has no maximum to take this tile's by */
+            if (none || (most > 0.0f && highest > 1.0f)) { /* else only NaN is too large */
+                float lag = none ? infinity() : log2_fast(highest), old = r.max[h];
+                r.max[h] = lag > MOST_LAG ? fminf(0x1p29f * reciprocal(unit), 0x1p127f) : old + lag * reciprocal(unit);
+                factor   = exp2_fast((old - r.max[h]) * unit);
+            }
+            if (thread % 4 == 0)
+                shared_store(factors + 32 * h, factor);
+            r.sum[h] *= factor;
+#pragma unroll
+            for (int j = 0; j < FA_TILE_K / 8; j++)
+#pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; e++)
+                    s[4 * j + e] *= factor;
+        }
+        store_p(s, slot);
     }
 }
 
@@ -162,6 +241,10 @@ FA_DEVICE void walk(const fa_args &args, const work &w, row_sums &r, place &at, 
         go_on(at);
         wgmma_wait<0>();
         hold(s);
+        if (!is_masked(clean, tile) && !is_masked(clean, tile + 1)) { /* each row has seen a key */
+            softmax_ahead(s, r, args.scale_log2, before);
+            continue;
+        }
         if (is_masked(clean, tile))
             mask_scores(args, w, s, 0, tile);
         follow_maxima(s, r, args.scale_log2, before);

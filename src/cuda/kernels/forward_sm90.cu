@@ -17,7 +17,10 @@
  *
  * With FA_MIN_BLOCKS 2 two such blocks share a multiprocessor, which has no registers for S' beside P then: a step is S, softmax, P V, one after the
  * other and without turns, and what fills the waits is the other three consumers'. Starts and ends of tiles hide likewise. So do three consumers of 128
- * columns in FP8, whose P takes few registers; three of 64 columns start the next step's S behind P V, in the registers that P has left.
+ * columns in FP8, whose P takes few registers, and of 96 under a causal mask; three of 64 columns in FP8 start the next step's S behind P V, in the
+ * registers that P has left.
+ *
+ * Clean steps take exponentials by the rows' maxima of before and, in 16 bits, compare no scores (softmax_ahead, decision 0081).
  *
  * FP8: the inspectors turn every tile of V round (values_sm90.cuh), or with FA_VARIANT bit 1 values_sm90.cu has done it. P is rounded to E4M3, 2^6
  * times as large, so that it stays above FP8's smallest numbers down to 2^-12.
