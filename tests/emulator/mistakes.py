@@ -54,7 +54,7 @@ GIVE_Q = "    release(q_empty(c.n));\n"
 # Name, file, what stands there, what the mistake makes of it, shapes.
 MISTAKES = [
     ("nobody waits for K", FORWARD, "{ barrier_wait(k_full(n), filled<K_STAGES>(n)); }", "{}", WHOLE),
-    ("nobody waits for V", FORWARD, "{ barrier_wait(v_ready(n), filled<V_STAGES>(n)); }", "{}", WHOLE),
+    ("nobody waits for V", FORWARD, "    barrier_wait(v_ready(n), filled<V_STAGES>(n));\n}", "}", WHOLE),
     ("nobody waits for a clean V", FORWARD, "barrier_wait(DIRECT_V ? v_full(n) : v_ready(n), filled<V_STAGES>(n));", ";", WHOLE),
     ("P of a row that has moved is left as it is", SOFTMAX, "    if (moved)\n        scale_scores(s, alpha);\n", "", JUMPS),
     ("nobody asks whether a row has moved", SOFTMAX, "far |= sum[h] > MOST_SUM;", ";", JUMPS),
