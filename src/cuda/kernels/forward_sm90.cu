@@ -201,6 +201,10 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
 
 #endif
 
+/* A clean tile of V is as TMA left it: without a mask, where most are, it is not waited for by way of the inspectors. Who has not waited for them then waits for TMA first
+ * where he does, for they may be a round of V's stages behind. */
+constexpr bool DIRECT_V = !FP8 && !ONE_BY_ONE && FA_MASK == FA_MASK_NONE;
+
 #include "inspect_sm90.cuh"
 
 /* ---- consumers ---- */
@@ -243,9 +247,6 @@ FA_DEVICE void begin_turns(consumer &c, int group)
 }
 
 FA_DEVICE void wait_for_k(unsigned n) { barrier_wait(k_full(n), filled<K_STAGES>(n)); }
-/* A clean tile of V is as TMA left it: without a mask, where most are, it is not waited for by way of the inspectors. Who has not waited for them then waits for TMA first
- * where he does, for they may be a round of V's stages behind. */
-constexpr bool DIRECT_V = !FP8 && !ONE_BY_ONE && FA_MASK == FA_MASK_NONE;
 FA_DEVICE void wait_for_clean_v(unsigned n) { barrier_wait(DIRECT_V ? v_full(n) : v_ready(n), filled<V_STAGES>(n)); }
 FA_DEVICE void wait_for_v(unsigned n)
 {

@@ -42,6 +42,8 @@ FA_DEVICE void inspect_tile(work &w, unsigned n, int first_key, bool masked)
     release(v_ready(n));
     if constexpr (!TURNS_V)
         look();
+    if constexpr (DIRECT_V) /* for consumers do not of clean tiles, and a phase for which nobody waits is an error to synccheck */
+        barrier_wait(v_ready(n), filled<V_STAGES>(n));
     release(v_empty(n));
 }
 
