@@ -69,7 +69,7 @@ const fa_tune_row fa_tune_rows[] = {
     {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 128, 64, 12, 2, 1, 2, 16,
      "few queries, more rows: two consumers share each tile of keys (decision 0074)"},
     {90, 90, FA_KERNEL_FORWARD_LATENT_SM90, FA_IN_16_BIT, 576, FA_ON_ANY, FA_FOR_LATENT, 0, 64, 48, 16, 3, 1, 2, 80,
-     "V is K's first columns: a warpgroup makes S and P of 64 rows, two have a half of O's columns each; three slots of 48 keys (decision 0070); spills none of it in a clean tile (0081)"},
+     "V is K's first columns: a warpgroup makes S and P of 64 rows, two have a half of O's columns each; three slots of 48 keys (decision 0070); none of what spills is in a clean tile (0081)"},
     {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_FEW, 16, 16, 128, 4, 3, 2, 9, 0,
      "few queries: the heads of a key head in one tile, four warps with keys of their own, two tiles on their way, two blocks a multiprocessor (decision 0058)"},
     {80, 89, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_FEW, 16, 16, 128, 4, 2, 3, 9, 0,

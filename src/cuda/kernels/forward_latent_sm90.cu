@@ -83,6 +83,15 @@ template <int FROM, int TO> FA_DEVICE void start_scores(float (&s)[S_COUNT], uns
         wgmma_commit();
 }
 
+FA_DEVICE float highest_of(const float (&s)[S_COUNT], int h)
+{
+    float highest = fmaxf(s[2 * h], s[2 * h + 1]);
+#pragma unroll
+    for (int j = 1; j < FA_TILE_K / 8; j++)
+        highest = fmaxf(highest, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+    return quad_max(highest);
+}
+
 /* Line 9 begins: the maxima that the rows have now; what O and the sums grow by is for the values to know. */
 FA_DEVICE void follow_maxima(float (&s)[S_COUNT], row_sums &r, float unit, int slot)
 {
@@ -92,12 +101,7 @@ FA_DEVICE void follow_maxima(float (&s)[S_COUNT], row_sums &r, float unit, int s
     unsigned factors = factors_at(slot) + 4 * (thread % 128 / 32 * 16 + thread % 32 / 4);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        float highest = fmaxf(s[2 * h], s[2 * h + 1]);
-#pragma unroll
-        for (int j = 1; j < FA_TILE_K / 8; j++)
-            highest = fmaxf(highest, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-        highest      = quad_max(highest);
-        float factor = 1.0f;
+        float highest = highest_of(s, h), factor = 1.0f;
         if ((highest - r.max[h]) * unit > MAX_LAG) { /* -inf - -inf is NaN: not far */
             factor   = exp2_fast((r.max[h] - highest) * unit);
             r.max[h] = highest;
@@ -187,13 +191,8 @@ FA_DEVICE void softmax_ahead(float (&s)[S_COUNT], row_sums &r, float unit, int s
     if (__builtin_expect(__any_sync(~0u, far), false)) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float highest = fmaxf(s[2 * h], s[2 * h + 1]);
-#pragma unroll
-            for (int j = 1; j < FA_TILE_K / 8; j++)
-                highest = fmaxf(highest, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-            highest      = quad_max(highest);
-            float most   = quad_max(sum[h] <= MOST_SUM ? 0.0f : infinity()), factor = 1.0f;
-            bool  none   = r.max[h] == -infinity(); /* of all its scores so far: it has no maximum to take this tile's by */
+            float highest = highest_of(s, h), most = quad_max(sum[h] <= MOST_SUM ? 0.0f : infinity()), factor = 1.0f;
+            bool  none    = r.max[h] == -infinity(); /* of all its scores so far: it has no maximum to take this tile's by */
             if (none || (most > 0.0f && highest > 1.0f)) { /* else only NaN is too large */
                 float lag = none ? infinity() : log2_fast(highest), old = r.max[h];
                 r.max[h] = lag > MOST_LAG ? fminf(0x1p29f * reciprocal(unit), 0x1p127f) : old + lag * reciprocal(unit);
