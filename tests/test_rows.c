@@ -35,6 +35,7 @@ static const fa_kernels *amx_kernels(flash_attn_dtype dtype)
             return fa_kernels_amx(fa_kernels_avx512(), dtype);
     }
 #endif
+    (void)dtype;
     print_message("skipped: this machine has no AMX\n");
     skip();
     return NULL;
