@@ -215,7 +215,7 @@ static void expect_products(const float *s, int lds, int q, int k, int rows, con
     }
 }
 
-/* Every significand times every other, by factors (amx.h) and where a few rows have them put together again. */
+/* Every significand times every other, in pieces, as a tile of rows and as a few. */
 static void products_of_float16_are_exact(void **state)
 {
     (void)state;
@@ -236,9 +236,9 @@ static void products_of_float16_are_exact(void **state)
             set_half_rows(&k, j, PART, i / PART * 5);
             kernels->pack(FA_ROLE_K, right, &k.rows, NULL);
             kernels->scores(s, PART, left, right, PART, PART, COLS);
-            expect_products(s, PART, i, j, PART, "factors");
+            expect_products(s, PART, i, j, PART, "a tile of rows");
             kernels->scores_few(s, PART, few, &k.rows, 8, &soon);
-            expect_products(s, PART, i, j, 8, "few rows");
+            expect_products(s, PART, i, j, 8, "a few rows");
         }
     }
     kernels->leave();

@@ -83,6 +83,17 @@ template <int FROM, int TO> FA_DEVICE void start_scores(float (&s)[S_COUNT], uns
         wgmma_commit();
 }
 
+/* The thread's number, and nothing made of it kept: registers are short. */
+FA_DEVICE unsigned thread_anew()
+{
+    int own = threadIdx.x;
+    make_anew(own);
+    return own;
+}
+
+/* Where what O and the sum of the thread's row 0 grow by is told; of row 1 32 bytes on. */
+FA_DEVICE unsigned row_factors(int slot, unsigned thread) { return factors_at(slot) + 4 * (thread % 128 / 32 * 16 + thread % 32 / 4); }
+
 FA_DEVICE float highest_of(const float (&s)[S_COUNT], int h)
 {
     float highest = fmaxf(s[2 * h], s[2 * h + 1]);
@@ -95,10 +106,7 @@ FA_DEVICE float highest_of(const float (&s)[S_COUNT], int h)
 /* Line 9 begins: the maxima that the rows have now; what O and the sums grow by is for the values to know. */
 FA_DEVICE void follow_maxima(float (&s)[S_COUNT], row_sums &r, float unit, int slot)
 {
-    int own = threadIdx.x;
-    make_anew(own); /* registers are short */
-    unsigned thread = own;
-    unsigned factors = factors_at(slot) + 4 * (thread % 128 / 32 * 16 + thread % 32 / 4);
+    unsigned thread = thread_anew(), factors = row_factors(slot, thread);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         float highest = highest_of(s, h), factor = 1.0f;
@@ -140,9 +148,7 @@ FA_DEVICE void store_p_step(const float (&s)[S_COUNT], int slot, int step, unsig
 
 FA_DEVICE void store_p(const float (&s)[S_COUNT], int slot)
 {
-    int own = threadIdx.x;
-    make_anew(own); /* registers are short */
-    unsigned thread = own;
+    unsigned thread = thread_anew();
 #pragma unroll
     for (int step = 0; step < P_STEPS; step++)
         store_p_step(s, slot, step, thread);
@@ -163,10 +169,7 @@ FA_DEVICE void softmax_ahead(float (&s)[S_COUNT], row_sums &r, float unit, int s
 {
     constexpr float MOST_LAG = 100.0f, MOST_SUM = 256.0f; /* 2^MAX_LAG */
     float           shift[2], sum[2] = {0.0f, 0.0f};
-    int             own = threadIdx.x;
-    make_anew(own); /* registers are short */
-    unsigned thread = own;
-    unsigned factors = factors_at(slot) + 4 * (thread % 128 / 32 * 16 + thread % 32 / 4);
+    unsigned        thread = thread_anew(), factors = row_factors(slot, thread);
 #pragma unroll
     for (int h = 0; h < 2; h++)
         shift[h] = r.max[h] * unit;
