@@ -128,6 +128,7 @@ static const test_case shapes[] = {
     {.name = "224 and 72 columns, far logits", .seqlen_q = 200, .seqlen_k = 300, .head_dim = 224, .head_dim_v = 72, .logit_size = 3e9f, .mask = C},
     {.name = "odd heads, causal", .batch = 5, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 3, .mask = C, .head_dim = 128},
     {.name = "odd heads, many causal tiles", .seqlen_q = 1540, .seqlen_k = 140, .heads_q = 89, .mask = C, .head_dim = 128},
+    {.name = "dealt, alike", .seqlen_q = 2100, .seqlen_k = 260, .heads_q = 4, .heads_k = 2, .mask = C, .head_dim = 128},
 };
 
 /* A small group's key heads must be many: fewer go to the portable kernel. */

@@ -14,7 +14,7 @@ static void the_forward_for_hopper_has_blocks_for_all_tiles(void **state)
             for (int varlen = 0; varlen < 2; varlen++) {
                 fa_call            call;
                 fa_plan            plan;
-                int64_t            batch = varlen ? 61 : 3;
+                int64_t            batch = varlen ? 61 : 8;
                 flash_attn_problem p = problem_of((shape){batch, lengths[n], lengths[n], 5, 5, 128}, FLASH_ATTN_BF16, masks[m]);
                 p.window_left        = masks[m] == FLASH_ATTN_WINDOW ? 100 : 0;
                 if (varlen)
@@ -22,7 +22,9 @@ static void the_forward_for_hopper_has_blocks_for_all_tiles(void **state)
                 plan_it(&p, FLASH_ATTN_FORWARD, 90, &call, &plan);
                 const fa_launch *main  = main_of(&plan);
                 int64_t          tiles = tiles_of(call.max_seqlen_q, main->key.tile_q);
-                bool             dealt = varlen || masks[m] == FLASH_ATTN_WINDOW;
+                bool             many  = masks[m] == FLASH_ATTN_CAUSAL && tiles >= 16 && tiles * batch * 5 >= 7 * plan.chip.multiprocessors;
+                bool             dealt = varlen || many || masks[m] == FLASH_ATTN_WINDOW;
+                assert_true(!many || lengths[n] >= 4096);
                 assert_int_equal(main->key.kernel, FA_KERNEL_FORWARD_SM90);
                 assert_true(main->stays);
                 assert_int_equal(plan.args.all_items, dealt ? plan.args.all_tiles_q * 5 : 0);
@@ -37,6 +39,32 @@ static void the_forward_for_hopper_has_blocks_for_all_tiles(void **state)
                 } else
                     assert_int_equal(plan.workspace_bytes, 0);
             }
+}
+
+/* As many as have K and V in 32 MB, equally many each time; where a head's tiles are alike one (decision 0082). */
+static void heads_that_are_dealt_together_have_their_keys_in_l2(void **state)
+{
+    (void)state;
+    static const struct {
+        shape           s;
+        flash_attn_mask mask;
+        bool            varlen;
+        int             together;
+    } calls[] = {{{1, 8192, 8192, 40, 40, 128}, FLASH_ATTN_CAUSAL, false, 8},    {{1, 8192, 8192, 33, 33, 128}, FLASH_ATTN_CAUSAL, false, 6},
+                 {{1, 8192, 8192, 6, 6, 256}, FLASH_ATTN_CAUSAL, true, 3},       {{1, 16384, 16384, 32, 4, 256}, FLASH_ATTN_CAUSAL, false, 16},
+                 {{1, 131072, 131072, 4, 4, 256}, FLASH_ATTN_CAUSAL, false, 1}, {{9, 300, 300, 5, 5, 64}, FLASH_ATTN_CAUSAL, true, 5},
+                 {{2, 8192, 8192, 16, 16, 128}, FLASH_ATTN_WINDOW, false, 1},    {{2, 8192, 8192, 16, 16, 128}, FLASH_ATTN_NONE, true, 1}};
+    for (size_t n = 0; n < sizeof calls / sizeof *calls; n++) {
+        fa_call            call;
+        fa_plan            plan;
+        flash_attn_problem p = problem_of(calls[n].s, FLASH_ATTN_BF16, calls[n].mask);
+        p.window_left        = calls[n].mask == FLASH_ATTN_WINDOW ? 100 : 0;
+        if (calls[n].varlen)
+            make_varlen(&p, (int32_t)calls[n].s.seqlen_k);
+        plan_it(&p, FLASH_ATTN_FORWARD, 90, &call, &plan);
+        assert_true(plan.args.all_items > 0);
+        assert_int_equal(plan.args.order_heads, calls[n].together);
+    }
 }
 
 /* Where that is done ahead of the kernel: long calls at head_dim 256 (decision 0059). */
@@ -415,6 +443,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_forward_for_hopper_has_blocks_for_all_tiles),
+        cmocka_unit_test(heads_that_are_dealt_together_have_their_keys_in_l2),
         cmocka_unit_test(a_value_of_fp8_is_turned_for_every_tile_of_keys),
         cmocka_unit_test(parts_cover_all_keys),
         cmocka_unit_test(the_workspace_has_room_for_every_piece),

@@ -206,7 +206,30 @@ static bool turns_v_ahead(const fa_key *key) { return key->kernel == FA_KERNEL_F
 /* Where there are no more tiles than blocks, each has its own. */
 static bool has_next_item(const fa_plan *plan, const fa_key *key) { return plan->args.all_items > plan->chip.multiprocessors * key->min_blocks; }
 
-/* Tiles are dealt to who is free where sequences, or what a window shows of one, are not all alike. */
+/*
+ * Heads whose tiles are dealt together. Under a causal mask as many as have K and V in L2, about equally many each time: a sequence's longest tiles come first, so the more
+ * heads there are the less is left to wait for at the end. Elsewhere tiles are about as long as each other (decision 0082).
+ */
+static int64_t heads_dealt_together(const fa_call *call, const fa_key *key)
+{
+    enum { L2_BYTES = 32 << 20 };
+    int64_t bytes = call->max_seqlen_k * (key->head_dim + key->head_dim_v) * (int64_t)fa_dtype_bytes((flash_attn_dtype)key->dtype);
+    int64_t most  = key->mask != FA_MASK_CAUSAL ? 1 : bytes > 0 ? L2_BYTES / bytes * call->group : call->heads_q;
+    int64_t heads = call->heads_q, times = most <= 1 ? heads : (heads + most - 1) / most;
+    return times > 1 ? heads / times : heads;
+}
+
+/* Tiles are dealt to who is free where sequences, or what a window shows of one, are not all alike, and where there are many of many lengths: else blocks know theirs, and
+ * nothing has to be cleared before (decision 0082). */
+static bool deals_tiles(const fa_call *call, const fa_plan *plan, const fa_key *key, int64_t items)
+{
+    enum { MANY_LENGTHS = 16, MANY_TILES = 7 /* of a block */ };
+    if (items > INT32_MAX)
+        return false;
+    return !fa_plan_is_alike(call) || key->mask == FA_MASK_WINDOW ||
+           (key->mask == FA_MASK_CAUSAL && plan->args.tiles_q >= MANY_LENGTHS && items >= (int64_t)MANY_TILES * plan->chip.multiprocessors * key->min_blocks);
+}
+
 static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
 {
     fa_args *args   = &plan->args;
@@ -215,9 +238,10 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
     plan->has_maps   = true;
     args->page_piece = fa_page_piece(call, key->tile_k);
     args->cap_unit   = 2 * call->softcap * LOG2_E;
-    if ((!fa_plan_is_alike(call) || key->mask == FA_MASK_WINDOW) && items <= INT32_MAX) {
+    if (deals_tiles(call, plan, key, items)) {
         args->all_tiles_q = (int)all;
         args->all_items   = (int)items;
+        args->order_heads = (int)heads_dealt_together(call, key);
         blocks            = items;
     }
     if (turns_v_ahead(key)) {

@@ -196,19 +196,15 @@ FA_DEVICE bool begins_by_itself(const fa_args &args) { return args.own_heads == 
  * of all sequences; else of one) come together, by their numbers. So in a head earlier tiles are begun first, and who waits for their dQ waits for a block that runs. */
 FA_DEVICE bool dealt_place(const fa_args &args, bool first_of_all, grid_place &at)
 {
-    unsigned number = blockIdx.x, heads = args.order_heads, all = args.dealt_heads;
+    unsigned number = blockIdx.x, tiles = args.dealt_tiles, heads = args.dealt_heads;
     if (!first_of_all)
         number = atomicAdd(args.next_item, 1) + (begins_by_itself(args) ? gridDim.x : 0);
-    unsigned first  = min(number / (heads * args.dealt_tiles), all / heads - 1) * heads; /* the last are up to twice as many */
-    if (number >= (unsigned)args.dealt_tiles * all)
+    if (number >= tiles * heads)
         return false;
-    number -= first * args.dealt_tiles;
-    if (all - first < 2 * heads)
-        heads = all - first;
-    unsigned tile = number / heads;
-    at            = {tile, args.own_heads + first + number - tile * heads};
+    at = place_of_dealt(tiles, heads, args.order_heads, number);
+    at.other += args.own_heads;
     if (args.cu_seqlens_k) {
-        tile_place of = place_of_tile<FA_TILE_K>(args.cu_seqlens_k, args.kv_rows, 0, args.batch, tile);
+        tile_place of = place_of_tile<FA_TILE_K>(args.cu_seqlens_k, args.kv_rows, 0, args.batch, at.tile);
         at            = {(unsigned)of.tile, of.b * args.heads_k * args.group_blocks + at.other};
     }
     return true;

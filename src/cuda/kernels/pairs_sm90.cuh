@@ -1,4 +1,5 @@
-/* Causal tiles in pairs that are all alike, so that blocks which take every gridDim.x-th end together. Of two heads' tiles in the order of
+/* In which order blocks take tiles of queries.
+ * Causal tiles in pairs that are all alike, so that blocks which take every gridDim.x-th end together. Of two heads' tiles in the order of
  * length, a pair has the n-th longest and the n-th shortest. Tile `tiles - 1` is the longest. */
 #ifndef FA_PAIRS_SM90_CUH
 #define FA_PAIRS_SM90_CUH
@@ -67,6 +68,18 @@ FA_DEVICE grid_place place_of_causal_item(unsigned tiles, unsigned heads, unsign
     if (n >= 2 * rounds)
         return place_of_rest(tiles, heads, rounds * gridDim.x, rest_of_block(rounds, n));
     return place_of_pair(tiles, n / 2 * gridDim.x + blockIdx.x, n % 2);
+}
+
+/* The n-th of all tiles where they are dealt one by one: the first of each of `beside` heads, then their next; behind their last the first of as many more heads. The last heads
+ * are up to twice as many. */
+FA_DEVICE grid_place place_of_dealt(unsigned tiles, unsigned heads, unsigned beside, unsigned n)
+{
+    unsigned first = min(n / (tiles * beside), heads / beside - 1) * beside;
+    n -= first * tiles;
+    if (heads - first < 2 * beside)
+        beside = heads - first;
+    unsigned tile = n / beside;
+    return {tile, first + n - tile * beside};
 }
 
 #endif

@@ -28,7 +28,8 @@ struct query_place {
     int b, head, tile;
 };
 
-/* Where every sequence is as long as the others a block's n-th tile is known: causal ones come in pairs, the last ones by their length, others in the order of their heads. */
+/* Where every sequence is as long as the others and tiles are few a block's n-th tile is known: causal ones come in pairs, the last ones by their length, others in the order of
+ * their heads. */
 FA_DEVICE bool own_place(const fa_args &args, unsigned n, query_place &at)
 {
     unsigned   heads = args.heads_q * args.batch, tiles = args.tiles_q, number = n * gridDim.x + blockIdx.x;
@@ -45,8 +46,8 @@ FA_DEVICE bool own_place(const fa_args &args, unsigned n, query_place &at)
     return true;
 }
 
-/* Elsewhere (args.all_items) who is free takes the next one: heads one after the other, so that few heads' K and V are read at once, and of each the tiles of all sequences
- * (packed_sm90.cuh) from the last to the first, under a mask a sequence's longest first. Each block's first has its own number. A tile may be nobody's. */
+/* Elsewhere (args.all_items) who is free takes the next one, of args.order_heads heads at once the tiles of all sequences (packed_sm90.cuh) from the last to the first: under a mask a
+ * sequence's longest first. Each block's first has its own number. A tile may be nobody's. */
 FA_DEVICE bool dealt_place(const fa_args &args, bool first_of_all, query_place &at)
 {
     unsigned number = blockIdx.x, tiles = args.all_tiles_q;
@@ -58,9 +59,9 @@ FA_DEVICE bool dealt_place(const fa_args &args, bool first_of_all, query_place &
     }
     if (number >= (unsigned)args.all_items)
         return false;
-    unsigned   head = number / tiles;
-    tile_place of   = place_of_queries(args, tiles - 1 - (number - head * tiles));
-    at              = {of.b, (int)head, of.tile};
+    grid_place dealt = place_of_dealt(tiles, args.heads_q, args.order_heads, number);
+    tile_place of    = place_of_queries(args, tiles - 1 - dealt.tile);
+    at               = {of.b, (int)dealt.other, of.tile};
     return true;
 }
 
