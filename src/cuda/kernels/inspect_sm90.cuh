@@ -21,7 +21,7 @@ FA_DEVICE void clear_other_rows(unsigned tile, fa_range rows)
  * something all of the item's rows are computed again (store_rare). Keys that are nobody's may be anything, and are cleared before. */
 FA_DEVICE void inspect_tile(work &w, unsigned n, int first_key, bool masked)
 {
-    fa_range rows   = {w.keys.begin - first_key, w.keys.end - first_key};
+    fa_range rows   = {w.seq.key_begin - first_key, w.seq.seqlen_k - first_key};
     bool     clears = masked && (!FP8 || TURNS_V) && (rows.begin > 0 || rows.end < FA_TILE_K); /* else values_sm90.cu has done it */
     auto     look   = [&] {
         if (masked && FA_MASK != FA_MASK_NONE && holds_nonfinite<V_BYTES, INSPECTED>(v_tile(n) + inspected_first()))
