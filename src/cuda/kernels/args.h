@@ -82,7 +82,7 @@ typedef struct fa_args {
     fa_dropout dropout;                    /* of element (i, j): batch_head = batch index * heads_q + head */
 
     int order_heads;                       /* backward_sm90: key heads whose tiles are dealt together, of all sequences if they are not packed;
-                                              forward_sm90 with all_items: query heads */
+                                              causal forward_sm90 with all_items: query heads */
     unsigned char *v_turned;               /* forward_sm90 in FP8 of variant 2, by values_sm90.cu: [kv_entries][heads_k][tiles_k][FA_TILE_K * FA_HEAD_DIM_V],
                                               each tile's V^T as shared memory will hold it; the ladder's K7 likewise, by k7_quantise.cu */
     float *row_stats;                      /* backward_sm90, by backward_rowsum.cu: [heads_q][all_tiles_q][2][FA_TILE_Q], for the

@@ -24,13 +24,9 @@ struct work {
 #endif
 };
 
-struct query_place {
-    int b, head, tile;
-};
-
 /* Where every sequence is as long as the others and tiles are few a block's n-th tile is known: causal ones come in pairs, the last ones by their length, others in the order of
  * their heads. */
-FA_DEVICE bool own_place(const fa_args &args, unsigned n, query_place &at)
+FA_DEVICE bool own_place(const fa_args &args, unsigned n, work &w)
 {
     unsigned   heads = args.heads_q * args.batch, tiles = args.tiles_q, number = n * gridDim.x + blockIdx.x;
     grid_place of;
@@ -40,15 +36,15 @@ FA_DEVICE bool own_place(const fa_args &args, unsigned n, query_place &at)
         of = place_of_causal_item(tiles, heads, n);
     else
         of = {number % tiles, number / tiles};
-    at.b    = of.other / args.heads_q;
-    at.head = of.other % args.heads_q;
-    at.tile = of.tile;
+    w.b       = of.other / args.heads_q;
+    w.head    = of.other % args.heads_q;
+    w.first_q = of.tile * FA_TILE_Q;
     return true;
 }
 
-/* Elsewhere (args.all_items) who is free takes the next one, of args.order_heads heads at once the tiles of all sequences (packed_sm90.cuh) from the last to the first: under a mask a
- * sequence's longest first. Each block's first has its own number. A tile may be nobody's. */
-FA_DEVICE bool dealt_place(const fa_args &args, bool first_of_all, query_place &at)
+/* Elsewhere (args.all_items) who is free takes the next one, of a head, causal ones of args.order_heads at once, the tiles of all sequences (packed_sm90.cuh) from the last to the first:
+ * under a mask a sequence's longest first. Each block's first has its own number. A tile may be nobody's. */
+FA_DEVICE bool dealt_place(const fa_args &args, bool first_of_all, work &w)
 {
     unsigned number = blockIdx.x, tiles = args.all_tiles_q;
     if (!first_of_all) {
@@ -59,9 +55,13 @@ FA_DEVICE bool dealt_place(const fa_args &args, bool first_of_all, query_place &
     }
     if (number >= (unsigned)args.all_items)
         return false;
-    grid_place dealt = place_of_dealt(tiles, args.heads_q, args.order_heads, number);
-    tile_place of    = place_of_queries(args, tiles - 1 - dealt.tile);
-    at               = {of.b, (int)dealt.other, of.tile};
+    grid_place dealt = place_of_dealt(tiles, args.heads_q, FA_MASK == FA_MASK_CAUSAL ? args.order_heads : 1, number);
+    w.head           = dealt.other;
+    w.first_q        = tiles - 1 - dealt.tile;
+    asm volatile("" ::: "memory"); /* the planner's registers are short: from memory */
+    tile_place of = place_of_queries(args, w.first_q);
+    w.b           = of.b;
+    w.first_q     = of.tile * FA_TILE_Q;
     return true;
 }
 
@@ -70,14 +70,10 @@ FA_DEVICE bool place_work(const fa_args &args, unsigned n, work &w)
 {
     bool first_of_all = n == 0;
     for (;;) {
-        query_place at;
-        if (!(args.all_items > 0 ? dealt_place(args, first_of_all, at) : own_place(args, n, at)))
+        if (!(args.all_items > 0 ? dealt_place(args, first_of_all, w) : own_place(args, n, w)))
             return false;
         first_of_all = false;
-        w.b          = at.b;
-        w.head       = at.head;
-        w.first_q    = at.tile * FA_TILE_Q;
-        w.seq        = sequence_at(args, at.b);
+        w.seq        = sequence_at(args, w.b);
         if (args.all_items == 0 || (unsigned)w.first_q < (unsigned)w.seq.rows_q)
             return true;
     }
