@@ -17,10 +17,10 @@
  *
  * With FA_MIN_BLOCKS 2 two such blocks share a multiprocessor, which has no registers for S' beside P then: a step is S, softmax, P V, one after the
  * other and without turns, and what fills the waits is the other three consumers'. Starts and ends of tiles hide likewise. So do three consumers of 128
- * columns in FP8, whose P takes few registers, and of 96 under a causal mask; three of 64 columns in FP8 start the next step's S behind P V, in the
- * registers that P has left.
+ * columns in FP8, whose P takes few registers, and with turns at the exponentials of 96 under a causal mask; of 64 under ALiBi's the next step's S begins behind P V, in
+ * the registers that P has left.
  *
- * Clean steps take exponentials by the rows' maxima of before and, in 16 bits, compare no scores (softmax_ahead, decision 0081).
+ * Clean steps take exponentials by the rows' maxima of before and compare no scores (softmax_ahead, decision 0081).
  *
  * FP8: the inspectors turn every tile of V round (values_sm90.cuh), or with FA_VARIANT bit 1 values_sm90.cu has done it. P is rounded to E4M3, 2^6
  * times as large, so that it stays above FP8's smallest numbers down to 2^-12.
@@ -41,7 +41,7 @@ constexpr int Q_STAGES = FA_VARIANT & 1 ? 2 : 1, WORKS = 8, INSPECTORS = 2; /* w
 constexpr bool TURNS_V = FP8 && !(FA_VARIANT & 2);
 constexpr bool BESIDE_ANOTHER = FA_MIN_BLOCKS > 1; /* two blocks a multiprocessor */
 /* A step's products and exponentials one after the other: no registers for S' beside P, or three consumers, which hide each other's waits (decisions 0047, 0059). */
-constexpr bool ONE_BY_ONE = BESIDE_ANOTHER || (CONSUMERS == 3 && (FP8 || FA_HEAD_DIM_V > 96 || (FA_MASK == FA_MASK_CAUSAL && (FA_HAS_ALIBI || FA_HEAD_DIM_V > 64))));
+constexpr bool ONE_BY_ONE = BESIDE_ANOTHER || (CONSUMERS == 3 && (FA_HEAD_DIM_V > 96 || (FA_MASK == FA_MASK_CAUSAL && (FA_HAS_ALIBI || FA_HEAD_DIM_V > 64))));
 /* Of the registers that a lane of each of a block's warpgroups has in all: 512 with 3 consumers, 504 with 2, 240 if there are two blocks. */
 constexpr int PRODUCER_REGISTERS = BESIDE_ANOTHER ? (FP8 ? 48 : 32) : CONSUMERS == 3 ? (FP8 && FA_HEAD_DIM_V <= 64 ? 56 : 32) : FP8 ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = BESIDE_ANOTHER ? (FP8 ? 96 : 104) : CONSUMERS == 3 ? (FP8 && FA_HEAD_DIM_V <= 64 ? 152 : 160) : FP8 ? 224 : 232;
@@ -225,16 +225,18 @@ struct consumer {
     unsigned  tile;
 };
 
+constexpr bool TAKES_TURNS = !BESIDE_ANOTHER && !(FP8 && ONE_BY_ONE);
+
 /* Named barrier 1 + c: consumer c waits there, and the one before it arrives. Turns are for products, or,
- * of consumers that go one step after the other, for exponentials: else all of them would be at the same. zero: is 0, by a computation that is to be over before (one_by_one_sm90.cuh). */
+ * of 16-bit consumers that go one step after the other, for exponentials: else all of them would be at the same. zero: is 0, by a computation that is to be over before (one_by_one_sm90.cuh). */
 FA_DEVICE void await_turn(int group)
 {
-    if (!BESIDE_ANOTHER)
+    if (TAKES_TURNS)
         named_sync(1 + group, 256);
 }
 FA_DEVICE void pass_turn(int group, int zero = 0)
 {
-    if (!BESIDE_ANOTHER)
+    if (TAKES_TURNS)
         named_arrive(1 + (group + 1) % CONSUMERS + zero, 256);
 }
 
@@ -395,7 +397,6 @@ template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, c
         release(q_empty(item));
     finish_scores(args, w, s, c.group, n, MASKED);
     bool moved = MASKED || FA_HAS_ALIBI ? softmax_step<MASKED>(s, c.rows, alpha, unit_of(args, w))
-                 : FP8                  ? softmax_ahead_f8(s, c.rows, alpha, unit_of(args, w))
                                         : softmax_ahead(s, c.rows, alpha, unit_of(args, w));
     drop(args, w, s, c.group, n);
     if (n + 1 < seen) /* here, for a branch keeps the compiler from moving exponentials behind the wait that follows */
@@ -535,7 +536,7 @@ FA_DEVICE void consume(const fa_args &args, int group)
         if (DIRECT_V && n - 1 < first_clean) /* V of the tile before is not clean */
             wait_for_v(c.tile);
         int end_clean = fa_min_int(same_for_all(BY_ITSELF ? clean.end : w.end_clean), seen);
-        if (!FP8 && n < end_clean)
+        if (n < end_clean)
             lose_rows_without_maximum(c.rows);
         for (; n < end_clean; n++)
             step<false>(args, w, c, item, n, seen);

@@ -1,13 +1,12 @@
 /*
  * forward_sm90.cu where a step's products and exponentials go one after the other: two blocks a multiprocessor, whose four consumers fill each other's waits, or three
- * consumers, which take turns at the exponentials. Three of 64 columns start the next step's scores behind P V, in the registers that P has left (decision 0059).
+ * consumers, which in 16 bits take turns at the exponentials. Of 64 columns these start the next step's scores behind P V, in the registers that P has left (decision 0059).
  */
 #ifndef FA_ONE_BY_ONE_SM90_CUH
 #define FA_ONE_BY_ONE_SM90_CUH
 
 /* Clean steps by maxima of before; not between turns, where the branch behind the exponentials costs 3%. */
-constexpr bool BY_SUMS = BESIDE_ANOTHER && !FP8 && !FA_HAS_ALIBI;
-constexpr bool IN_TURNS = ONE_BY_ONE && !BESIDE_ANOTHER, SCORES_AHEAD = IN_TURNS && FA_HEAD_DIM_V <= 64;
+constexpr bool IN_TURNS = ONE_BY_ONE && TAKES_TURNS, BY_SUMS = !IN_TURNS && !FA_HAS_ALIBI, SCORES_AHEAD = IN_TURNS && FA_HEAD_DIM_V <= 64;
 
 /*
  * A turn for exponentials. ptxas knows that nothing they need is in memory, and moves them over the barriers on both sides until no turn is left. So those in it take `unit`
@@ -21,17 +20,17 @@ FA_DEVICE float await_exponentials(int group, const work &w, float unit)
 }
 FA_DEVICE void pass_exponentials(int group, float sum) { pass_turn(group, __float_as_int(sum) == 0x7FC00001); }
 
-/* P of a clean step by its rows' maxima of before (softmax_ahead). bfloat16 is packed before anybody asks whether a row has moved; float16 has no room for what moves far. */
+/* P of a clean step by its rows' maxima of before (softmax_ahead). bfloat16 is packed before anybody asks whether a row has moved; float16 and FP8 have no room for what moves far. */
 FA_DEVICE void whole_softmax_ahead(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], int n)
 {
     constexpr bool PACKS_FIRST = FA_DTYPE == FA_BF16;
-    float          alpha[2], sum[2], unit = unit_of(args, w);
-    exponentials_ahead(s, c.rows, sum, unit);
+    float          alpha[2], sum[2], most[2], (&bound)[2] = FP8 ? most : sum, unit = unit_of(args, w);
+    exponentials_ahead(s, c.rows, sum, bound, unit);
     if constexpr (PACKS_FIRST) {
         drop(args, w, s, c.group, n);
         pack_p(c.p, s);
     }
-    if (move_rows_by_sums(sum, c.rows, alpha, unit)) {
+    if (move_rows_by_sums(sum, bound, c.rows, alpha, unit)) {
         if constexpr (PACKS_FIRST)
             scale_packed(c.p, alpha);
         else

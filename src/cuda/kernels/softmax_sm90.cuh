@@ -107,14 +107,17 @@ FA_DEVICE bool softmax_step(float (&s)[S_COUNT], row_state &rows, float (&alpha)
     return moved;
 }
 
-/* Exponentials by maxima of before and this lane's sums of them, eight and then their sums. */
-FA_DEVICE void exponentials_ahead(float (&s)[S_COUNT], const row_state &rows, float (&sum)[2], float unit)
+/* Exponentials by maxima of before, this lane's sums of them, eight and then their sums, and what none of them is larger than: the sum itself (`bound` is `sum` then) or, with
+ * FP8, whose P has no room for sums as large, the largest sum of four. */
+FA_DEVICE void exponentials_ahead(float (&s)[S_COUNT], const row_state &rows, float (&sum)[2], float (&bound)[2], float unit)
 {
     constexpr int GROUP = 4; /* pairs */
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         float shift = rows.max[h] * unit - P_LOG2;
         sum[h]      = 0.0f;
+        if constexpr (FP8)
+            bound[h] = 0.0f;
 #pragma unroll
         for (int j = 0; j < FA_TILE_K / 8; j += GROUP) {
 #pragma unroll
@@ -123,8 +126,15 @@ FA_DEVICE void exponentials_ahead(float (&s)[S_COUNT], const row_state &rows, fl
                 for (int e = 2 * h; e < 2 * h + 2; e++)
                     s[4 * i + e] = exp2_fast(s[4 * i + e] * unit - shift);
 #pragma unroll
-            for (int i = j; i < j + GROUP && i < FA_TILE_K / 8; i++)
-                sum[h] += s[4 * i + 2 * h] + s[4 * i + 2 * h + 1];
+            for (int i = j; i < j + GROUP && i < FA_TILE_K / 8; i += FP8 ? 2 : 1) {
+                float two = s[4 * i + 2 * h] + s[4 * i + 2 * h + 1];
+                if constexpr (FP8) {
+                    float four = two + (s[4 * i + 4 + 2 * h] + s[4 * i + 5 + 2 * h]);
+                    bound[h]   = fmaxf(bound[h], four);
+                    sum[h] += four;
+                } else
+                    sum[h] += two;
+            }
         }
     }
 }
@@ -133,27 +143,28 @@ constexpr int MOST_LAG = 100; /* octaves: beyond, P of a row may not fit a float
 
 /*
  * Says by a step's sums whether a row of the warp has moved too far from the maximum that its P was taken by, and what P and O are to be multiplied with then. No P is larger
- * than its lane's sum, so scores need not be compared at all: where that is at most 2^P_LAG no row has moved farther. Else its maximum goes up by whole octaves, to above the
- * largest sum. A row that has not moved keeps its bits, whatever the warp's others do.
+ * than its lane's bound, so scores need not be compared at all: where that is at most MOST no row has moved too far. Else its maximum goes up by whole octaves, until the
+ * largest bound is below 2^TOP. A row that has not moved keeps its bits, whatever the warp's others do.
  */
-FA_DEVICE bool move_rows_by_sums(const float (&sum)[2], row_state &rows, float (&alpha)[2], float unit)
+FA_DEVICE bool move_rows_by_sums(const float (&sum)[2], const float (&bound)[2], row_state &rows, float (&alpha)[2], float unit)
 {
-    constexpr float MOST_SUM = 256.0f;
-    static_assert(FP8 || P_LAG == 8.0f, "MOST_SUM is 2^P_LAG");
+    constexpr float MOST = FP8 ? 430.0f : 256.0f; /* P of FP8 is at most 448 */
+    constexpr int   TOP = FP8 ? 8 : 0;
+    static_assert(FP8 || P_LAG == 8.0f, "MOST is 2^P_LAG");
     bool far = false;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         rows.sum[h] += sum[h];
-        far |= sum[h] > MOST_SUM; /* not of NaN */
+        far |= bound[h] > MOST; /* not of NaN */
         alpha[h] = 1.0f;
     }
     bool moved = __any_sync(0xFFFFFFFFu, far);
     if (moved)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float most = quad_max(sum[h]);
-            if (most > MOST_SUM) {
-                int lag = (__float_as_int(most) >> 23) - 126;
+            float most = quad_max(bound[h]);
+            if (most > MOST) {
+                int lag = (__float_as_int(most) >> 23) - 126 - TOP;
                 rows.max[h] += (float)lag * reciprocal(unit);
                 rows.lost |= lag > MOST_LAG ? 1u << h : 0;
                 alpha[h] = __int_as_float(fa_max_int(127 - lag, 1) << 23);
@@ -194,65 +205,11 @@ FA_DEVICE void lose_rows_without_maximum(row_state &rows)
  * is multiplied as well. Not for ALiBi, whose scores may rise by as much with each tile. */
 FA_DEVICE bool softmax_ahead(float (&s)[S_COUNT], row_state &rows, float (&alpha)[2], float unit)
 {
-    float sum[2];
-    exponentials_ahead(s, rows, sum, unit);
-    bool moved = move_rows_by_sums(sum, rows, alpha, unit);
+    float sum[2], most[2], (&bound)[2] = FP8 ? most : sum;
+    exponentials_ahead(s, rows, sum, bound, unit);
+    bool moved = move_rows_by_sums(sum, bound, rows, alpha, unit);
     if (moved)
         scale_scores(s, alpha);
-    return moved;
-}
-
-/* With FP8, whose P has no room for sums as large, highest scores say it, compared among the exponentials. */
-FA_DEVICE bool softmax_ahead_f8(float (&s)[S_COUNT], row_state &rows, float (&alpha)[2], float unit)
-{
-    float highest[2], shift[2], sum[2];
-    bool  far = false;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        shift[h]   = rows.max[h] * unit - P_LOG2;
-        highest[h] = s[2 * h];
-        sum[h]     = 0.0f;
-    }
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-#pragma unroll
-        for (int j = 0; j < FA_TILE_K / 8; j += 4) {
-#pragma unroll
-            for (int i = j; i < j + 4 && i < FA_TILE_K / 8; i++)
-                highest[h] = fmaxf(highest[h], fmaxf(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]));
-            keep_order(highest[h]);
-#pragma unroll
-            for (int i = j; i < j + 4 && i < FA_TILE_K / 8; i++)
-#pragma unroll
-                for (int e = 2 * h; e < 2 * h + 2; e++) {
-                    s[4 * i + e] = exp2_fast(s[4 * i + e] * unit - shift[h]);
-                    sum[h] += s[4 * i + e];
-                }
-        }
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        rows.sum[h] += sum[h];
-        far |= (highest[h] - rows.max[h]) * unit > P_LAG;
-        alpha[h] = 1.0f;
-    }
-    bool moved = __any_sync(0xFFFFFFFFu, far);
-    if (moved) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float top = quad_max(highest[h]), lag = (top - rows.max[h]) * unit;
-            if (lag > P_LAG) {
-                rows.max[h] = top;
-                rows.lost |= lag > (float)MOST_LAG ? 1u << h : 0;
-                alpha[h] = exp2_fast(-lag);
-                rows.sum[h] *= alpha[h];
-#pragma unroll
-                for (int j = 0; j < FA_TILE_K / 8; j++)
-#pragma unroll
-                    for (int e = 2 * h; e < 2 * h + 2; e++)
-                        s[4 * j + e] *= alpha[h];
-            }
-        }
-    }
     return moved;
 }
 
