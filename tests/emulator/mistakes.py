@@ -57,7 +57,7 @@ MISTAKES = [
     ("nobody waits for V", FORWARD, "    barrier_wait(v_ready(n), filled<V_STAGES>(n));\n}", "}", WHOLE),
     ("nobody waits for a clean V", FORWARD, "barrier_wait(DIRECT_V ? v_full(n) : v_ready(n), filled<V_STAGES>(n));", ";", WHOLE),
     ("P of a row that has moved is left as it is", SOFTMAX, "    if (moved)\n        scale_scores(s, alpha);\n", "", JUMPS),
-    ("nobody asks whether a row has moved", SOFTMAX, "far |= sum[h] > MOST_SUM;", ";", JUMPS),
+    ("nobody asks whether a row has moved", SOFTMAX, "far |= bound[h] > MOST;", ";", JUMPS),
     ("packed P of a row that has moved is left as it is", ONE_BY_ONE, "            scale_packed(c.p, alpha);\n", "            ;\n", JUMPS),
     ("a row without a maximum is not computed again", SOFTMAX, "        rows.lost |= rows.max[h] == -infinity() ? 1u << h : 0;\n", "        ;\n", ODD_VALUES),
     ("V given back before its product is done", FORWARD, WAIT_FOR_O + GIVE_V,
