@@ -199,10 +199,10 @@ FA_DEVICE bool dealt_place(const fa_args &args, bool first_of_all, grid_place &a
     unsigned number = blockIdx.x, tiles = args.dealt_tiles, heads = args.dealt_heads;
     if (!first_of_all)
         number = atomicAdd(args.next_item, 1) + (begins_by_itself(args) ? gridDim.x : 0);
-    if (number >= tiles * heads)
-        return false;
     at = place_of_dealt(tiles, heads, args.order_heads, number);
     at.other += args.own_heads;
+    if (number >= tiles * heads)
+        return false;
     if (args.cu_seqlens_k) {
         tile_place of = place_of_tile<FA_TILE_K>(args.cu_seqlens_k, args.kv_rows, 0, args.batch, at.tile);
         at            = {(unsigned)of.tile, of.b * args.heads_k * args.group_blocks + at.other};
