@@ -3,7 +3,7 @@
 
     make && python3 bench/gpu.py [--json FILE] [--head-dims 64,192:128,256] [--seqlens 512,...,16384] [--passes forward] [--quick]
                                  [--heads 32:8] [--tokens 16384] [--math] [--flex] [--varlen] [--deterministic] [--portable] [--fp8]
-                                 [--window 1024] [--softcap 30] [--alibi] [--pages 64] [--dropout 0.1] [--fa3 LIBRARY]
+                                 [--window 1024] [--softcap 30] [--alibi] [--bias heads] [--pages 64] [--dropout 0.1] [--fa3 LIBRARY]
     make && python3 bench/gpu.py --decode [--head-dims 128,64] [--queries 1,4,16] [--batches 1,8,64] [--seqlens 1024,...,131072] [--fa3 LIBRARY]
 
 bfloat16, hidden dimension 2048, 16384 tokens, no mask and causal, forward and backward; 192:128 is a head_dim of V of its own. Peers: PyTorch's SDPA
@@ -17,6 +17,8 @@ its library (fa3.py says where to get one). With --window a query sees so many k
 are those of pairs that are seen, and the peers are the two that have windows, flash and fa3.
 --softcap and --alibi are options of ours and FlexAttention's alone, Q then 4 times as large; --pages, of
 the forward alone, puts our K and V into shuffled pages of so many keys, while the peers have theirs in one piece, and so has `whole`, ours again.
+--bias adds a tensor in bfloat16 to the scores: one of each head for all sequences (heads), of each head and sequence (own), or a row for each sequence
+(keys); the peers are those that take such, and where the mask is causal they get it in the bias.
 --dropout drops pairs, ours those that Philox names, written here once more; which ones the peers drop is not known, so they are timed and not
 checked. TFLOP/s count 4 s^2 d h b, half when causal, 2.5 times for the backward (of 192:128 2 s^2 h b and 6 s^2 h b for each of 192 columns, 2 and 4
 for each of V's). Each other answer is compared with float64 on one head first, dK and dV on key head 0, where they are sums over its query heads; a
@@ -45,6 +47,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 TOKENS, HIDDEN, FP8 = 16384, 2048, torch.float8_e4m3fn
+BIASES = {"heads": (False, True, True), "own": (True, True, True), "keys": (True, False, False)}  # has sequences, heads, queries
 
 
 def packed_lengths(longest, tokens):
@@ -111,6 +114,12 @@ class Cell:
             self.slopes = 2.0 ** -(torch.arange(1, self.heads + 1, device=card.DEVICE) * 8 / self.heads)
         if options.alibi or self.softcap:
             self.q *= 4  # so that they matter
+        self.bias = self.masked_bias = None
+        if options.bias:
+            shape = (len(self.lengths), self.heads, seqlen)
+            self.bias = torch.randn(*(n if has else 1 for n, has in zip(shape, BIASES[options.bias])), seqlen, device=card.DEVICE, dtype=torch.bfloat16)
+            hidden = torch.ones(seqlen, seqlen, device=card.DEVICE, dtype=torch.bool).triu_(1) if causal else None
+            self.masked_bias = self.bias.masked_fill(hidden, float("-inf")) if causal else self.bias
         self.truth = self.head_truth(0)
         for head in range(1, self.heads // self.heads_k):
             for total, grad in zip(self.truth[2:], self.head_truth(head)[2:]):
@@ -122,6 +131,8 @@ class Cell:
         scores = q @ k.T * self.d**-0.5
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.bias is not None:
+            scores = scores + self.bias[0, head % self.bias.shape[1]]
         if self.slopes is not None:
             position = torch.arange(self.seqlen, device=card.DEVICE)
             scores = scores - self.slopes[head].double() * (position[:, None] - position).abs()
@@ -162,7 +173,7 @@ def ours(cell, context=None):
         for to, t in zip(paged, (k, v)):
             to[table] = t.view_as(to)
         (k, v), table = paged, table.to(torch.int32).view(-1, count)
-    call = _call.Call(q, k, v, causal=cell.causal, window=cell.window, deterministic=cell.deterministic, softcap=cell.softcap, alibi_slopes=cell.slopes, block_table=table,
+    call = _call.Call(q, k, v, causal=cell.causal, window=cell.window, deterministic=cell.deterministic, softcap=cell.softcap, alibi_slopes=cell.slopes, bias=cell.bias, block_table=table,
                       dropout_p=cell.dropout, seed=SEED, **lengths)
     call.context = context
     out = torch.full_like(cell.dout, float("nan"))
@@ -205,10 +216,11 @@ def fp8(cell, context=None):
 def peer(cell, backend):
     leaves = [t.detach().requires_grad_() for t in (cell.q, cell.k, cell.v)]
     q, k, v = (t.transpose(1, 2) for t in leaves)
+    bias = None if cell.bias is None else cell.masked_bias.expand(len(cell.lengths), cell.heads, cell.seqlen, cell.seqlen)
 
     def attention():
         with sdpa_kernel(backend):
-            return scaled_dot_product_attention(q, k, v, dropout_p=cell.dropout, is_causal=cell.causal, enable_gqa=cell.grouped)
+            return scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=cell.dropout, is_causal=cell.causal and bias is None, enable_gqa=cell.grouped)
 
     out, dout = attention(), cell.dout.transpose(1, 2)
 
@@ -285,14 +297,16 @@ def flex(cell):
     leaves = [t.detach().requires_grad_() for t in (cell.q, cell.k, cell.v)]
     q, k, v = (t.transpose(1, 2) for t in leaves)
     dout = cell.dout.transpose(1, 2)
-    kept, slopes, softcap = [], cell.slopes, cell.softcap
+    kept, slopes, softcap, bias = [], cell.slopes, cell.softcap, cell.bias
 
     def modified(score, b, h, i, j):
         if softcap:
             score = softcap * torch.tanh(score / softcap)
+        if bias is not None:
+            score = score + bias[b if bias.shape[0] > 1 else 0, h if bias.shape[1] > 1 else 0, i if bias.shape[2] > 1 else 0, j]
         return score if slopes is None else score - slopes[h] * (i - j).abs()
 
-    terms = {"block_mask": mask, "score_mod": modified if softcap or slopes is not None else None, "enable_gqa": cell.grouped}
+    terms = {"block_mask": mask, "score_mod": modified if softcap or slopes is not None or bias is not None else None, "enable_gqa": cell.grouped}
 
     def forward():
         with torch.no_grad():
@@ -382,6 +396,7 @@ def parser_of_words():
     parser.add_argument("--window", type=int, default=0, help="keys that a query sees; all")
     parser.add_argument("--softcap", type=float, default=0.0, help="scores become X tanh(score / X)")
     parser.add_argument("--alibi", action="store_true", help="ALiBi, slopes of 2^-8/h to 2^-8")
+    parser.add_argument("--bias", choices=BIASES, help="a bias of each head, of each head and sequence, or a row for each sequence")
     parser.add_argument("--pages", type=int, default=0, help="our keys in pages of so many; the forward alone")
     parser.add_argument("--dropout", type=float, default=0.0, help="pairs are dropped with this probability")
     parser.add_argument("--decode", action="store_true", help="few queries on many keys, in GB/s")
@@ -394,9 +409,9 @@ def parser_of_words():
 
 def refuse(parser, options):
     """Ends the program where options do not go together."""
-    own_options = options.softcap or options.alibi or options.pages or options.dropout
+    own_options = options.softcap or options.alibi or options.bias or options.pages or options.dropout
     if own_options and (options.varlen or options.fp8 or (options.decode and own_options != options.pages)):
-        parser.error("--softcap, --alibi, --pages and --dropout are for plain calls: leave out --varlen, --fp8 and, but for --pages, --decode")
+        parser.error("--softcap, --alibi, --bias, --pages and --dropout are for plain calls: leave out --varlen, --fp8 and, but for --pages, --decode")
     if not 0 <= options.dropout < 1 or (options.dropout and (options.flex or options.fa3)):
         parser.error("--dropout is at least 0 and less than 1; --flex and --fa3 have none")
     if options.dropout and grouped(options):
@@ -406,7 +421,7 @@ def refuse(parser, options):
     if options.tokens is not None and options.tokens < 1:
         parser.error(f"--tokens {options.tokens}: at least 1")
     if options.window < 0 or (options.window and (own_options or options.math or options.flex or options.fp8 or options.decode)):
-        parser.error("--window is at least 0, and not for --math, --softcap, --alibi, --pages, --dropout, --flex, --fp8 and --decode")
+        parser.error("--window is at least 0, and not for --math, --softcap, --alibi, --bias, --pages, --dropout, --flex, --fp8 and --decode")
     if options.decode and (options.heads or options.tokens):
         parser.error("--decode has 32 heads on 8 and --batches of sequences: leave out --heads and --tokens")
     if options.decode and any(d != d_v for d, d_v in options.head_dims):
@@ -441,7 +456,8 @@ def names_of(options):
               "efficient": not (options.varlen or options.fp8 or options.window or grouped(options)), "flex": options.flex, "flash": True,
               "cudnn": not options.window, "fa3": options.fa3}
     own_terms = options.softcap or options.alibi
-    return [name for name, wanted in chosen.items() if wanted and (not own_terms or name in ("ours", "whole", "portable", "flex"))]
+    taking = ("ours", "whole", "portable", "flex", *(("efficient", "cudnn", "math") if options.bias and not own_terms else ()))
+    return [name for name, wanted in chosen.items() if wanted and (not (own_terms or options.bias) or name in taking)]
 
 
 def show(cell, backward, names, row):
@@ -471,7 +487,7 @@ def grid(options, write):
             ratios.append(show(cell, backward, names, row))
             rows.append({"pass": "backward" if backward else "forward", "head_dim": d, "head_dim_v": d_v, "causal": causal, "seqlen": seqlen,
                          "heads": cell.heads, "heads_k": cell.heads_k, "tokens": cell.tokens,
-                         "varlen": options.varlen, "window": options.window, "deterministic": options.deterministic, "softcap": options.softcap, "alibi": options.alibi,
+                         "varlen": options.varlen, "window": options.window, "deterministic": options.deterministic, "softcap": options.softcap, "alibi": options.alibi, "bias": options.bias,
                          "pages": options.pages, "dropout": options.dropout, "tflops": row})
             write(rows)
         del cell, runs

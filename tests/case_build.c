@@ -433,7 +433,7 @@ static void make_outputs(case_instance *x, layout how)
         g->dk = case_tensor(x, type, p->k.shape, how, true);
         g->dv = case_tensor(x, type, p->v.shape, how, true);
     }
-    if (p->bias.data)
+    if (p->bias.data && !(c->bias & BIAS_CONSTANT))
         g->dbias = case_tensor(x, c->o_f32 ? FLASH_ATTN_F32 : p->bias.dtype, p->bias.shape, how, true);
     if (p->sinks.data)
         g->dsinks = case_tensor(x, FLASH_ATTN_F32, p->sinks.shape, LAYOUT_CONTIGUOUS, true);

@@ -26,6 +26,7 @@ enum {
     BIAS_ONE_QUERY   = 8,
     BIAS_F32         = 16, /* F32 whatever q's dtype is */
     BIAS_MINUS_INF   = 32, /* holds -inf, in whole rows too */
+    BIAS_CONSTANT    = 64, /* its gradient is not wanted */
     BIAS_ONE_FOR_ALL = BIAS | BIAS_ONE_BATCH | BIAS_ONE_HEAD
 };
 

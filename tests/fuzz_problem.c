@@ -73,7 +73,7 @@ static void take_scores(bytes *b, test_case *c)
     if (one_in(b, 6))
         c->logit_size = (float)(1 + below(b, 20));
     if (one_in(b, 3))
-        c->bias = BIAS | (unsigned)below(b, 64);
+        c->bias = BIAS | (unsigned)below(b, 128);
     c->alibi = one_in(b, 4);
     c->sinks = one_in(b, 4);
     if (one_in(b, 4))
@@ -128,10 +128,23 @@ static void leave_packed_rows_options(bytes *b, test_case *c)
     c->forward_only = true;
 }
 
-/* What has more than 128 queries, whole 16 bytes a row, 16 bits or FP8, and neither bias nor block mask; many sequences in one of four. */
+/* A bias that these take: mostly without its gradient and other options, its rows whole 16 bytes. */
+static void take_hoppers_bias(bytes *b, test_case *c, unsigned bias)
+{
+    bool alone = !one_in(b, 4);
+    c->bias     = alone ? bias | BIAS_CONSTANT : bias;
+    c->seqlen_k = (c->seqlen_k + 7) / 8 * 8;
+    if (alone) {
+        c->alibi   = false;
+        c->softcap = 0, c->page_size = 0;
+    }
+}
+
+/* What has more than 128 queries, whole 16 bytes a row, 16 bits or FP8, and no block mask; many sequences in one of four. */
 static void take_hoppers_shape(bytes *b, test_case *c)
 {
-    bool many     = one_in(b, 4);
+    bool     many = one_in(b, 4);
+    unsigned bias = c->bias;
     c->batch      = many ? 1 + below(b, 40) : c->batch;
     c->seqlen_q   = 129 + below(b, many ? 100 : 600);
     c->seqlen_k   = one_in(b, 4) ? length(b, 200) : 1 + below(b, many ? 150 : 700);
@@ -154,6 +167,8 @@ static void take_hoppers_shape(bytes *b, test_case *c)
         c->batch   = (7 * c->batch + 7) / 8;
         c->seqlen_k = c->seqlen_k * 7 / 8;
     }
+    if (bias)
+        take_hoppers_bias(b, c, bias);
 }
 
 /* What latent attention's kernel takes: up to 576 columns, many heads on one key head or two, mostly few queries. */

@@ -129,6 +129,18 @@ static const test_case shapes[] = {
     {.name = "odd heads, causal", .batch = 5, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 3, .mask = C, .head_dim = 128},
     {.name = "odd heads, many causal tiles", .seqlen_q = 1540, .seqlen_k = 140, .heads_q = 89, .mask = C, .head_dim = 128},
     {.name = "dealt, alike", .seqlen_q = 2100, .seqlen_k = 260, .heads_q = 4, .heads_k = 2, .mask = C, .head_dim = 128},
+    {.name = "bias", .batch = 2, .seqlen_q = 333, .seqlen_k = 392, .heads_q = 4, .heads_k = 2, .bias = BIAS},
+    {.name = "bias of all sequences, causal", .batch = 3, .seqlen_q = 500, .seqlen_k = 600, .heads_q = 2, .mask = C, .bias = BIAS | BIAS_ONE_BATCH},
+    {.name = "bias of all heads, window, varlen, sinks", .batch = 5, .seqlen_q = 300, .seqlen_k = 400, .heads_q = 2, .mask = W, .window_left = 150, .window_right = 20,
+     .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_HOLES, .sinks = true, .bias = BIAS | BIAS_ONE_HEAD},
+    {.name = "bias of one row, -inf", .batch = 3, .seqlen_q = 300, .seqlen_k = 520, .heads_q = 2, .seqused_k = LENGTHS_MIXED, .bias = BIAS | BIAS_ONE_QUERY | BIAS_MINUS_INF},
+    {.name = "bias, float32, causal", .batch = 2, .seqlen_q = 400, .seqlen_k = 332, .heads_q = 2, .mask = C, .bias = BIAS | BIAS_F32},
+    {.name = "bias, float32, one row of all, left padding", .batch = 3, .seqlen_q = 200, .seqlen_k = 300, .heads_q = 2, .leftpad = true, .bias = BIAS_ONE_FOR_ALL | BIAS_ONE_QUERY | BIAS_F32},
+    {.name = "bias, -inf, window, dropout", .seqlen_q = 500, .seqlen_k = 600, .heads_q = 2, .mask = W, .window_left = 130, .window_right = 20, .dropout = 0.3f,
+     .bias = BIAS | BIAS_MINUS_INF},
+    {.name = "bias, more queries, scores that jump", .seqlen_q = 1100, .seqlen_k = 304, .logit_size = 200.0f, .bias = BIAS},
+    {.name = "bias, far logits", .seqlen_q = 200, .seqlen_k = 304, .heads_q = 2, .logit_size = 3e9f, .mask = C, .head_dim = 64, .bias = BIAS},
+    {.name = "bias, 192 and 104 columns", .batch = 2, .seqlen_q = 333, .seqlen_k = 392, .heads_q = 2, .head_dim = 192, .head_dim_v = 104, .mask = C, .bias = BIAS_ONE_FOR_ALL},
 };
 
 /* A small group's key heads must be many: fewer go to the portable kernel. */
@@ -290,6 +302,19 @@ static const test_case backward_shapes[] = {
     {.name = "80 queries, varlen, 96 columns, groups", .batch = 6, .seqlen_q = 620, .seqlen_k = 200, .heads_q = 4, .heads_k = 2, .varlen_q = LENGTHS_HOLES,
      .varlen_k = LENGTHS_MIXED, .head_dim = 96},
     {.name = "shared, 80 and 96 columns", .seqlen_q = 900, .seqlen_k = 300, .heads_q = 4, .heads_k = 2, .head_dim = 80, .head_dim_v = 96},
+    {.name = "bias", .batch = 2, .seqlen_q = 333, .seqlen_k = 392, .heads_q = 4, .bias = BIAS | BIAS_CONSTANT},
+    {.name = "bias of all sequences, causal", .batch = 3, .seqlen_q = 400, .seqlen_k = 504, .heads_q = 2, .mask = C, .bias = BIAS | BIAS_ONE_BATCH | BIAS_CONSTANT},
+    {.name = "bias of all heads, window, varlen, sinks", .batch = 5, .seqlen_q = 300, .seqlen_k = 400, .heads_q = 2, .mask = W, .window_left = 150, .window_right = 20,
+     .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_HOLES, .sinks = true, .bias = BIAS | BIAS_ONE_HEAD | BIAS_CONSTANT},
+    {.name = "bias of one row, -inf, used lengths", .batch = 3, .seqlen_q = 300, .seqlen_k = 424, .heads_q = 2, .seqused_q = LENGTHS_MIXED, .seqused_k = LENGTHS_MIXED,
+     .bias = BIAS | BIAS_ONE_QUERY | BIAS_MINUS_INF | BIAS_CONSTANT},
+    {.name = "bias, -inf, causal, dropout, used lengths", .batch = 3, .seqlen_q = 300, .seqlen_k = 304, .heads_q = 2, .seqused_q = LENGTHS_MIXED, .mask = C, .dropout = 0.3f,
+     .bias = BIAS | BIAS_MINUS_INF | BIAS_CONSTANT, .head_dim = 128},
+    {.name = "bias, dropout", .seqlen_q = 300, .seqlen_k = 304, .heads_q = 2, .dropout = 0.3f, .bias = BIAS | BIAS_CONSTANT, .head_dim = 64},
+    {.name = "bias, -inf, groups that share keys", .seqlen_q = 500, .seqlen_k = 304, .heads_q = 8, .heads_k = 2, .bias = BIAS | BIAS_MINUS_INF | BIAS_CONSTANT},
+    {.name = "bias, 192 and 104 columns", .batch = 2, .seqlen_q = 333, .seqlen_k = 392, .heads_q = 2, .head_dim = 192, .head_dim_v = 104, .mask = C, .bias = BIAS_ONE_FOR_ALL | BIAS_CONSTANT},
+    {.name = "bias, 96 columns, window", .seqlen_q = 333, .seqlen_k = 392, .heads_q = 2, .head_dim = 96, .mask = W, .window_left = 100, .window_right = 50,
+     .bias = BIAS | BIAS_MINUS_INF | BIAS_CONSTANT},
 };
 
 #endif

@@ -258,11 +258,17 @@ static flash_attn_status call_for(const fa_tune_row *row, flash_attn_dtype dtype
         p.mask = row->masks & FA_ON_NONE ? FLASH_ATTN_NONE : FLASH_ATTN_WINDOW;
     if (p.mask == FLASH_ATTN_WINDOW)
         p.window_left = 100;
+    if (row->only == FA_FOR_BIAS_TMA)
+        set_bias(&p, &grads);
     with->set(&p, &grads);
     if (row->only == FA_FOR_LATENT)
         set_latent(&p);
-    if (is_backward(row))
-        return fa_normalise(&p, &grads, FLASH_ATTN_BACKWARD, FA_PLAN, call);
+    if (is_backward(row)) {
+        flash_attn_status status = fa_normalise(&p, &grads, FLASH_ATTN_BACKWARD, FA_PLAN, call);
+        if (row->only == FA_FOR_BIAS_TMA) /* a plan has all gradients */
+            call->dbias.data = NULL;
+        return status;
+    }
     return fa_normalise(&p, NULL, FLASH_ATTN_FORWARD, FA_PLAN, call);
 }
 
@@ -436,6 +442,8 @@ static bool is_built_with(const fa_tune_row *row, int arch, const option *with)
         return arch == (of_90 ? 90 : row->arch_min) && is_built_in_f32(row, arch, with);
     if (arch != (of_90 ? 90 : row->arch_min)) /* 12.0 gives a thread more registers: 254 of 255 with dropout */
         return arch == 120 && with->set == set_dropout && !slow;
+    if (row->only == FA_FOR_BIAS_TMA)
+        return with->set == set_nothing || with->set == set_dropout || (is_mask(with) && row->head_dim == 64);
     if (row->kernel == FA_KERNEL_FORWARD_LATENT_SM90)
         return with->rows != FEW_ROWS && (with->rows != HEAD_DIM_64 || with->set == set_few_heads_k);
     if (row->kernel == FA_KERNEL_FORWARD_FEW_SM90)

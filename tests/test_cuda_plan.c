@@ -16,6 +16,8 @@ typedef struct asked {
     bool              alibi, bias, dbias, sinks, dropout, slices, varlen, used, deterministic, pages, f32_dout, f32;
     int               queries; /* 0: 512 */
     int               splits;
+    bool              f32_bias, odd_bias; /* whose rows do not begin at multiples of 16 bytes */
+    int               own_to; /* head dims: above, the portable kernel answers; 0: all */
 } asked;
 
 #define FORWARD FLASH_ATTN_FORWARD
@@ -60,18 +62,27 @@ static const asked calls[] = {
     {"sinks", BACKWARD, OWN_B, .mask = FLASH_ATTN_WINDOW, .heads_k = 2, .sinks = true},
     {"groups with few key heads", BACKWARD, OWN_B, .heads_k = 1},
     {"pages", FORWARD, OWN_F, .pages = true},
-    {"bias", FORWARD, ANY_F, .bias = true},
-    {"bias", BACKWARD, ANY_B, .bias = true},
+    {"bias", FORWARD, OWN_F, .bias = true},
+    {"bias", BACKWARD, OWN_B, .bias = true},
+    {"bias, window, groups, varlen", FORWARD, OWN_F, .mask = FLASH_ATTN_WINDOW, .heads_k = 2, .varlen = true, .bias = true},
+    {"bias, causal, groups, varlen, sinks", BACKWARD, OWN_B, .mask = FLASH_ATTN_CAUSAL, .heads_k = 2, .varlen = true, .bias = true, .sinks = true},
+    {"bias in float32", FORWARD, OWN_F, .bias = true, .f32_bias = true},
+    {"bias in float32", BACKWARD, ANY_B, .bias = true, .f32_bias = true},
+    {"bias of odd rows", FORWARD, ANY_F, .bias = true, .odd_bias = true},
+    {"bias of odd rows", BACKWARD, ANY_B, .bias = true, .odd_bias = true},
+    {"bias, softcap", FORWARD, ANY_F, .bias = true, .softcap = 30},
+    {"bias, ALiBi", BACKWARD, ANY_B, .bias = true, .alibi = true},
+    {"bias, pages", FORWARD, ANY_F, .bias = true, .pages = true},
     {"bias's gradient", BACKWARD, ANY_B, .bias = true, .dbias = true},
     {"dropout", FORWARD, OWN_F, .dropout = true},
     {"dropout, causal, groups, varlen", FORWARD, OWN_F, .mask = FLASH_ATTN_CAUSAL, .heads_k = 2, .dropout = true, .varlen = true},
     {"dropout, softcap, ALiBi, sinks, window", FORWARD, OWN_F, .mask = FLASH_ATTN_WINDOW, .softcap = 30, .alibi = true, .sinks = true, .dropout = true},
-    {"dropout, bias", FORWARD, ANY_F, .bias = true, .dropout = true},
+    {"dropout, bias", FORWARD, OWN_F, .bias = true, .dropout = true},
     {"dropout, few queries", FORWARD, ANY_F, .dropout = true, .queries = 128},
     {"dropout", BACKWARD, OWN_B, .dropout = true},
     {"dropout, causal, groups, varlen", BACKWARD, OWN_B, .mask = FLASH_ATTN_CAUSAL, .heads_k = 4, .dropout = true, .varlen = true},
     {"dropout, softcap, ALiBi, sinks, deterministic", BACKWARD, OWN_B, .softcap = 30, .alibi = true, .sinks = true, .dropout = true, .deterministic = true},
-    {"dropout, bias", BACKWARD, ANY_B, .bias = true, .dropout = true},
+    {"dropout, bias", BACKWARD, OWN_B, .bias = true, .dropout = true, .own_to = 128},
     {"block mask", BACKWARD, ANY_B, .slices = true},
     {"dO in float32", BACKWARD, ANY_B, .f32_dout = true},
     {"float32", BACKWARD, ANY_B, .f32 = true},
@@ -113,7 +124,9 @@ static flash_attn_status normalise(const asked *x, int head_dim, fa_call *call)
     if (x->alibi)
         p.alibi_slopes = of(FLASH_ATTN_F32, 1, HEADS, 1, 1);
     if (x->bias)
-        p.bias = of(dtype, 1, HEADS, queries, KEYS);
+        p.bias = of(x->f32_bias ? FLASH_ATTN_F32 : dtype, 1, HEADS, x->varlen ? p.max_seqlen_q : queries, KEYS);
+    for (int i = 3, stride = 1; x->odd_bias && i >= 0; stride *= i == 3 ? KEYS + 1 : (int)p.bias.shape[i], i--)
+        p.bias.stride[i] = stride;
     if (x->sinks)
         p.sinks = of(FLASH_ATTN_F32, 1, HEADS, 1, 1);
     if (x->dropout)
@@ -126,7 +139,10 @@ static flash_attn_status normalise(const asked *x, int head_dim, fa_call *call)
         grads.dbias = p.bias;
     if (x->f32_dout)
         grads.dout.dtype = p.o.dtype = FLASH_ATTN_F32;
-    return fa_normalise(&p, x->pass == BACKWARD ? &grads : NULL, x->pass, FA_PLAN, call);
+    flash_attn_status status = fa_normalise(&p, x->pass == BACKWARD ? &grads : NULL, x->pass, FA_PLAN, call);
+    if (!x->dbias) /* a plan has all gradients */
+        call->dbias.data = NULL;
+    return status;
 }
 
 static void hoppers_own_kernels_take_the_calls_that_they_have_options_for(void **state)
@@ -141,9 +157,10 @@ static void hoppers_own_kernels_take_the_calls_that_they_have_options_for(void *
             if (normalise(x, head_dim, &call) != FLASH_ATTN_OK || fa_plan_make(&call, 90, NULL, NULL, &plan) != FLASH_ATTN_OK)
                 fail_msg("%s, %s, head_dim %d: %s", x->name, pass, head_dim, flash_attn_last_error());
             const fa_key *key = &plan.launch[plan.main].key;
-            if ((enum fa_kernel_id)key->kernel != x->kernel)
-                fail_msg("%s, %s, head_dim %d runs %s, not %s", x->name, pass, head_dim, fa_kernels[key->kernel].name, fa_kernels[x->kernel].name);
-            if (key->has_softcap != (x->softcap > 0) || key->has_alibi != x->alibi || key->has_dropout != x->dropout)
+            enum fa_kernel_id answers = x->own_to && head_dim > x->own_to ? (x->pass == BACKWARD ? ANY_B : ANY_F) : x->kernel;
+            if ((enum fa_kernel_id)key->kernel != answers)
+                fail_msg("%s, %s, head_dim %d runs %s, not %s", x->name, pass, head_dim, fa_kernels[key->kernel].name, fa_kernels[answers].name);
+            if (key->has_bias != x->bias || key->has_softcap != (x->softcap > 0) || key->has_alibi != x->alibi || key->has_dropout != x->dropout)
                 fail_msg("%s, %s, head_dim %d: the kernel is built without the option", x->name, pass, head_dim);
             assert_int_equal(fa_plan_make(&call, 80, NULL, NULL, &plan), FLASH_ATTN_OK); /* nobody else has these kernels */
             assert_true(plan.launch[plan.main].key.kernel == ANY_F || plan.launch[plan.main].key.kernel == ANY_B);

@@ -57,7 +57,7 @@ static int run_shape(test_case shape, flash_attn_dtype dtype, flash_attn_context
 /* FP8 leaves options (but sinks), packed sequences, caches, pages and rows of no whole 16 bytes to the portable kernel. */
 static bool is_for_fp8(const test_case *shape)
 {
-    return !shape->softcap && !shape->alibi && !shape->dropout && !shape->page_size && !shape->varlen_q && !shape->varlen_k && !shape->cache_batch_idx && shape->head_dim % 16 == 0 && shape->head_dim_v % 16 == 0;
+    return !shape->softcap && !shape->bias && !shape->alibi && !shape->dropout && !shape->page_size && !shape->varlen_q && !shape->varlen_k && !shape->cache_batch_idx && shape->head_dim % 16 == 0 && shape->head_dim_v % 16 == 0;
 }
 
 /* Each shape in three head dims, where it names none, in bfloat16, the forward in one of them in FP8 too, by turns, and some in float16. The reference
@@ -101,7 +101,8 @@ static void every_backward_shape_is_right(void **state)
 
 /* ---- Inf and NaN in V reach the rows that see them and no other ---- */
 
-enum { LENGTH = 300, HEAD_DIM = 256 /* from row to row */, COUNT = LENGTH * HEAD_DIM };
+enum { LENGTH = 300, HEAD_DIM = 256 /* from row to row */, COUNT = LENGTH * HEAD_DIM,
+       BIAS_ROW = 304, BIAS_AT = 4 * COUNT + 8, HOST_COUNT = BIAS_AT + LENGTH * BIAS_ROW /* Q, K, V, O, a sink, a bias */ };
 
 static int columns_k = 64, columns_v = 64; /* that the tests below use */
 
@@ -138,7 +139,7 @@ static void expect_forward(const flash_attn_problem *want, const flash_attn_prob
 {
     static uint16_t got[COUNT];
     memset(host + 3 * COUNT, 0x55, COUNT * 2);
-    assert_true(gpu->to_device(device, host, (4 * COUNT + 8) * 2));
+    assert_true(gpu->to_device(device, host, HOST_COUNT * 2));
     expect_ok(flash_attn_forward(NULL, want, NULL));
     expect_ok(flash_attn_forward(context, p, NULL));
     assert_true(gpu->to_host(got, device + 3 * COUNT * 2, sizeof got));
@@ -156,7 +157,7 @@ static void nonfinite_values_reach_only_who_sees_them(void **state)
 {
     (void)state;
     need_hopper();
-    static uint16_t host[4 * COUNT + 8];
+    static uint16_t host[HOST_COUNT];
     fill(host, 3 * COUNT, 5);
     uint16_t *v = host + 2 * COUNT;
     host[4 * COUNT] = 0x3F80; /* a sink of 1 */
@@ -164,14 +165,18 @@ static void nonfinite_values_reach_only_who_sees_them(void **state)
     v[200 * HEAD_DIM + 60] = 0x7F80, v[299 * HEAD_DIM] = 0x7FC0;
     char *device = gpu->alloc(sizeof host);
     assert_non_null(device);
-    for (int n = 0; n < 5; n++) {
+    fill(host + BIAS_AT, LENGTH * BIAS_ROW, 9);
+    for (int n = 0; n < 6; n++) {
         flash_attn_mask    mask = n < 3 ? (flash_attn_mask)n : FLASH_ATTN_CAUSAL;
         flash_attn_problem want = problem_at((char *)host, mask), p = problem_at(device, mask);
         want.device.type        = FLASH_ATTN_REFERENCE;
         p.device.type           = FLASH_ATTN_CUDA;
-        if (n > 2) /* the first queries see no key, but perhaps a sink */
+        if (n == 5) { /* rows that are computed again have their bias */
+            want.bias = p.bias = (flash_attn_tensor){host + BIAS_AT, FLASH_ATTN_BF16, 0, {1, 1, LENGTH, LENGTH}, {0, 0, BIAS_ROW, 1}};
+            p.bias.data        = device + BIAS_AT * 2;
+        } else if (n > 2) /* the first queries see no key, but perhaps a sink */
             want.k.shape[1] = want.v.shape[1] = p.k.shape[1] = p.v.shape[1] = LENGTH - 90;
-        if (n > 3) {
+        if (n == 4) {
             want.sinks = (flash_attn_tensor){host + 4 * COUNT, FLASH_ATTN_BF16, 0, {1, 1, 1, 1}, {1, 1, 1, 1}};
             p.sinks    = (flash_attn_tensor){device + 4 * COUNT * 2, FLASH_ATTN_BF16, 0, {1, 1, 1, 1}, {1, 1, 1, 1}};
         }
@@ -185,7 +190,7 @@ static void nonfinite_keys_have_no_weight(void **state)
 {
     (void)state;
     need_hopper();
-    static uint16_t host[4 * COUNT + 8];
+    static uint16_t host[HOST_COUNT];
     char *device = gpu->alloc(sizeof host);
     assert_non_null(device);
     for (int n = 0; n < 6; n++) {

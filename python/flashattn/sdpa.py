@@ -21,13 +21,20 @@ def _four(t, lead):
     return t.expand(*lead, *t.shape[-3:]).flatten(0, -4) if lead else t.unsqueeze(0)
 
 
+def added(sees, dtype):
+    """0 where a boolean mask is True, else -inf. On a GPU rows begin at multiples of 16 bytes, which Hopper's own kernels ask for."""
+    keys = sees.shape[-1]
+    if sees.is_cuda and keys % 8:
+        sees = torch.nn.functional.pad(sees, (0, -keys % 8))
+    return torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill(~sees, float("-inf"))[..., :keys]  # not in place, which vmap does not do
+
+
 def bias_of(attn_mask, query):
     """An additive mask; a boolean one is True where a key takes part. Of torch.nn.attention.bias's, whose own numbers mean nothing, what they stand for."""
     if type(attn_mask) is not torch.Tensor and hasattr(attn_mask, "_materialize"):
         attn_mask = attn_mask._materialize(query.device)
     if attn_mask.dtype == torch.bool:
-        zeros = torch.zeros(attn_mask.shape, dtype=query.dtype, device=attn_mask.device)
-        return zeros.masked_fill(~attn_mask, float("-inf"))  # not in place, which vmap does not do
+        return added(attn_mask, query.dtype)
     if attn_mask.dtype not in (query.dtype, torch.float32):
         raise _native.InvalidError(f"attn_mask has dtype {attn_mask.dtype}: expected bool, float32 or {query.dtype}")
     return attn_mask

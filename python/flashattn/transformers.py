@@ -21,7 +21,7 @@ from transformers.utils.import_utils import is_tracing
 
 from . import _native
 from .bert_padding import pad_input, unpad_input
-from .sdpa import bias_of
+from .sdpa import added, bias_of
 from .torch_ops import attention
 
 
@@ -116,7 +116,7 @@ def attention_mask(*args, dtype=torch.float32, mask_function=None, **kwargs):
 
 
 def _added(sees, dtype, rows, one_row):
-    bias = torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill_(~sees, float("-inf"))
+    bias = added(sees, dtype)
     if one_row:
         bias = bias.expand(-1, -1, rows, -1)
         if not is_tracing(bias):

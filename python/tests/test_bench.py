@@ -391,7 +391,8 @@ def test_the_gpu_bench_from_end_to_end(gpu, monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("words", [["--softcap", "3"], ["--alibi"], ["--passes", "backward", "--softcap", "2", "--alibi"],
-                                   ["--softcap", "2", "--alibi", "--pages", "16"], ["--pages", "64"]])
+                                   ["--softcap", "2", "--alibi", "--pages", "16"], ["--pages", "64"], ["--bias", "heads"], ["--bias", "own", "--softcap", "2"],
+                                   ["--bias", "keys", "--alibi"]])
 def test_the_gpu_bench_times_options(gpu, monkeypatch, tmp_path, capsys, words):
     from torch.nn.attention import flex_attention
 

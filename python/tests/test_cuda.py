@@ -22,7 +22,7 @@ import test_sdpa
 import test_torch
 import test_variants
 import torch
-from flashattn import _native, interface, interface3, torch_ops
+from flashattn import _native, interface, interface3, sdpa, torch_ops
 
 DEVICE = os.environ.get("FLASHATTN_TEST_DEVICE", "cuda")
 GPU = DEVICE == "cuda"
@@ -187,6 +187,13 @@ def test_sdpa_is_pytorchs(lengths, is_causal):
 @pytest.mark.parametrize("kind", ["bool", "float_grad"])
 def test_sdpa_with_a_mask(kind):
     test_sdpa.test_masks_of_every_shape((2, 1, 11, 17), kind)
+
+
+def test_rows_of_a_boolean_mask_begin_where_tensor_maps_ask_for_it():
+    sees = torch.rand(2, 1, 30, 333) > 0.3
+    bias = sdpa.bias_of(sees, torch.zeros(1, dtype=BF16))
+    assert bias.shape == sees.shape and torch.equal(bias == 0, sees) and bias[~sees].isneginf().all()
+    assert (bias.stride(-2) % 8 == 0) == GPU
 
 
 def test_sdpa_heeds_autocast():

@@ -322,6 +322,22 @@ bool fa_maps_fit(const fa_call *call)
     return fa_map_fits(&call->q) && fa_map_fits(&call->k) && fa_map_fits(&call->v);
 }
 
+/* The bias as its map sees it: once where it broadcasts. */
+static flash_attn_tensor stored_bias(const fa_call *call)
+{
+    flash_attn_tensor bias = call->bias;
+    for (int i = 0; i < 3; i++)
+        if (bias.stride[i] == 0)
+            bias.shape[i] = 1;
+    return bias;
+}
+
+bool fa_bias_map_fits(const fa_call *call)
+{
+    flash_attn_tensor bias = stored_bias(call);
+    return fa_map_fits(&bias);
+}
+
 bool fa_packed_q_boxes(const fa_call *call, int tile_q)
 {
     return fa_map_fits(&call->q) && (call->group % tile_q == 0 || tile_q % call->group == 0);
@@ -349,13 +365,13 @@ int fa_page_piece(const fa_call *call, int tile_k)
 static flash_attn_status encode(const fa_driver *driver, const flash_attn_tensor *t, int rank, const uint64_t *dims, const uint64_t *strides,
                                 const int boxes[2], int columns, bool wide, fa_map *map)
 {
-    enum { UINT8 = 0, FLOAT16 = 6, BFLOAT16 = 9, NOT_INTERLEAVED = 0, SWIZZLE_64B = 2, SWIZZLE_128B = 3, L2_AS_ASKED = 0, L2_256_BYTES = 3, FILL_ZEROS = 0 };
-    static const int type_of[] = {[FLASH_ATTN_F16] = FLOAT16, [FLASH_ATTN_BF16] = BFLOAT16, [FLASH_ATTN_F8E4M3] = UINT8};
+    enum { UINT8 = 0, FLOAT16 = 6, FLOAT32 = 7, BFLOAT16 = 9, NOT_INTERLEAVED = 0, SWIZZLE_32B = 1, SWIZZLE_64B = 2, SWIZZLE_128B = 3, L2_AS_ASKED = 0, L2_256_BYTES = 3, FILL_ZEROS = 0 };
+    static const int type_of[] = {[FLASH_ATTN_F32] = FLOAT32, [FLASH_ATTN_F16] = FLOAT16, [FLASH_ATTN_BF16] = BFLOAT16, [FLASH_ATTN_F8E4M3] = UINT8};
     const unsigned   box[] = {(unsigned)columns, (unsigned)boxes[0], (unsigned)boxes[1], 1, 1}, element[] = {1, 1, 1, 1, 1};
-    bool             narrow = (size_t)columns * fa_dtype_bytes(t->dtype) == 64;
+    size_t           bytes = (size_t)columns * fa_dtype_bytes(t->dtype); /* of a row, as is the swizzle */
     return fa_driver_check(driver,
                            driver->cuTensorMapEncodeTiled(map, type_of[t->dtype], (unsigned)rank, t->data, dims, strides, box, element,
-                                                          NOT_INTERLEAVED, narrow ? SWIZZLE_64B : SWIZZLE_128B,
+                                                          NOT_INTERLEAVED, bytes == 32 ? SWIZZLE_32B : bytes == 64 ? SWIZZLE_64B : SWIZZLE_128B,
                                                           wide && strides[0] % 256 == 0 ? L2_256_BYTES : L2_AS_ASKED, FILL_ZEROS),
                            "describing a tensor (cuTensorMapEncodeTiled)");
 }
@@ -395,6 +411,14 @@ static flash_attn_status make_ragged_map(const fa_driver *driver, const flash_at
     return encode(driver, t, 5, dims, strides, (const int[]){rows, 1}, columns, wide, map);
 }
 
+/* Panels as in bias_sm90.cuh. */
+static flash_attn_status make_bias_map(const fa_driver *driver, const fa_call *call, const fa_tune_row *row, fa_map *map)
+{
+    flash_attn_tensor bias = stored_bias(call);
+    int               bytes = (int)fa_dtype_bytes(bias.dtype), columns = (row->tile_k * bytes % 128 == 0 ? 128 : 32) / bytes;
+    return make_map_of(driver, &bias, (const int[]){3, 2, 1, 0}, (const int[]){bias.shape[2] > 1 ? row->tile_q : 1, 1}, columns, true, map);
+}
+
 flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, const fa_tune_row *row, fa_maps *maps)
 {
     bool backward = call->pass == FLASH_ATTN_BACKWARD, wide = row->only != FA_FOR_FEW_TMA;
@@ -413,6 +437,8 @@ flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, con
     FA_TRY(make(driver, &call->k, rows_k, columns, wide, &maps->k));
     bool squares = !backward && call->q.dtype == FLASH_ATTN_F8E4M3; /* values_sm90.cuh */
     FA_TRY(make(driver, &call->v, squares ? 64 : rows_k, squares ? 64 : columns, wide, &maps->v));
+    if (row->only == FA_FOR_BIAS_TMA)
+        FA_TRY(make_bias_map(driver, call, row, &maps->bias));
     if (!backward)
         return FLASH_ATTN_OK;
     int stored = row->tile_k % 64 == 0 ? 64 : row->tile_k; /* a consumer's keys */

@@ -227,7 +227,7 @@ static bool deals_tiles(const fa_call *call, const fa_plan *plan, const fa_key *
     if (items > INT32_MAX)
         return false;
     return !fa_plan_is_alike(call) || key->mask == FA_MASK_WINDOW ||
-           (key->mask == FA_MASK_CAUSAL && plan->args.tiles_q >= MANY_LENGTHS && items >= (int64_t)MANY_TILES * plan->chip.multiprocessors * key->min_blocks);
+           (key->mask == FA_MASK_CAUSAL && !key->has_bias /* work_sm90.cuh's order is better for L2 */ && plan->args.tiles_q >= MANY_LENGTHS && items >= (int64_t)MANY_TILES * plan->chip.multiprocessors * key->min_blocks);
 }
 
 static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
@@ -238,6 +238,7 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
     plan->has_maps   = true;
     args->page_piece = fa_page_piece(call, key->tile_k);
     args->cap_unit   = 2 * call->softcap * LOG2_E;
+    args->bias_factor = 1 / call->scale;
     if (deals_tiles(call, plan, key, items)) {
         args->all_tiles_q = (int)all;
         args->all_items   = (int)items;

@@ -13,6 +13,11 @@ const fa_kernel_names fa_kernels[FA_NUM_KERNELS] = {
 const fa_tune_row fa_tune_rows[] = {
     /* arch   kernel                dtypes       head  masks     only      few tile_q tile_k warps stages blocks variant
        spill why */
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 192, 128, 16, 2, 1, 0, 0,
+     "bias of 16 bits without dropout: two stages of it fit beside K and V (decision 0083)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 128, 128, 12, 2, 1, 0, 0,
+     "bias: two stages of it, so one of Q; of float32 one (decision 0083)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 128, 64, 12, 2, 1, 0, 0, "bias: likewise (decision 0083)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_SOFTCAP_TMA, 0, 128, 64, 12, 4, 2, 1, 0,
      "softcap: exponentials bound it; 192x128 spills and is as fast but for long calls without a mask, 6% (decision 0061)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_CAUSAL, FA_FOR_SHORT_TMA, 2048, 128, 64, 12, 4, 2, 1, 16,
@@ -131,6 +136,12 @@ const fa_tune_row fa_tune_rows[] = {
     {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 576, FA_ON_ANY, FA_FOR_ANY, 0, 64, 32, 8, 2, 1, 0, 0, "216 KB of shared memory"},
     {120, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 576, FA_ON_ANY, FA_FOR_ANY, 0, 48, 16, 6, 1, 1, 0, 0, "90 KB of shared memory"},
 
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 128, 128, 12, 2, 1, 0, 408,
+     "bias: a stage of it in place of a third of Q (decision 0083)"},
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 96, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 64, 128, 12, 2, 1, 0, 304, "bias: likewise (decision 0083)"},
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 64, 128, 12, 2, 1, 0, 304, "bias: likewise (decision 0083)"},
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 64, 80, 12, 2, 1, 0, 304,
+     "bias: a stage of it, so dQ leaves in smaller pieces (decision 0083)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 0, 408,
      "two consumers of 64 keys; dQ by TMA; the producer spills, and under a softcap the consumers a dozen registers (decision 0055)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 96, FA_ON_NONE, FA_FOR_LONG_TMA, 512, 80, 128, 12, 2, 1, 0, 304, "as at 128"},
@@ -258,9 +269,20 @@ static bool has_own_options(const fa_tune_row *row, const fa_call *call)
            (call->softcap == 0 || call->scale <= 1e30f * call->softcap) && (!call->pages.table || (call->k.shape[0] > 0 && fa_page_piece(call, row->tile_k) >= SWIZZLE_ROWS));
 }
 
+/* What Hopper's own ask of a bias: no softcap, ALiBi or pages, and forward a scale that has a reciprocal. Float32 is for the forward alone; three consumers have no registers for that or
+ * dropout, nor has the backward above 128 columns memory for dropout. */
+static bool takes_bias(const fa_tune_row *row, const fa_call *call, const fa_key *key)
+{
+    enum { ALL_OPTIONS = 128 };
+    bool  backward = row->kernel == FA_KERNEL_BACKWARD_SM90, wide = call->bias.dtype == FLASH_ATTN_F32;
+    float smallest = 1e-30f;
+    return fa_bias_map_fits(call) && call->scale > smallest && !(key->has_softcap || key->has_alibi || key->has_paged) &&
+           (backward ? !wide && (row->head_dim <= ALL_OPTIONS || !key->has_dropout) : row->warps == 12 || !(wide || key->has_dropout));
+}
+
 static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
-    bool plain = !(key->has_bias || key->has_slices) &&
+    bool plain = (!key->has_bias || (row->only == FA_FOR_BIAS_TMA && takes_bias(row, call, key))) && !key->has_slices &&
                  (!(key->has_softcap || key->has_alibi || key->has_dropout || key->has_paged) || has_own_options(row, call));
     if (row->only == FA_FOR_LATENT)
         return takes_latent(row, call, key);
@@ -270,7 +292,7 @@ static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *ke
         return false;
     if (row->only == FA_FOR_FEW)
         return key->aligned && !(key->has_bias || key->has_alibi || key->has_dropout || key->has_slices) && is_few(row, call, plain);
-    if ((row->only == FA_FOR_SOFTCAP_TMA && !key->has_softcap) || (row->only == FA_FOR_NARROW_V_TMA && call->head_dim_v > FA_NARROW_V))
+    if ((row->only == FA_FOR_SOFTCAP_TMA && !key->has_softcap) || (row->only == FA_FOR_BIAS_TMA && !key->has_bias) || (row->only == FA_FOR_NARROW_V_TMA && call->head_dim_v > FA_NARROW_V))
         return false;
     if (row->only == FA_FOR_SHORT_TMA && call->max_seqlen_k > row->max_queries)
         return false;

@@ -78,6 +78,7 @@ enum fa_row_for {
     FA_FOR_SHORT_TMA, /* and with no more keys than max_queries */
     FA_FOR_LONG_TMA,  /* and with more queries than max_queries, neither packed nor with a cache index */
     FA_FOR_SOFTCAP_TMA, /* as FA_FOR_TMA, with softcap */
+    FA_FOR_BIAS_TMA,    /* as FA_FOR_TMA, with a bias (takes_bias) */
     FA_FOR_NARROW_V_TMA, /* as FA_FOR_TMA, V of no more than FA_NARROW_V columns */
     FA_FOR_LATENT    /* V is the first columns of K, of more than 256 and up to 512 (takes_latent). Rows of a tile as of FA_FOR_FEW */
 };

@@ -139,7 +139,7 @@ enum { MAX_RANK = 5 };
 typedef struct tensor_map {
     uint64_t address, dim[MAX_RANK], stride[MAX_RANK]; /* strides in bytes */
     uint16_t box[MAX_RANK];
-    uint8_t  rank, element_bytes, swizzle; /* 64 or 128 bytes */
+    uint8_t  rank, element_bytes, swizzle; /* 32, 64 or 128 bytes */
 } tensor_map;
 _Static_assert(sizeof(tensor_map) <= 128, "a CUtensorMap");
 
@@ -147,14 +147,14 @@ int cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *address, co
                            const uint64_t *strides, const unsigned *box, const unsigned *element_strides,
                            int interleave, int swizzle, int l2_promotion, int fill)
 {
-    enum { UINT8 = 0, FLOAT16 = 6, BFLOAT16 = 9, SWIZZLE_64B = 2, SWIZZLE_128B = 3 };
+    enum { UINT8 = 0, FLOAT16 = 6, FLOAT32 = 7, BFLOAT16 = 9, SWIZZLE_32B = 1, SWIZZLE_64B = 2, SWIZZLE_128B = 3 };
     tensor_map made = {
-        .address = (uintptr_t)address, .rank = (uint8_t)rank, .swizzle = swizzle == SWIZZLE_64B ? 64 : 128};
-    bool fits = (type == UINT8 || type == FLOAT16 || type == BFLOAT16) && rank >= 2 && rank <= MAX_RANK &&
-                made.address % 16 == 0 && (swizzle == SWIZZLE_64B || swizzle == SWIZZLE_128B) && interleave == 0 &&
+        .address = (uintptr_t)address, .rank = (uint8_t)rank, .swizzle = swizzle == SWIZZLE_32B ? 32 : swizzle == SWIZZLE_64B ? 64 : 128};
+    bool fits = (type == UINT8 || type == FLOAT16 || type == FLOAT32 || type == BFLOAT16) && rank >= 2 && rank <= MAX_RANK &&
+                made.address % 16 == 0 && swizzle >= SWIZZLE_32B && swizzle <= SWIZZLE_128B && interleave == 0 &&
                 fill == 0;
     (void)l2_promotion;
-    made.element_bytes = type == UINT8 ? 1 : 2;
+    made.element_bytes = type == UINT8 ? 1 : type == FLOAT32 ? 4 : 2;
     for (unsigned i = 0; fits && i < rank; i++) {
         made.dim[i]    = dims[i];
         made.box[i]    = (uint16_t)box[i];
@@ -190,7 +190,7 @@ static unsigned box_bytes(const tensor_map *m)
 static unsigned swizzled(const tensor_map *m, unsigned at, unsigned offset)
 {
     unsigned address = at + offset;
-    return (address ^ (address >> 7 & (m->swizzle == 128 ? 7 : 3)) << 4) - at;
+    return (address ^ (address >> 7 & (m->swizzle / 16u - 1)) << 4) - at;
 }
 
 /* Each row of a box in turn: from memory to it, or from it to memory. Outside of the tensor zeros are read and nothing

@@ -15,6 +15,7 @@ FORWARD, ONE_BY_ONE, BACKWARD, PRODUCTS = "forward_sm90.cu", "one_by_one_sm90.cu
 WORK, INSPECT, SOFTMAX = "work_sm90.cuh", "inspect_sm90.cuh", "softmax_sm90.cuh"
 WIDE, ROWS, BLOCK, CONVERT = "backward_wide_sm90.cuh", "backward_rows.cuh", "backward_block_sm90.cuh", "backward_convert_sm90.cu"
 LATENT, LATENT_BLOCK, LATENT_PRODUCER = "forward_latent_sm90.cu", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
+SCORES, BIAS, FAR, ROWSUM = "scores_sm90.cuh", "bias_sm90.cuh", "far_rows.cuh", "backward_rowsum.cu"
 FEW, FOLD, GROUPED = "forward_few_sm90.cu", "fold.cu", "grouped_sm90.cuh"
 PROGRAMS = dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few")  # else TEST
 
@@ -34,6 +35,8 @@ PARTS_BACK = ("shared queries", "every_backward*")
 FEW_BACK = ("few have queries", "every_backward*")
 WIDE_BACK = ("192 columns, varlen", "every_backward*")
 THIRD_BACK = ("192 and 128 columns, varlen", "every_backward*")
+BIASED = ("bias of all sequences, causal", "every_shape*")
+BIASED_BACK = ("bias of all sequences, causal", "every_backward*")
 LATENT_TWO = ("two queries", "every_shape*")
 LATENT_PAGES = ("pages of 64, pairs", "every_shape*")
 LATENT_ONE_PIECE = ("pages of 48", "every_shape*") # two producers fetch nothing
@@ -45,7 +48,7 @@ WAIT_FOR_S = "    wgmma_wait<1>();\n    hold(s);\n    hold_held(c.q);\n"
 GIVE_K = "    /* Of all lanes, or ptxas finds the address lane by lane and gives K back behind most exponentials. */\n    release(same_for_all(k_empty(c.tile + 1)));\n"
 GIVE_V = "    release(same_for_all(v_empty(tile)));\n"
 FINISH_O = "    finish_output(c, c.tile);\n    if (moved)"
-AFTER_S = "    if (n + 1 == seen)\n        release(q_empty(item));\n    finish_scores(args, w, s, c.group, n, MASKED);\n"
+AFTER_S = "    if (n + 1 == seen)\n        release(q_empty(item));\n    finish_scores(args, w, s, c.group, n, MASKED, c.tile + 1);\n"
 WAIT_FOR_DV = "    wgmma_wait<1>();\n    hold(c.dv);\n    hold(c.p);\n"
 GIVE_DOUT = "    release(dout_empty(c.n));\n"
 WAIT_FOR_DK = "    wgmma_wait<0>();\n    hold(c.dk);\n    hold(c.ds);\n"
@@ -152,6 +155,16 @@ MISTAKES = [
     ("parts of queries that overlap", BLOCK, "{begin + count * part / (int)parts, begin", "{begin + (part > 0 ? count * part / (int)parts - 1 : 0), begin", PARTS_BACK),
     ("the last share is not added", CONVERT, "for (int share = 0; share < shares; share++) {", "for (int share = 0; share + 1 < shares; share++) {", SHARED_BACK),
     ("rows of keys whose shares nobody adds", CONVERT, "token < first + FA_SHARED_ROWS;", "token < first + FA_SHARED_ROWS / 2;", PARTS_BACK),
+    ("one head's bias for all", BIAS, "args.bias.stride[1] ? head : 0", "0", BIASED),
+    ("a bias overwritten before it is read", FORWARD, "        barrier_wait(bias_empty(n), freed<BIAS_STAGES>(n));\n", "", ("bias, float32, causal", "every_shape*")),
+    ("nobody waits for the bias", SCORES, "    barrier_wait(bias_full(tile), filled<BIAS_STAGES>(tile));\n", "", BIASED),
+    ("a bias that is passed by and not given back", FORWARD, "        release(bias_empty(n));\n", "", BIASED),
+    ("far rows without their bias", FAR, "    if (FA_HAS_BIAS)\n        score +=", "    if (false)\n        score +=", ODD_VALUES),
+    ("the backward's bias overwritten before it is read", BACKWARD, "        barrier_wait(bias_empty(), freed<1>(n));\n", "", BIASED_BACK),
+    ("nobody waits for the backward's bias", PRODUCTS, "        barrier_wait(bias_full(), filled<1>(c.n));\n", "        ;\n", BIASED_BACK),
+    ("nobody waits for the wide backward's bias", WIDE, "        barrier_wait(bias_full(), filled<1>(c.n));\n", "        ;\n", ("bias, 192 and 104", "every_backward*")),
+    ("the bias behind a sequence's last query", PRODUCTS, "fminf(bias * FA_LOG2E, 3e38f)", "bias * FA_LOG2E", ("bias, -inf, causal", "every_backward*")),
+    ("a bias that is -inf for all keys", ROWSUM, "lse == -infinity() ? infinity() : ", "", ("bias, -inf, groups", "every_backward*")),
     ("a block's first tile dealt to another too", BLOCK, " + (begins_by_itself(args) ? gridDim.x : 0)", "", ("tails", "every_backward*")),
 ]
 

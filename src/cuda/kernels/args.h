@@ -109,6 +109,7 @@ typedef struct fa_args {
     fa_view dk_stored, dv_stored;          /* backward_sm90: where its blocks store dK and dV: dk and dv, or if group_blocks > 1 float32 workspace, [kv_entries, kv_rows,
                                               heads_k * group_blocks, FA_HEAD_DIM or _V], which backward_convert_sm90.cu adds up */
     int part_shares;                       /* backward_sm90: a head's queries are in so many parts, each another block's; divides group_blocks, which divides group * part_shares */
+    float bias_factor;                     /* forward_sm90: of a bias, in units of what its softmax takes */
 } fa_args;
 
 /*
@@ -186,6 +187,7 @@ typedef struct fa_map {
 typedef struct fa_maps {
     fa_map q, k, v, dout; /* dout: backward, whose maps are ragged */
     fa_map dk, dv;        /* backward: boxes of 64 rows, if apart_dk and apart_dv say so */
+    fa_map bias;          /* forward_sm90: [batch, heads_q, rows, keys], 1 where it broadcasts */
 } fa_maps;
 
 /* Rows of a ragged map, which a sequence's end lies behind: launch.c and ptx_sm90.cuh. */

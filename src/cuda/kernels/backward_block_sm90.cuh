@@ -3,6 +3,7 @@
 #define FA_BACKWARD_BLOCK_SM90_CUH
 
 #include "backward_work.cuh"
+#include "bias_sm90.cuh"
 #include "fragment_sm90.cuh"
 #include "packed_sm90.cuh"
 #include "pairs_sm90.cuh"
@@ -25,7 +26,7 @@ constexpr bool BY_COLUMNS = FA_HEAD_DIM > 128 && FA_TILE_K == 80;
 /* DQ_TURNED: dQ^T = K^T dS^T, 80 queries across, for which shared memory reads less than for 64; or 48, beside which dK of 192 columns has room. Of its three panels a consumer has
  * one, and of the third half of the queries (THIRD_SHARED). */
 constexpr bool DQ_TURNED = FA_TILE_Q == 80 || FA_TILE_Q == 48, THIRD_SHARED = DQ_TURNED && FA_HEAD_DIM == 192;
-constexpr int CONSUMERS = 2, STAGES = FA_HEAD_DIM == 256 || FA_HEAD_DIM_V == 256 ? 1 : 2 /* of dO */, Q_STAGES = BY_COLUMNS || FA_TILE_Q == 80 ? 2 : 3, DS_STAGES = FA_TILE_Q == 48 ? 1 : 2, WORKS = 8;
+constexpr int CONSUMERS = 2, STAGES = FA_HEAD_DIM == 256 || FA_HEAD_DIM_V == 256 ? 1 : 2 /* of dO */, Q_STAGES = BY_COLUMNS || FA_TILE_Q == 80 || FA_HAS_BIAS ? 2 : 3, DS_STAGES = FA_TILE_Q == 48 ? 1 : 2, WORKS = FA_HAS_BIAS && FA_TILE_Q == 128 ? 4 /* memory is short */ : 8;
 /* DQ_LATE: a step makes dQ of the one before. So no consumer waits for dS that the other is about to write: one is up to half a step ahead, and the tensor cores have its
  * products while the other is at its elements. With 64 queries it loses (decision 0056, eleventh round). */
 constexpr bool DQ_LATE = FA_TILE_Q == 128 || FA_TILE_Q == 80;
@@ -51,13 +52,13 @@ constexpr int DK_COUNT = BY_COLUMNS ? PANEL_COUNT * FIRST_OF_K : FA_HEAD_DIM / 2
 static_assert(FA_TILE_Q * 64 * K_PANELS == (BY_COLUMNS ? K_PANELS : 2) * 128 * ROUND_COUNT, "a consumer has 64 x 64 of dQ a round, or DQ_TURNED half of it");
 constexpr int K_BYTES = FA_TILE_K * HELD * 2, V_BYTES = FA_TILE_K * HELD_V * 2, Q_BYTES = FA_TILE_Q * HELD * 2, DO_BYTES = FA_TILE_Q * HELD_V * 2, DS_BYTES = FA_TILE_Q * FA_TILE_K * 2;
 /* dQ's way out: a round in pieces of so many times 16 bytes a thread, each in a slot, of which one leaves while the other is filled: what there is room for. */
-__device__ constexpr int piece_of(int group) { return !BY_COLUMNS ? ROUND_COUNT / 4 / PIECES : K_PANELS < 4 ? 4 : HAS_NOTED ? 2 : group == 1 ? 4 : 3; }
+__device__ constexpr int piece_of(int group) { return !BY_COLUMNS ? ROUND_COUNT / 4 / PIECES : K_PANELS < 4 ? 4 : HAS_NOTED || FA_HAS_BIAS ? 2 : group == 1 ? 4 : 3; }
 __device__ constexpr int pieces_of(int group) { return (ROUND_COUNT / 4 + piece_of(group) - 1) / piece_of(group); } /* of a round */
 constexpr int DQ_BYTES = 128 * 16 * piece_of(0) /* of a slot of the first consumer's */, STAT_BYTES = FA_TILE_Q * 4;
 constexpr int V_AT = K_BYTES, Q_AT = V_AT + V_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES, DS_AT = DO_AT + STAGES * DO_BYTES;
 constexpr int DQ_AT = DS_AT + DS_STAGES * DS_BYTES, LSE_AT = DQ_AT + SLOTS * (DQ_BYTES + (ADDERS - 1) * 128 * 16 * piece_of(1)), DELTA_AT = LSE_AT + Q_STAGES * STAT_BYTES;
 constexpr int PASSED_AT = DELTA_AT + STAGES * STAT_BYTES /* from one consumer to the other: what dS is made of in place of P */;
-constexpr int BARRIERS_AT = PASSED_AT + (BY_COLUMNS && HAS_NOTED ? DS_BYTES : 0), BARRIERS = 6 + 2 * WORKS + 2 * (Q_STAGES + STAGES);
+constexpr int BARRIERS_AT = PASSED_AT + (BY_COLUMNS && HAS_NOTED ? DS_BYTES : 0), BIAS_STAGES = FA_HAS_BIAS, BARRIERS = 6 + 2 * WORKS + 2 * (Q_STAGES + STAGES + BIAS_STAGES);
 constexpr int TURN_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16, WORKS_AT = TURN_AT + (int)sizeof(turn);
 constexpr int STAGED_AT = (WORKS_AT + WORKS * (int)sizeof(share_work) + 1023) / 1024 * 1024;
 /* dK and dV on their way out, panels of 64 keys (BY_COLUMNS of 80): at head_dim 64 both in the memory of dS that nobody reads, at 128 half of dK there and half behind all else, dV
@@ -68,10 +69,12 @@ constexpr bool STAGED_IN_DS = !BY_COLUMNS && FA_TILE_Q * 128 == 2 * PANEL_BYTES;
 constexpr bool V_IS_EARLY   = STAGED_IN_DS; /* given back before dV leaves, which does not pass through it */
 constexpr int  STAGED_BYTES = DK_BY_DQ || BY_COLUMNS || STAGED_IN_DS ? 0 : CONSUMERS * PANEL_BYTES;
 
-static_assert(STAGED_AT + STAGED_BYTES <= 227 * 1024, "what a block may have");
+constexpr int BIAS_AT = STAGED_AT + STAGED_BYTES, SHARED_BYTES = BIAS_AT + BIAS_STAGES * BIAS_BYTES;
+static_assert(SHARED_BYTES <= 227 * 1024, "what a block may have");
+static_assert(!F32_BIAS && !(FA_HAS_BIAS && BY_COLUMNS && HAS_NOTED), "for which there is no memory");
 static_assert(!DK_BY_DQ || PANEL_BYTES <= DQ_BYTES, "dK goes where dQ goes");
 
-extern "C" __constant__ int fa_shared_bytes = STAGED_AT + STAGED_BYTES;
+extern "C" __constant__ int fa_shared_bytes = SHARED_BYTES;
 extern __shared__ __align__(1024) char shared[];
 
 FA_DEVICE turn &next_turn() { return *(turn *)(shared + TURN_AT); }
@@ -95,6 +98,9 @@ FA_DEVICE unsigned dout_empty(unsigned n) { return dout_barrier(1, n); }
 FA_DEVICE unsigned turn_full() { return barrier_at(4 + WORKS + 2 * (Q_STAGES + STAGES)); }
 FA_DEVICE unsigned turn_empty() { return barrier_at(5 + WORKS + 2 * (Q_STAGES + STAGES)); }
 FA_DEVICE unsigned added(unsigned item) { return barrier_at(6 + WORKS + 2 * (Q_STAGES + STAGES) + item % WORKS); } /* its dQ: nobody asks for the work any more */
+
+FA_DEVICE unsigned bias_full() { return barrier_at(BARRIERS - 2); }
+FA_DEVICE unsigned bias_empty() { return barrier_at(BARRIERS - 1); }
 
 /* Waiting for a ring to be filled for the n-th time and, with the other parity, for it to be free, which it is at first. */
 template <int COUNT> FA_DEVICE unsigned filled(unsigned n) { return n / COUNT & 1; }
@@ -123,6 +129,10 @@ FA_DEVICE void start_barriers()
         barrier_init(dout_full(n), 1);
         barrier_init(dout_empty(n), 4 * CONSUMERS);
     }
+    if constexpr (FA_HAS_BIAS) {
+        barrier_init(bias_full(), 1);
+        barrier_init(bias_empty(), BY_COLUMNS ? 4 : 4 * CONSUMERS); /* of who makes P */
+    }
     barrier_init(turn_full(), 1);
     barrier_init(turn_empty(), ADDERS);
     barrier_init_done();
@@ -133,6 +143,7 @@ FA_DEVICE unsigned v_tile() { return shared_address(shared) + V_AT; }
 FA_DEVICE unsigned q_tile(unsigned n) { return shared_address(shared) + Q_AT + n % Q_STAGES * Q_BYTES; }
 FA_DEVICE unsigned dout_tile(unsigned n) { return shared_address(shared) + DO_AT + n % STAGES * DO_BYTES; }
 FA_DEVICE unsigned ds_tile(unsigned n) { return shared_address(shared) + DS_AT + n % DS_STAGES * DS_BYTES; }
+FA_DEVICE unsigned bias_tile() { return shared_address(shared) + BIAS_AT; }
 FA_DEVICE unsigned lse_at(unsigned n) { return shared_address(shared) + LSE_AT + n % Q_STAGES * STAT_BYTES; }
 FA_DEVICE unsigned delta_at(unsigned n) { return shared_address(shared) + DELTA_AT + n % STAGES * STAT_BYTES; }
 

@@ -8,7 +8,7 @@
 #include "dropout_sm90.cuh"
 
 /* Of its keys a consumer keeps the first 16 K_HELD columns of K and 16 V_HELD of V in registers, where these have room and it pays: S and dP then read the less of shared memory. */
-constexpr bool HOLDS_K = !HAS_NOTED && !FA_HAS_ALIBI && (FA_HEAD_DIM == 64 ? FA_MASK != FA_MASK_WINDOW : FA_HEAD_DIM == 96 || (FA_HEAD_DIM == 128 && FA_MASK == FA_MASK_CAUSAL && FA_TILE_Q == 64));
+constexpr bool HOLDS_K = !HAS_NOTED && !FA_HAS_ALIBI && !FA_HAS_BIAS && (FA_HEAD_DIM == 64 ? FA_MASK != FA_MASK_WINDOW : FA_HEAD_DIM == 96 || (FA_HEAD_DIM == 128 && FA_MASK == FA_MASK_CAUSAL && FA_TILE_Q == 64));
 constexpr int  K_HELD  = !HOLDS_K ? 0 : FA_HEAD_DIM == 96 ? 6 : 4, V_HELD = FA_HEAD_DIM != 96 || !HOLDS_K ? 0 : FA_TILE_Q == 80 ? 2 : 6;
 
 struct consumer {
@@ -188,6 +188,26 @@ FA_DEVICE void cap_four(float *x, float slope_log2)
         x[i] = x[i] * 2.0f - 1.0f;
 }
 
+/* In units of log2. Queries past the last, for which LSE is inf, may have any, and only a window hides them: what is NaN there becomes a number. Elsewhere LSE is NaN too. */
+FA_DEVICE float bias_log2(float bias) { return FA_MASK == FA_MASK_WINDOW ? bias * FA_LOG2E : fminf(bias * FA_LOG2E, 3e38f); }
+
+/* Of this thread's elements eight, from 4 j on: as ldmatrix hands them out. */
+FA_DEVICE void load_bias(float (&bias)[8], const fa_args &args, int group, int j)
+{
+    unsigned four[4];
+    int      warp = threadIdx.x % 128 / 32;
+    if constexpr (BY_COLUMNS)
+        load_matrix(four, bias_at(args, bias_tile(), 16 * warp, j));
+    else
+        load_matrix_transposed(four, turned_bias_at(args, bias_tile(), j, first_key_of(group) / 8 + 2 * warp));
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float2 two      = unpack<FA_DTYPE>(four[i]);
+        bias[2 * i]     = bias_log2(two.x);
+        bias[2 * i + 1] = bias_log2(two.y);
+    }
+}
+
 /* P^T = exp(S^T - LSE), in place; c.noted. ALiBi: of this thread's keys the second is eight behind the first, so it is as far from a column as the
  * first is from the column eight before. */
 FA_DEVICE void exponentials(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], const row_stats &lse, int tile)
@@ -198,10 +218,16 @@ FA_DEVICE void exponentials(const fa_args &args, const work &w, consumer &c, flo
         less[0][0] = c.alibi_log2 * fabsf(distance - 8.0f);
         less[0][1] = c.alibi_log2 * fabsf(distance - 7.0f);
     }
+    float bias[8];
+    if constexpr (FA_HAS_BIAS)
+        barrier_wait(bias_full(), filled<1>(c.n));
 #pragma unroll
     for (int n = 0; n < S_COUNT; n += 4) {
         float  slope[4];
         float2 row = stats_of(lse, n / 4);
+        if constexpr (FA_HAS_BIAS)
+            if (n % 8 == 0)
+                load_bias(bias, args, c.group, n / 4);
         if constexpr (FA_HAS_SOFTCAP) {
             cap_four(s + n, args.cap_slope);
 #pragma unroll
@@ -217,13 +243,17 @@ FA_DEVICE void exponentials(const fa_args &args, const work &w, consumer &c, flo
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             float score = s[n + i] * unit - (i % 2 ? row.y : row.x);
-            s[n + i]    = exp2_fast(FA_HAS_ALIBI ? score - less[i / 2][i % 2] : score);
+            if (FA_HAS_BIAS)
+                score += bias[n % 8 + i];
+            s[n + i] = exp2_fast(FA_HAS_ALIBI ? score - less[i / 2][i % 2] : score);
         }
         if constexpr (FA_HAS_SOFTCAP)
 #pragma unroll
             for (int h = 0; h < 2; h++)
                 c.noted[n / 8][n / 4 % 2 * 2 + h] = pack<FA_DTYPE>(s[n + 2 * h] * slope[2 * h], s[n + 2 * h + 1] * slope[2 * h + 1]);
     }
+    if constexpr (FA_HAS_BIAS)
+        release(bias_empty());
 }
 
 /*
@@ -231,7 +261,7 @@ FA_DEVICE void exponentials(const fa_args &args, const work &w, consumer &c, flo
  * them, whatever the text says. So a store that is never made hangs on them (P is not below 0), and behind it stands an instruction over which nothing moves. Were it all
  * of them, their end would be waited for too. How many is found by timing; an edge step has none (decision 0056, tenth round).
  */
-constexpr int PINNED = HAS_NOTED || FA_HAS_ALIBI || FA_MASK == FA_MASK_WINDOW || K_PANELS != 2 ? 0 : FA_TILE_Q == 80 ? 17 : FA_MASK == FA_MASK_CAUSAL ? 12 : 0;
+constexpr int PINNED = HAS_NOTED || FA_HAS_ALIBI || FA_HAS_BIAS || FA_MASK == FA_MASK_WINDOW || K_PANELS != 2 ? 0 : FA_TILE_Q == 80 ? 17 : FA_MASK == FA_MASK_CAUSAL ? 12 : 0;
 
 FA_DEVICE void pin_exponentials(const float (&p)[S_COUNT])
 {

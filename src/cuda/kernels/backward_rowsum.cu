@@ -45,6 +45,9 @@ FA_DEVICE bool sees_a_key(const fa_args &args, const sequence &s, int i)
     return seen.begin < seen.end;
 }
 
+/* Of a query for which a bias is -inf everywhere P is 0 too. */
+FA_DEVICE float lse_log2(float lse) { return lse == -infinity() ? infinity() : lse * FA_LOG2E; }
+
 /* A tile of all heads and sequences; those that are nobody's are not looked at again. */
 FA_DEVICE void fill_tile(const fa_args &args, unsigned n)
 {
@@ -63,7 +66,7 @@ FA_DEVICE void fill_tile(const fa_args &args, unsigned n)
     const float *lse   = (const float *)args.lse.data + s.q_entry * args.lse.stride[0] + head * args.lse.stride[1] + s.q_row * args.lse.stride[2];
 #pragma unroll 1
     for (int row = threadIdx.x; row < FA_TILE_Q; row += 32 * FA_WARPS)
-        stats[row] = first + row < s.seqlen_q ? lse[(first + row) * args.lse.stride[2]] * FA_LOG2E : infinity(); /* past the last P is 0 */
+        stats[row] = first + row < s.seqlen_q ? lse_log2(lse[(first + row) * args.lse.stride[2]]) : infinity(); /* past the last P is 0 */
     delta_of_tile(args, s, head, first, [&](int i, float delta) {
         if (is_minus_0(delta) && sees_a_key(args, s, i))
             delta = __int_as_float(0x7FFFFFFF);

@@ -50,6 +50,15 @@ FA_DEVICE void fetch_dout(const fa_args &args, const fa_maps &maps, const work &
     bulk_load(delta_at(n), args.row_stats + (fa_i64)at.number * (2 * FA_TILE_Q) + FA_TILE_Q, STAT_BYTES, dout_full(n));
 }
 
+/* Behind Q and dO: its stage is free last. */
+FA_DEVICE void fetch_bias(const fa_args &args, const fa_maps &maps, const work &w, const walk &at, unsigned n)
+{
+    if constexpr (FA_HAS_BIAS) {
+        barrier_wait(bias_empty(), freed<1>(n));
+        fetch_bias_tile(args, maps, bias_tile(), bias_full(), w.b, at.head, at.tile * FA_TILE_Q, w.first_k);
+    }
+}
+
 FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
 {
     unsigned n = 0;
@@ -68,6 +77,7 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
             fetch_q(args, maps, w, at, n);
             if (!BY_COLUMNS)
                 fetch_dout(args, maps, w, at, n);
+            fetch_bias(args, maps, w, at, n);
             barrier_wait(k_empty(), freed<1>(item));
             barrier_expect(k_full(), K_BYTES);
             fetch_ragged<FA_TILE_K, FA_HEAD_DIM>(k_tile(), maps.k, k_full(), w.kv_head, w.seq.kv_entry * args.apart_k + end, left);
@@ -89,6 +99,7 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
             advance(args, at);
             fetch_q(args, maps, w, at, n);
             fetch_dout(args, maps, w, at, n);
+            fetch_bias(args, maps, w, at, n);
         }
     }
 }

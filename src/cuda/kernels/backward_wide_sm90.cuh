@@ -130,9 +130,15 @@ FA_DEVICE void load_rows(float (&rows)[2], unsigned from)
 FA_DEVICE void row_exponentials(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], const float (&lse)[2], int tile)
 {
     float unit = FA_HAS_SOFTCAP ? args.cap_unit : args.scale_log2, distance = (float)(own_query(tile) + w.seq.diagonal - own_key(w));
+    float bias[8];
+    if constexpr (FA_HAS_BIAS)
+        barrier_wait(bias_full(), filled<1>(c.n));
 #pragma unroll
     for (int n = 0; n < S_COUNT; n += 4) {
         float slope[4];
+        if constexpr (FA_HAS_BIAS)
+            if (n % 8 == 0)
+                load_bias(bias, args, 0, n / 4);
         if constexpr (FA_HAS_SOFTCAP) {
             cap_four(s + n, args.cap_slope);
 #pragma unroll
@@ -142,6 +148,8 @@ FA_DEVICE void row_exponentials(const fa_args &args, const work &w, consumer &c,
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             float score = s[n + i] * unit - lse[i / 2];
+            if constexpr (FA_HAS_BIAS)
+                score += bias[n % 8 + i];
             if constexpr (FA_HAS_ALIBI)
                 score -= c.alibi_log2 * fabsf(distance + (float)(i / 2 * 8 - n * 2 - i % 2));
             s[n + i] = exp2_fast(score);
@@ -154,6 +162,8 @@ FA_DEVICE void row_exponentials(const fa_args &args, const work &w, consumer &c,
                 pass(c.noted[n / 8], n / 8);
         }
     }
+    if constexpr (FA_HAS_BIAS)
+        release(bias_empty());
 }
 
 /* Eight elements, of two rows and two 8x8 matrices. */

@@ -28,6 +28,8 @@ template <typename WORK> FA_DEVICE double far_score(const fa_args &args, const W
     score_terms terms = score_terms_of(args, w.b, head);
     float       capped;
     double      score = FA_HAS_SOFTCAP ? capped_score(args, (float)dot, capped) * FA_LOG2E : dot * args.scale_log2;
+    if (FA_HAS_BIAS)
+        score += (double)load_element(terms.bias, i * args.bias.stride[2] + j * args.bias.stride[3], FA_DTYPE_BIAS) * FA_LOG2E;
     return score - (double)terms.slope_log2 * abs(i + w.seq.diagonal - j);
 }
 

@@ -28,10 +28,10 @@
  *
  * Shared memory: Q_STAGES of Q, K_STAGES tiles of K, V_STAGES of V (panels as in panels_sm90.cuh), barriers, works, in FP8 what is kept of O.
  */
+#include "bias_sm90.cuh"
 #include "dropout_sm90.cuh"
 #include "kept_sm90.cuh"
 #include "rare_sm90.cuh"
-#include "scores_sm90.cuh"
 #include "softmax_sm90.cuh"
 #include "store_sm90.cuh"
 #include "values_sm90.cuh"
@@ -52,13 +52,15 @@ constexpr int  KEPT_STEPS = FP8 ? 512 / FA_TILE_K : 1 << 30;
 
 constexpr int ROW_BYTES = held_columns(FA_HEAD_DIM) * ELEMENT_BYTES, Q_BYTES = FA_TILE_Q * ROW_BYTES, K_BYTES = FA_TILE_K * ROW_BYTES,
               V_BYTES = FA_TILE_K * held_columns(FA_HEAD_DIM_V) * ELEMENT_BYTES, Q_GROUP = 64 * panel_bytes(held_columns(FA_HEAD_DIM)); /* a consumer's rows */
+/* The bias of a tile of queries and keys: two stages, or one of float32 where there is no memory for more. */
+constexpr int BIAS_STAGES = !FA_HAS_BIAS ? 0 : 227 * 1024 - 2048 - Q_STAGES * Q_BYTES - FA_STAGES * (K_BYTES + V_BYTES) >= 2 * BIAS_BYTES ? 2 : 1;
 /* A stage more where there is memory: of V, for turning it round takes time, and at head_dim 64 under a window; under masks of K where a tile is as large as here, elsewhere that is slower (decision 0080). */
-constexpr int FREE_BYTES = BESIDE_ANOTHER ? 0 : 227 * 1024 - 2048 - KEPT_BYTES - Q_STAGES * Q_BYTES - FA_STAGES * (K_BYTES + V_BYTES);
+constexpr int FREE_BYTES = BESIDE_ANOTHER || FA_HAS_BIAS ? 0 : 227 * 1024 - 2048 - KEPT_BYTES - Q_STAGES * Q_BYTES - FA_STAGES * (K_BYTES + V_BYTES);
 constexpr int K_STAGES   = FA_STAGES + (!FP8 && FA_MASK != FA_MASK_NONE && FA_HEAD_DIM >= 128 && FREE_BYTES >= K_BYTES),
               V_STAGES   = FA_STAGES + ((FP8 || (FA_MASK == FA_MASK_WINDOW && FA_HEAD_DIM <= 64)) && FREE_BYTES >= V_BYTES);
 constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + K_STAGES * K_BYTES;
-constexpr int BARRIERS_AT = V_AT + V_STAGES * V_BYTES;
-constexpr int BARRIERS = 2 * Q_STAGES + 3 * WORKS + 2 * K_STAGES + 3 * V_STAGES, WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
+constexpr int BIAS_AT = V_AT + V_STAGES * V_BYTES, BARRIERS_AT = BIAS_AT + BIAS_STAGES * BIAS_BYTES;
+constexpr int BARRIERS = 2 * Q_STAGES + 3 * WORKS + 2 * K_STAGES + 3 * V_STAGES + 2 * BIAS_STAGES, WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
 
 constexpr int KEPT_AT = WORKS_AT + (WORKS * (int)sizeof(work) + 15) / 16 * 16;
 
@@ -82,6 +84,9 @@ FA_DEVICE unsigned k_empty(unsigned n) { return k_barrier(1, n); }
 FA_DEVICE unsigned v_full(unsigned n) { return v_barrier(0, n); }
 FA_DEVICE unsigned v_ready(unsigned n) { return v_barrier(1, n); } /* by the inspectors */
 FA_DEVICE unsigned v_empty(unsigned n) { return v_barrier(2, n); }
+
+FA_DEVICE unsigned bias_full(unsigned n) { return barrier_at(BARRIERS - 2 * BIAS_STAGES + n % (BIAS_STAGES + !BIAS_STAGES)); }
+FA_DEVICE unsigned bias_empty(unsigned n) { return bias_full(n) + 8 * BIAS_STAGES; }
 
 /* Waiting for a stage to be filled for the n-th time and, with the other parity, for it to be free, which it is at first. */
 template <int STAGES> FA_DEVICE unsigned filled(unsigned n) { return n / STAGES & 1; }
@@ -107,12 +112,19 @@ FA_DEVICE void start_barriers()
         barrier_init(v_ready(n), INSPECTORS);
         barrier_init(v_empty(n), 4 * CONSUMERS + INSPECTORS);
     }
+    for (int n = 0; n < BIAS_STAGES; n++) {
+        barrier_init(bias_full(n), 1);
+        barrier_init(bias_empty(n), 4 * CONSUMERS);
+    }
     barrier_init_done();
 }
 
 FA_DEVICE unsigned q_tile(unsigned n) { return shared_address(shared) + n % Q_STAGES * Q_BYTES; }
 FA_DEVICE unsigned k_tile(unsigned n) { return shared_address(shared) + K_AT + n % K_STAGES * K_BYTES; }
+FA_DEVICE unsigned bias_tile(unsigned n) { return shared_address(shared) + BIAS_AT + n % (BIAS_STAGES + !BIAS_STAGES) * BIAS_BYTES; }
 FA_DEVICE unsigned v_tile(unsigned n) { return shared_address(shared) + V_AT + n % V_STAGES * V_BYTES; }
+
+#include "scores_sm90.cuh"
 
 /* ---- planner and producer: one thread each; with pages a warp each, and the planner's fetches V ---- */
 
@@ -168,6 +180,15 @@ FA_DEVICE void fetch_values_of(const fa_args &args, const fa_maps &maps, unsigne
 
 constexpr int CLAIMED_STEPS = 384 / FA_TILE_K; /* so many tiles of an item's keys are still to be asked for when the next item is taken */
 
+/* With the n-th tile of keys, which is the sequence's `next`. */
+FA_DEVICE void fetch_bias(const fa_args &args, const fa_maps &maps, unsigned n, const work &w, int next)
+{
+    if constexpr (FA_HAS_BIAS) {
+        barrier_wait(bias_empty(n), freed<BIAS_STAGES>(n));
+        fetch_bias_tile(args, maps, bias_tile(n), bias_full(n), w.b, w.head, w.first_q, next * FA_TILE_K);
+    }
+}
+
 /* K of a step is needed before V of the one before, also where that is the last of the item before, but with one stage of Q under a mask, where V need not wait until the
  * next item is found. Nor may it behind items without tiles, for then the planner may wait until the inspectors have seen all of V. */
 FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
@@ -183,6 +204,7 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
             barrier_wait(k_empty(k), freed<K_STAGES>(k));
             barrier_expect(k_full(k), K_BYTES);
             fetch_tile<FA_TILE_K, FA_HEAD_DIM>(k_tile(k), maps.k, k_full(k), w.seq.kv_entry, w.kv_head, w.seq.kv_row + next * FA_TILE_K);
+            fetch_bias(args, maps, k, w, next);
             if (v < k++)
                 fetch_values_of(args, maps, v++, entry, head, tile, row);
             entry = w.seq.kv_entry;
@@ -211,7 +233,7 @@ constexpr bool DIRECT_V = !FP8 && !ONE_BY_ONE && FA_MASK == FA_MASK_NONE;
 
 /* Of Q's columns a consumer keeps the first 16 Q_HELD of its rows in registers, as left operands: S then reads the less of shared memory. All at head_dim 128. At 256 as many
  * as there are registers for: that takes no fewer cycles, but less power, which holds long calls back (decision 0082). Elsewhere registers are short or it is no faster. */
-constexpr bool HOLDS_Q = !FP8 && !ONE_BY_ONE && FA_HEAD_DIM == FA_HEAD_DIM_V && FA_DTYPE_O != FA_F32 && !FA_HAS_SOFTCAP && !FA_HAS_DROPOUT;
+constexpr bool HOLDS_Q = !FP8 && !ONE_BY_ONE && FA_HEAD_DIM == FA_HEAD_DIM_V && FA_DTYPE_O != FA_F32 && !FA_HAS_SOFTCAP && !FA_HAS_DROPOUT && !(FA_HAS_BIAS && (FA_MASK != FA_MASK_NONE || F32_BIAS));
 constexpr int  Q_HELD = !HOLDS_Q ? 0 : FA_HEAD_DIM == 128 ? 8 : FA_HEAD_DIM == 256 ? 6 : 0;
 
 /* What a consumer has at hand. */
@@ -293,11 +315,20 @@ FA_DEVICE fa_range steps_after_others(const fa_args &args, const work &w, int gr
     return {clean.begin, fa_max_int(clean.begin, clean.end)};
 }
 
+FA_DEVICE void pass_bias(unsigned n)
+{
+    if constexpr (FA_HAS_BIAS) {
+        barrier_wait(bias_full(n), filled<BIAS_STAGES>(n));
+        release(bias_empty(n));
+    }
+}
+
 /* A step without work: only its stages and its turn are passed on. */
 FA_DEVICE void blind_step(consumer &c)
 {
     wait_for_k(c.tile);
     release(k_empty(c.tile));
+    pass_bias(c.tile);
     await_turn(c.group);
     pass_turn(c.group);
     wait_for_v(c.tile);
@@ -343,7 +374,7 @@ FA_DEVICE void first_tile(const fa_args &args, const work &w, consumer &c, unsig
 {
     float s[S_COUNT], alpha[2];
     scores_alone(s, c, item, n + 1 == seen);
-    finish_scores(args, w, s, c.group, n, is_masked(w, n));
+    finish_scores(args, w, s, c.group, n, is_masked(w, n), c.tile);
     c.rows  = no_rows();
     c.fresh = true;
     softmax_step<true>(s, c.rows, alpha, unit_of(args, w));
@@ -395,9 +426,8 @@ template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, c
     release(same_for_all(k_empty(c.tile + 1)));
     if (n + 1 == seen)
         release(q_empty(item));
-    finish_scores(args, w, s, c.group, n, MASKED);
-    bool moved = MASKED || FA_HAS_ALIBI ? softmax_step<MASKED>(s, c.rows, alpha, unit_of(args, w))
-                                        : softmax_ahead(s, c.rows, alpha, unit_of(args, w));
+    finish_scores(args, w, s, c.group, n, MASKED, c.tile + 1);
+    bool moved = MASKED || RISES ? softmax_step<MASKED || FA_HAS_BIAS>(s, c.rows, alpha, unit_of(args, w)) : softmax_ahead(s, c.rows, alpha, unit_of(args, w));
     drop(args, w, s, c.group, n);
     if (n + 1 < seen) /* here, for a branch keeps the compiler from moving exponentials behind the wait that follows */
         wait_for_k(c.tile + 2);
@@ -469,7 +499,7 @@ template <bool NEXT> FA_DEVICE far_rows last_tile(const fa_args &args, const wor
         release(k_empty(c.tile + 1));
         if (next.tiles == 1)
             release(q_empty(item + 1));
-        finish_scores(args, next, s, c.group, 0, is_masked(next, 0));
+        finish_scores(args, next, s, c.group, 0, is_masked(next, 0), c.tile + 1);
         softmax_step<true>(s, rows, alpha, unit_of(args, next));
         drop(args, next, s, c.group, 0);
         if (next.tiles > 1)
@@ -536,7 +566,7 @@ FA_DEVICE void consume(const fa_args &args, int group)
         if (DIRECT_V && n - 1 < first_clean) /* V of the tile before is not clean */
             wait_for_v(c.tile);
         int end_clean = fa_min_int(same_for_all(BY_ITSELF ? clean.end : w.end_clean), seen);
-        if (n < end_clean)
+        if (!FA_HAS_BIAS && n < end_clean) /* whose steps are guarded */
             lose_rows_without_maximum(c.rows);
         for (; n < end_clean; n++)
             step<false>(args, w, c, item, n, seen);

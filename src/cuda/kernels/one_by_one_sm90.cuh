@@ -6,7 +6,7 @@
 #define FA_ONE_BY_ONE_SM90_CUH
 
 /* Clean steps by maxima of before; not between turns, where the branch behind the exponentials costs 3%. */
-constexpr bool IN_TURNS = ONE_BY_ONE && TAKES_TURNS, BY_SUMS = !IN_TURNS && !FA_HAS_ALIBI, SCORES_AHEAD = IN_TURNS && FA_HEAD_DIM_V <= 64;
+constexpr bool IN_TURNS = ONE_BY_ONE && TAKES_TURNS, BY_SUMS = !IN_TURNS && !RISES, SCORES_AHEAD = IN_TURNS && FA_HEAD_DIM_V <= 64;
 
 /*
  * A turn for exponentials. ptxas knows that nothing they need is in memory, and moves them over the barriers on both sides until no turn is left. So those in it take `unit`
@@ -46,7 +46,7 @@ FA_DEVICE void whole_softmax_ahead(const fa_args &args, const work &w, consumer 
 /* P of a step whose scores are there, with its turn. */
 template <bool MASKED> FA_DEVICE void whole_softmax(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], int n)
 {
-    finish_scores(args, w, s, c.group, n, MASKED);
+    finish_scores(args, w, s, c.group, n, MASKED, c.tile);
     if constexpr (BY_SUMS && !MASKED)
         whole_softmax_ahead(args, w, c, s, n);
     else {
@@ -55,9 +55,9 @@ template <bool MASKED> FA_DEVICE void whole_softmax(const fa_args &args, const w
             scale_output(c.o, alpha);
         if constexpr (IN_TURNS) {
             float later = await_exponentials(c.group, w, unit);
-            pass_exponentials(c.group, exponentials_in_turn<MASKED>(s, c.rows, unit, later));
+            pass_exponentials(c.group, exponentials_in_turn<MASKED || FA_HAS_BIAS>(s, c.rows, unit, later));
         } else {
-            shift_scores<MASKED>(s, c.rows, unit);
+            shift_scores<MASKED || FA_HAS_BIAS>(s, c.rows, unit);
             hold(s);
             keep_behind(c.tile == ~0u);
             hold(s);

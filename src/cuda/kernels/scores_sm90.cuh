@@ -1,4 +1,4 @@
-/* forward_sm90.cu: from a tile's dot products to what its softmax takes, in units of unit_of (softcap, ALiBi), and -inf where the mask hides. */
+/* forward_sm90.cu: from a tile's dot products to what its softmax takes, in units of unit_of (softcap, bias, ALiBi), and -inf where the mask hides. */
 #ifndef FA_SCORES_SM90_CUH
 #define FA_SCORES_SM90_CUH
 
@@ -30,6 +30,35 @@ FA_DEVICE void cap_scores(float (&s)[S_COUNT], float slope_log2)
 /* The first of this thread's columns in step `step` of its rows' walk. */
 FA_DEVICE int first_column(const work &w, int step) { return (w.right - step) * FA_TILE_K + threadIdx.x % 4 * 2; }
 
+/* In 16 bits a thread's elements of S lie as ldmatrix hands them out. tile: of keys, counted since the kernel began. */
+FA_DEVICE void add_bias(const fa_args &args, float (&s)[S_COUNT], int group, unsigned tile)
+{
+    float    factor = args.bias_factor;
+    unsigned from = bias_tile(tile);
+    barrier_wait(bias_full(tile), filled<BIAS_STAGES>(tile));
+#pragma unroll
+    for (int j = 0; j < FA_TILE_K / 8; j += 2) {
+        if constexpr (F32_BIAS) {
+#pragma unroll
+            for (int n = 4 * j; n < 4 * j + 8; n += 2) {
+                float2 two = shared_load_float2(bias_float_at(args, from, 64 * group + fragment_row() + n / 2 % 2 * 8, n / 4 * 8 + threadIdx.x % 4 * 2));
+                s[n] += two.x * factor;
+                s[n + 1] += two.y * factor;
+            }
+        } else {
+            unsigned four[4];
+            load_matrix(four, bias_at(args, from, 64 * group + threadIdx.x % 128 / 32 * 16, j));
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float2 two = unpack<FA_DTYPE_BIAS>(four[i]);
+                s[4 * j + 2 * i] += two.x * factor;
+                s[4 * j + 2 * i + 1] += two.y * factor;
+            }
+        }
+    }
+    release(bias_empty(tile));
+}
+
 /* ALiBi: less slope * |distance from the diagonal|. */
 FA_DEVICE void add_alibi(const work &w, float (&s)[S_COUNT], int group, int step)
 {
@@ -48,7 +77,7 @@ FA_DEVICE void add_alibi(const work &w, float (&s)[S_COUNT], int group, int step
 }
 
 /* Visible columns as bits, of which seven at once become predicates: half of the instructions. Two blocks a multiprocessor have no registers for it, nor has dropout. */
-constexpr bool MASK_BY_BITS = FA_MIN_BLOCKS == 1 && FA_TILE_K <= 128 && !FA_HAS_DROPOUT;
+constexpr bool MASK_BY_BITS = FA_MIN_BLOCKS == 1 && FA_TILE_K <= 128 && !FA_HAS_DROPOUT && !FA_HAS_BIAS;
 
 /* Of this thread's columns 8 j + e of a row, bit 2 j + e, those below x. */
 FA_DEVICE unsigned columns_below(int x)
@@ -75,14 +104,16 @@ FA_DEVICE void mask_scores(const fa_args &args, const work &w, float (&s)[S_COUN
     }
 }
 
-/* Under a softcap keys are hidden twice: first for their neighbours, or a NaN of theirs would reach these. */
-FA_DEVICE void finish_scores(const fa_args &args, const work &w, float (&s)[S_COUNT], int group, int step, bool masked)
+/* Under a softcap keys are hidden twice: first for their neighbours, or a NaN of theirs would reach these. tile: of keys, counted since the kernel began. */
+FA_DEVICE void finish_scores(const fa_args &args, const work &w, float (&s)[S_COUNT], int group, int step, bool masked, unsigned tile)
 {
     if constexpr (FA_HAS_SOFTCAP) {
         if (masked)
             mask_scores(args, w, s, group, step);
         cap_scores(s, args.cap_slope);
     }
+    if constexpr (FA_HAS_BIAS)
+        add_bias(args, s, group, tile);
     if constexpr (FA_HAS_ALIBI)
         add_alibi(w, s, group, step);
     if (masked)

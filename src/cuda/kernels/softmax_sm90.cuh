@@ -201,8 +201,11 @@ FA_DEVICE void lose_rows_without_maximum(row_state &rows)
         rows.lost |= rows.max[h] == -infinity() ? 1u << h : 0;
 }
 
+/* Scores may rise by as much as they like from a tile to the next, and a row may have seen none but -inf: not by maxima of before. */
+constexpr bool RISES = FA_HAS_ALIBI || FA_HAS_BIAS;
+
 /* The same as softmax_step where the rows have seen keys before: by the maximum as it was then, so that no exponential waits for this step's. If a row has moved too far, P
- * is multiplied as well. Not for ALiBi, whose scores may rise by as much with each tile. */
+ * is multiplied as well. */
 FA_DEVICE bool softmax_ahead(float (&s)[S_COUNT], row_state &rows, float (&alpha)[2], float unit)
 {
     float sum[2], most[2], (&bound)[2] = FP8 ? most : sum;

@@ -38,6 +38,10 @@ FA_DEVICE bool own_place(const fa_args &args, unsigned n, work &w)
         of = {number % tiles, number / tiles};
     w.b       = of.other / args.heads_q;
     w.head    = of.other % args.heads_q;
+    if (FA_HAS_BIAS && args.bias.stride[0] == 0) { /* a bias of all sequences is read by them at the same time, and then lies in L2 */
+        w.b    = of.other % args.batch;
+        w.head = of.other / args.batch;
+    }
     w.first_q = of.tile * FA_TILE_Q;
     return true;
 }
