@@ -148,8 +148,8 @@ static void take_hoppers_shape(bytes *b, test_case *c)
     c->batch      = many ? 1 + below(b, 40) : c->batch;
     c->seqlen_q   = 129 + below(b, many ? 100 : 600);
     c->seqlen_k   = one_in(b, 4) ? length(b, 200) : 1 + below(b, many ? 150 : 700);
-    c->head_dim   = 8 * (5 + below(b, 28));
-    c->head_dim_v = one_in(b, 4) ? 8 * (5 + below(b, 28)) : c->head_dim;
+    c->head_dim   = 8 * (1 + below(b, 32));
+    c->head_dim_v = one_in(b, 4) ? 8 * (1 + below(b, 32)) : c->head_dim;
     leave_own_kernels_options(b, c);
     c->o_f32 = c->o_f32 && one_in(b, 2);
     if (!one_in(b, 3)) { /* else most backwards would be the portable kernel's */

@@ -141,6 +141,12 @@ static const test_case shapes[] = {
     {.name = "bias, more queries, scores that jump", .seqlen_q = 1100, .seqlen_k = 304, .logit_size = 200.0f, .bias = BIAS},
     {.name = "bias, far logits", .seqlen_q = 200, .seqlen_k = 304, .heads_q = 2, .logit_size = 3e9f, .mask = C, .head_dim = 64, .bias = BIAS},
     {.name = "bias, 192 and 104 columns", .batch = 2, .seqlen_q = 333, .seqlen_k = 392, .heads_q = 2, .head_dim = 192, .head_dim_v = 104, .mask = C, .bias = BIAS_ONE_FOR_ALL},
+    {.name = "32 columns, tails", .batch = 2, .seqlen_q = 333, .seqlen_k = 395, .heads_q = 4, .heads_k = 2, .head_dim = 32},
+    {.name = "16 and 24 columns, causal, varlen", .batch = 5, .seqlen_q = 300, .seqlen_k = 400, .heads_q = 2, .head_dim = 16, .head_dim_v = 24, .mask = C, .varlen_q = LENGTHS_MIXED,
+     .varlen_k = LENGTHS_HOLES},
+    {.name = "8 columns, window, pages, dropout", .batch = 3, .seqlen_q = 200, .seqlen_k = 500, .heads_q = 2, .head_dim = 8, .page_size = 16, .seqused_k = LENGTHS_MIXED, .mask = W,
+     .window_left = 100, .window_right = 9, .dropout = 0.2f},
+    {.name = "32 and 128 columns, far logits", .seqlen_q = 200, .seqlen_k = 300, .head_dim = 32, .head_dim_v = 128, .logit_size = 3e9f, .mask = C},
 };
 
 /* A small group's key heads must be many: fewer go to the portable kernel. */
@@ -315,6 +321,11 @@ static const test_case backward_shapes[] = {
     {.name = "bias, 192 and 104 columns", .batch = 2, .seqlen_q = 333, .seqlen_k = 392, .heads_q = 2, .head_dim = 192, .head_dim_v = 104, .mask = C, .bias = BIAS_ONE_FOR_ALL | BIAS_CONSTANT},
     {.name = "bias, 96 columns, window", .seqlen_q = 333, .seqlen_k = 392, .heads_q = 2, .head_dim = 96, .mask = W, .window_left = 100, .window_right = 50,
      .bias = BIAS | BIAS_MINUS_INF | BIAS_CONSTANT},
+    {.name = "32 columns, tails, causal", .batch = 2, .seqlen_q = 333, .seqlen_k = 395, .heads_q = 2, .head_dim = 32, .mask = C},
+    {.name = "16 and 24 columns, varlen, window", .batch = 5, .seqlen_q = 300, .seqlen_k = 400, .heads_q = 2, .head_dim = 16, .head_dim_v = 24, .mask = W, .window_left = 150,
+     .window_right = 20, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_HOLES},
+    {.name = "8 and 96 columns, groups that share keys, ALiBi", .seqlen_q = 500, .seqlen_k = 300, .heads_q = 8, .heads_k = 2, .head_dim = 8, .head_dim_v = 96, .alibi = true},
+    {.name = "24 and 256 columns, dropout", .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .head_dim = 24, .head_dim_v = 256, .dropout = 0.3f},
 };
 
 #endif

@@ -220,8 +220,7 @@ bool fa_tune_takes_tma(const fa_call *call)
 {
     if (call->pass == FLASH_ATTN_BACKWARD && !backward_takes_tma(call))
         return false;
-    return call->max_seqlen_q > 128 && call->num_splits <= 1 && call->head_dim > 32 && call->head_dim_v > 32 &&
-           call->scale > 0 && fa_maps_fit(call);
+    return call->max_seqlen_q > 128 && call->num_splits <= 1 && call->scale > 0 && fa_maps_fit(call);
 }
 
 /* What Hopper's kernels for packed rows ask for: a scale above 0, strides of K that a tensor map describes, pages of a multiple of eight keys; no softcap, bias, ALiBi,
