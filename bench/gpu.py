@@ -26,7 +26,7 @@ wrong one is shown as WRONG and makes the exit status 1. Every time is the media
 take turns, in random order. FILE is written anew after each line.
 
 --decode (gpu_decode.py): few queries of 32 heads on the keys of 8, no mask. GB/s count K and V once (and Q and O), beside what reading as many bytes
-(a sum) and copying half of them reach. Keys lie in one piece or in pages of 16, 64 and 256 (or of --pages alone), shuffled; `by batch` is ours with
+(a sum) and copying half of them reach. With --bias keys up to a quarter of a sequence's keys are hidden by a row for each, as padding is. Keys lie in one piece or in pages of 16, 64 and 256 (or of --pages alone), shuffled; `by batch` is ours with
 num_splits -1. Calls are replayed by a CUDA graph, each on keys of its own, so that no key is still in L2 from the call before and no host is timed.
 """
 
@@ -410,8 +410,10 @@ def parser_of_words():
 def refuse(parser, options):
     """Ends the program where options do not go together."""
     own_options = options.softcap or options.alibi or options.bias or options.pages or options.dropout
-    if own_options and (options.varlen or options.fp8 or (options.decode and own_options != options.pages)):
-        parser.error("--softcap, --alibi, --bias, --pages and --dropout are for plain calls: leave out --varlen, --fp8 and, but for --pages, --decode")
+    if own_options and (options.varlen or options.fp8 or (options.decode and (options.softcap or options.alibi or options.dropout or options.bias not in (None, "keys")))):
+        parser.error("--softcap, --alibi, --bias, --pages and --dropout are for plain calls: leave out --varlen, --fp8 and, but for --pages and --bias keys, --decode")
+    if options.decode and options.bias and options.fa3:
+        parser.error("--fa3 has no --bias")
     if not 0 <= options.dropout < 1 or (options.dropout and (options.flex or options.fa3)):
         parser.error("--dropout is at least 0 and less than 1; --flex and --fa3 have none")
     if options.dropout and grouped(options):

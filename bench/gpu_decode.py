@@ -16,14 +16,17 @@ class Decode:
     HEADS, HEADS_K, L2_BYTES, MOST_SETS, LEAST_POOL = 32, 8, 512 << 20, 128, 1 << 29
     PAGES = {"paged16": 16, "paged64": 64, "paged256": 256}
 
-    def __init__(self, pool, d, queries, batch, keys):
+    def __init__(self, pool, d, queries, batch, keys, padded=False):
         self.d, self.queries, self.batch, self.keys, self.pool = d, queries, batch, keys, pool
         elements = 2 * batch * keys * self.HEADS_K * d
         self.kv_bytes = 2 * elements
         self.sets = max(1, min(self.MOST_SETS, -(-self.L2_BYTES // self.kv_bytes), pool.numel() // elements))
         self.kv = [pool[n * elements : (n + 1) * elements].view(2, batch, keys, self.HEADS_K, d) for n in range(self.sets)]
         self.q = torch.randn(batch, queries, self.HEADS, d, device=card.DEVICE, dtype=torch.bfloat16)
-        self.bytes = self.kv_bytes + 4 * self.q.numel()
+        self.bytes, self.bias = self.kv_bytes + 4 * self.q.numel(), None
+        if padded:  # on the left, by up to a quarter of the keys
+            hidden = torch.arange(keys, device=card.DEVICE) < torch.randint(0, keys // 4 + 1, (batch, 1, 1, 1), device=card.DEVICE)
+            self.bias = torch.zeros(hidden.shape, device=card.DEVICE, dtype=torch.bfloat16).masked_fill_(hidden, float("-inf"))
 
     def wrong(self, out, table=None, page=0):
         """The relative L2 error of the last entry of the last set, or None if all is well."""
@@ -34,6 +37,7 @@ class Decode:
         for head in range(self.HEADS_K):
             q = self.q[-1, :, head * group : (head + 1) * group].double()
             scores = torch.einsum("qhd,kd->hqk", q, k[-1, :, head].double()) * self.d**-0.5
+            scores = scores if self.bias is None else scores + self.bias[-1]
             truth = torch.einsum("hqk,kd->qhd", torch.softmax(scores, -1), v[-1, :, head].double())
             error += (out[-1, :, head * group : (head + 1) * group].double() - truth).square().sum()
             norm += truth.square().sum()
@@ -50,7 +54,7 @@ class Decode:
         for k, v in self.kv:
             if page:
                 k, v = (t.reshape(-1, page, self.HEADS_K, self.d) for t in (k, v))
-            call = _call.Call(self.q, k, v, block_table=table, num_splits=parts)
+            call = _call.Call(self.q, k, v, bias=self.bias, block_table=table, num_splits=parts)
             call.context = context
             call._set_results(out, None)
             calls.append(call)
@@ -66,10 +70,11 @@ class Decode:
 
     def peer(self, backend):
         q, kv = self.q.transpose(1, 2), [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in self.kv]
+        bias = None if self.bias is None else self.bias.expand(-1, self.HEADS, self.queries, -1)
 
         def run():
             with sdpa_kernel(backend), torch.no_grad():
-                return [scaled_dot_product_attention(q, k, v, enable_gqa=True) for k, v in kv][-1]
+                return [scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True) for k, v in kv][-1]
 
         return run, self.wrong(run().transpose(1, 2))
 
@@ -113,21 +118,21 @@ def decode_row(cell, names, groups):
 def decode(options):
     """The table. Returns its rows."""
     pages = [name for name, size in Decode.PAGES.items() if options.pages in (0, size)]
-    names = ["read", "copy", "ours", "by batch", *pages, "flash", "cudnn", *(["fa3"] if options.fa3 else [])]
+    names = ["read", "copy", "ours", "by batch", *pages, *(["flash"] if not options.bias else []), "cudnn", *(["fa3"] if options.fa3 else [])]
     heads, rows = [d for d, _ in options.head_dims], []
     largest = 4 * max(options.seqlens) * max(map(int, options.batches.split(","))) * Decode.HEADS_K * max(heads)
     pool = torch.empty(max(largest, Decode.LEAST_POOL), device=card.DEVICE, dtype=torch.bfloat16).normal_()
-    header = f"{'d':>3} {'q':>2} {'b':>2} {'keys':>6} | " + " ".join(f"{n:>8}" for n in names) + " |     us  /read /flash /cudnn"
-    header += "   /fa3" if options.fa3 else ""
+    peers = names[names.index("cudnn") - (not options.bias) :]
+    header = f"{'d':>3} {'q':>2} {'b':>2} {'keys':>6} | " + " ".join(f"{n:>8}" for n in names) + " |     us  /read " + " ".join(f"{'/' + n:>6}" for n in peers)
     print(header, "-" * len(header), sep="\n")
     for d, queries, batch, keys in itertools.product(heads, *(map(int, x.split(",")) for x in (options.queries, options.batches)), options.seqlens):
-        cell = Decode(pool, d, queries, batch, keys)
+        cell = Decode(pool, d, queries, batch, keys, bool(options.bias))
         row = decode_row(cell, names, options.groups)
         speeds = {n: x for n, x in row.items() if isinstance(x, float)}
-        over = [speeds["ours"] / speeds[n] if "ours" in speeds and n in speeds else None for n in ("read", *names[names.index("flash") :])]
+        over = [speeds["ours"] / speeds[n] if "ours" in speeds and n in speeds else None for n in ("read", *peers)]
         shown = [f"{x:8.0f}" if isinstance(x, float) else f"{x or '-':>8}" for x in map(row.get, names)]
         print(f"{d:3} {queries:2} {batch:2} {keys:6} | " + " ".join(shown) + f" | {cell.bytes / speeds.get('ours', 1e99) / 1e3:6.1f}  " +
               "  ".join(f"{x:5.2f}" if x else "    -" for x in over), flush=True)
-        rows.append({"pass": "decode", "head_dim": d, "queries": queries, "batch": batch, "seqlen": keys, "gigabytes_per_second": row})
+        rows.append({"pass": "decode", "head_dim": d, "queries": queries, "batch": batch, "seqlen": keys, "bias": options.bias, "gigabytes_per_second": row})
         del cell
     return rows

@@ -83,6 +83,11 @@ static void set_dbias(flash_attn_problem *p, flash_attn_grads *g)
     set_bias(p, g);
     g->dbias = p->bias;
 }
+static void set_bias_of_all_heads(flash_attn_problem *p, flash_attn_grads *g)
+{
+    set_bias(p, g);
+    p->bias.shape[1] = 1;
+}
 static void set_alibi(flash_attn_problem *p, flash_attn_grads *g)
 {
     (void)g;
@@ -202,7 +207,7 @@ static void set_many(flash_attn_problem *p, flash_attn_grads *g)
 static const option options[] = {
     {"causal", true, true, set_nothing, EVERY_ROW}, {"full", true, true, set_full, EVERY_ROW},
     {"window", true, true, set_window, EVERY_ROW}, {"softcap", true, true, set_softcap, ROWS_OF_16_BIT},
-    {"bias", true, true, set_bias, ROWS_OF_16_BIT}, {"bias_f32", true, true, set_bias_f32, HEAD_DIM_64},
+    {"bias", true, true, set_bias, ROWS_OF_16_BIT}, {"bias_f32", true, true, set_bias_f32, HEAD_DIM_64}, {"bias_heads", true, false, set_bias_of_all_heads, FEW_ROWS},
     {"dbias", false, true, set_dbias, ROWS_OF_16_BIT}, {"alibi", true, true, set_alibi, HEAD_DIM_64},
     {"sinks", true, true, set_sinks, HEAD_DIM_64}, {"dropout", true, true, set_dropout, EVERY_ROW},
     {"slices", true, true, set_slices, HEAD_DIM_64}, {"varlen", true, true, set_varlen, HEAD_DIM_64},
@@ -447,7 +452,9 @@ static bool is_built_with(const fa_tune_row *row, int arch, const option *with)
     if (row->kernel == FA_KERNEL_FORWARD_LATENT_SM90)
         return with->rows != FEW_ROWS && (with->rows != HEAD_DIM_64 || with->set == set_few_heads_k);
     if (row->kernel == FA_KERNEL_FORWARD_FEW_SM90)
-        return with->rows == FEW_ROWS || with->set == set_nothing || with->set == set_split || with->set == set_paged || (is_mask(with) && row->head_dim == 64);
+        return (with->rows == FEW_ROWS && with->set != set_bias_of_all_heads) || with->set == set_nothing || with->set == set_split || with->set == set_paged || (is_mask(with) && row->head_dim == 64);
+    if (with->set == set_bias_of_all_heads)
+        return row->only == FA_FOR_FEW && row->tile_q == 16 && row->head_dim <= 128;
     if (with->rows == FEW_ROWS)
         return false;
     if (arch == 90)

@@ -167,6 +167,23 @@ static void hoppers_own_kernels_take_the_calls_that_they_have_options_for(void *
         }
 }
 
+/* As padding is: all heads of a key head read it, and their keys, once. */
+static void a_bias_of_all_heads_leaves_few_queries_in_one_tile(void **state)
+{
+    (void)state;
+    for (int heads = 1; heads <= HEADS; heads += HEADS - 1) {
+        flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA}, .o = {.dtype = FLASH_ATTN_BF16}};
+        fa_call            call;
+        fa_plan            plan;
+        p.q    = of(FLASH_ATTN_BF16, BATCH, 1, HEADS, 128);
+        p.k    = p.v = of(FLASH_ATTN_BF16, BATCH, KEYS, 1, 128);
+        p.bias = of(FLASH_ATTN_BF16, BATCH, heads, 1, KEYS);
+        assert_int_equal(fa_normalise(&p, NULL, FORWARD, FA_PLAN, &call), FLASH_ATTN_OK);
+        assert_int_equal(fa_plan_make(&call, 90, NULL, NULL, &plan), FLASH_ATTN_OK);
+        assert_int_equal(plan.launch[plan.main].key.tile_q == 16, heads == 1);
+    }
+}
+
 /* Causal, `heads` heads on one key head, more than 256 columns (decision 0069). */
 static flash_attn_status normalise_wide(flash_attn_dtype dtype, flash_attn_pass pass, int queries, int heads, int head_dim, int head_dim_v, fa_call *call)
 {
@@ -369,6 +386,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(hoppers_own_kernels_take_the_calls_that_they_have_options_for),
+        cmocka_unit_test(a_bias_of_all_heads_leaves_few_queries_in_one_tile),
         cmocka_unit_test(few_queries_of_many_wide_heads_take_few_blocks),
         cmocka_unit_test(latent_calls_take_their_own_kernel_on_hopper),
         cmocka_unit_test(a_plan_without_data_knows_a_latent_cache),

@@ -468,6 +468,15 @@ def test_few_queries_beside_flash_attention_3(gpu, flash_attn_3, monkeypatch):
     assert cell.run_of("fa3")[1] > 1e-2
 
 
+def test_few_queries_whose_first_keys_are_padding(gpu):
+    import torch
+
+    cell = gpu.gpu_decode.Decode(torch.randn(1 << 19).to(torch.bfloat16), 64, 2, 2, 64, padded=True)
+    cell.bias[1, ..., :16] = float("-inf")
+    assert cell.run_of("ours")[1] is None and cell.run_of("cudnn")[1] is None
+    assert cell.wrong(torch.zeros_like(cell.q)) == pytest.approx(1)
+
+
 def test_latent_attention_and_its_peer_are_right_and_wrong_answers_are_seen(gpu, monkeypatch):
     import torch
 

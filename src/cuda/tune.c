@@ -279,6 +279,13 @@ static bool takes_bias(const fa_tune_row *row, const fa_call *call, const fa_key
            (backward ? !wide && (row->head_dim <= ALL_OPTIONS || !key->has_dropout) : row->warps == 12 || !(wide || key->has_dropout));
 }
 
+/* A bias that is the same for all heads of a tile, as padding is; other rows spill with one. */
+static bool takes_heads_bias(const fa_tune_row *row, const fa_call *call)
+{
+    enum { MOST_COLUMNS = 128 };
+    return call->bias.stride[1] == 0 && row->tile_q == 16 && row->head_dim <= MOST_COLUMNS;
+}
+
 static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
     bool plain = (!key->has_bias || (row->only == FA_FOR_BIAS_TMA && takes_bias(row, call, key))) && !key->has_slices &&
@@ -290,7 +297,7 @@ static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *ke
     if (row->only >= FA_FOR_TMA && !fa_tune_takes_tma(call))
         return false;
     if (row->only == FA_FOR_FEW)
-        return key->aligned && !(key->has_bias || key->has_alibi || key->has_dropout || key->has_slices) && is_few(row, call, plain);
+        return key->aligned && (!key->has_bias || takes_heads_bias(row, call)) && !(key->has_alibi || key->has_dropout || key->has_slices) && is_few(row, call, plain);
     if ((row->only == FA_FOR_SOFTCAP_TMA && !key->has_softcap) || (row->only == FA_FOR_BIAS_TMA && !key->has_bias) || (row->only == FA_FOR_NARROW_V_TMA && call->head_dim_v > FA_NARROW_V))
         return false;
     if (row->only == FA_FOR_SHORT_TMA && call->max_seqlen_k > row->max_queries)

@@ -207,7 +207,7 @@ FA_DEVICE void probabilities(float (&s)[KEYS16][QUERIES8][4], float (&dp)[KEYS16
                     int    i = first_query + n * 8 + e;
                     float  lse_log2 = (e ? lse.y : lse.x) * FA_LOG2E, row = e ? delta.y : delta.x, capped = 0.0f;
                     if constexpr (MODIFIED)
-                        p = exp2_fast(modified_score(args, terms, w.seq, p, i, j, capped) - lse_log2);
+                        p = exp2_fast(modified_score(args, terms, w.seq, p, i, j, bias_of(args, terms, w.seq, i, j), capped) - lse_log2);
                     else if constexpr (FA_DTYPE == FA_F32) /* the difference first: a large LSE in log2 would be rounded */
                         p = exp2_fast((p * args.scale - (e ? lse.y : lse.x)) * FA_LOG2E);
                     else

@@ -110,12 +110,27 @@ FA_DEVICE void add_values(float (&o)[ROWS16][COLS8][4], const float (&p)[ROWS16]
     }
 }
 
+/* Few rows wait for keys, and not for their bias too. */
+constexpr bool BIAS_AHEAD = FA_HAS_BIAS && PACKED && ROWS16 == 1 && KEYS8 <= 4;
+
+/* The first of this thread's columns of a tile of keys. */
+FA_DEVICE int first_column(int tile) { return tile * FA_TILE_K + key_warp() * WARP_KEYS + 2 * (threadIdx.x % 4); }
+
+FA_DEVICE void load_bias(float (&bias)[KEYS8][4], const fa_args &args, const work &w, const score_terms &terms, int tile)
+{
+#pragma unroll
+    for (int n = 0; n < KEYS8; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            bias[n][e] = bias_of(args, terms, w.seq, query_of(args, w, row_of(0, e / 2)), first_column(tile) + n * 8 + e % 2);
+}
+
 /* Scores in units of log2 (softcap, bias, ALiBi), and -inf where the mask hides. */
 template <bool MASKED>
 FA_DEVICE void finish_scores(float (&s)[ROWS16][KEYS8][4], const fa_args &args, const work &w, const score_terms &terms,
-                             int tile)
+                             int tile, const float (&bias)[KEYS8][4])
 {
-    int col = tile * FA_TILE_K + key_warp() * WARP_KEYS + 2 * (threadIdx.x % 4);
+    int col = first_column(tile);
 #pragma unroll
     for (int m = 0; m < (MODIFIED || MASKED ? ROWS16 : 0); m++)
 #pragma unroll
@@ -131,7 +146,7 @@ FA_DEVICE void finish_scores(float (&s)[ROWS16][KEYS8][4], const fa_args &args, 
                     int    j     = n * 8 + e; /* from col on */
                     float  capped;
                     if constexpr (MODIFIED)
-                        score = modified_score(args, terms, w.seq, score, i, col + j, capped);
+                        score = modified_score(args, terms, w.seq, score, i, col + j, BIAS_AHEAD ? bias[n][2 * h + e] : bias_of(args, terms, w.seq, i, col + j), capped);
                     if constexpr (MASKED) {
                         bool visible = j <= last && j >= first;
                         /* A row past seqused_q would see keys that no query sees, which may hold NaN. */
@@ -222,8 +237,10 @@ FA_DEVICE void step(block_state &state, const fa_args &args, const work &w, cons
 {
     constexpr bool CLEAR = MASKED && (FA_MASK != FA_MASK_NONE || FA_HAS_SLICES);
     int            next  = next_tile(args, w, state.tile - 1, w.first_tile);
-    float          s[ROWS16][KEYS8][4];
+    float          s[ROWS16][KEYS8][4], bias[KEYS8][4];
     int            stage = state.stage;
+    if constexpr (BIAS_AHEAD)
+        load_bias(bias, args, w, state.terms, state.tile);
     if constexpr (FA_STAGES == 1) {
         wait_for_k(state.k_shared);
         copy_v(args, state.v_shared, w, {}, state.tile, true);
@@ -263,7 +280,7 @@ FA_DEVICE void step(block_state &state, const fa_args &args, const work &w, cons
         copy_v(args, state.v_shared + other * V_BYTES, w, {}, next, next >= w.first_tile);
         copy_commit();
     }
-    finish_scores<MASKED>(s, args, w, state.terms, state.tile);
+    finish_scores<MASKED>(s, args, w, state.terms, state.tile, bias);
     softmax_step<MASKED || FA_HAS_BIAS>(s, state.maximum, state.sum, state.o, w.unit);
     if constexpr (FA_HAS_DROPOUT)
         drop(s, args, w, state.tile);

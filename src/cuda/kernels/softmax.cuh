@@ -55,14 +55,21 @@ FA_DEVICE float capped_score(const fa_args &args, float dot, float &capped)
     return args.softcap * capped;
 }
 
+/* The bias in units of log2; 0 outside the lengths. */
+FA_DEVICE float bias_of(const fa_args &args, const score_terms &terms, const sequence &s, int i, int j)
+{
+    if (!FA_HAS_BIAS || i >= s.seqlen_q || j >= s.seqlen_k)
+        return 0.0f;
+    return load_element(terms.bias, i * args.bias.stride[2] + j * args.bias.stride[3], FA_DTYPE_BIAS) * FA_LOG2E;
+}
+
 /* The score in units of log2, where MODIFIED. Positions outside the lengths give something finite. */
-FA_DEVICE float modified_score(const fa_args &args, const score_terms &terms, const sequence &s, float dot, int i, int j,
-                               float &capped)
+FA_DEVICE float modified_score(const fa_args &args, const score_terms &terms, const sequence &s, float dot, int i, int j, float bias, float &capped)
 {
     dot *= terms.descale;
     float score = FA_HAS_SOFTCAP ? capped_score(args, dot, capped) * FA_LOG2E : dot * args.scale_log2;
-    if (FA_HAS_BIAS && i < s.seqlen_q && j < s.seqlen_k)
-        score += load_element(terms.bias, i * args.bias.stride[2] + j * args.bias.stride[3], FA_DTYPE_BIAS) * FA_LOG2E;
+    if (FA_HAS_BIAS)
+        score += bias;
     if (FA_HAS_ALIBI) {
         int distance = i + s.diagonal - j;
         score -= terms.slope_log2 * (float)(distance < 0 ? -distance : distance);
