@@ -208,17 +208,19 @@ static void move_box(const tensor_map *m, const int *at, unsigned address, char 
             inside = inside && place >= 0 && (uint64_t)place < m->dim[i];
             from += (uint64_t)place * m->stride[i];
         }
-        for (unsigned byte = 0; byte < m->swizzle; byte += m->element_bytes) {
+        for (unsigned byte = 0, bytes; byte < m->swizzle; byte += bytes) {
             int64_t column = (int64_t)at[0] + byte / m->element_bytes;
-            bool    exists = inside && column >= 0 && (uint64_t)column < m->dim[0];
+            bool    whole  = inside && byte % 16 == 0 && column >= 0 && (uint64_t)column + 16 / m->element_bytes <= m->dim[0],
+                    exists = inside && column >= 0 && (uint64_t)column < m->dim[0];
             char   *place  = box + swizzled(m, address, row * m->swizzle + byte),
                  *memory   = (char *)(uintptr_t)(from + (uint64_t)column * m->element_bytes);
-            if (!loads && exists)
-                memcpy(memory, place, m->element_bytes);
-            else if (loads && exists)
-                memcpy(place, memory, m->element_bytes);
+            bytes = whole ? 16 : m->element_bytes; /* 16 lie together */
+            if (loads && exists)
+                memcpy(place, memory, bytes);
             else if (loads)
-                memset(place, 0, m->element_bytes);
+                memset(place, 0, bytes);
+            else if (exists)
+                memcpy(memory, place, bytes);
         }
     }
 }

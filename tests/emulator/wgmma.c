@@ -9,7 +9,8 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { MAX_PRODUCTS = 96, MAX_ACCUMULATORS = 6, MAX_COUNT = 128, MAX_N = 2 * MAX_COUNT, MAX_K = 32 };
+enum { MAX_PRODUCTS = 96, MAX_ACCUMULATORS = 6, MAX_COUNT = 128, MAX_N = 2 * MAX_COUNT, MAX_K = 32,
+       PITCH = MAX_N + 16 /* of a row of B and of sums: whole KiB apart, columns would share four sets of the cache */ };
 
 typedef struct accumulators {
     float *c;
@@ -101,6 +102,24 @@ static inline float number_of(unsigned bits, int type)
     return value;
 }
 
+/* 16 bytes. A loop for each type: this is where much of the time goes. */
+static inline void numbers_of(float *to, int step, const char *from, int type)
+{
+    unsigned char  byte[16];
+    unsigned short half[8];
+    memcpy(byte, from, sizeof byte);
+    memcpy(half, from, sizeof half);
+    if (type == EMULATOR_BF16)
+        for (int e = 0; e < 8; e++)
+            to[e * step] = number_of(half[e], EMULATOR_BF16);
+    else if (type == EMULATOR_F16)
+        for (int e = 0; e < 8; e++)
+            to[e * step] = number_of(half[e], EMULATOR_F16);
+    else
+        for (int e = 0; e < 16; e++)
+            to[e * step] = number_of(byte[e], EMULATOR_E4M3);
+}
+
 /* Rows first_row ... + rows of the operand of a descriptor, element (row, k) to to[row * row_step + k * k_step]: the
  * operand's rows along memory's, or, if `down`, k down them. 16 bytes at once. */
 static void load_operand(float *to, int row_step, int k_step, uint64_t matrix, int type, int down, int first_row,
@@ -127,11 +146,7 @@ static void load_operand(float *to, int row_step, int k_step, uint64_t matrix, i
             if (at + 16 > (unsigned)now->shared_bytes)
                 fail("a product reads past the end of shared memory");
             emulator_read_by_tma(at);
-            for (unsigned e = 0; e < each; e++) {
-                unsigned bits = 0;
-                memcpy(&bits, now->shared + at + e * bytes, bytes);
-                to[(int)n * line_step + (int)(x + e) * across_step] = number_of(bits, type);
-            }
+            numbers_of(to + (int)n * line_step + (int)x * across_step, across_step, now->shared + at, type);
         }
 }
 
@@ -148,7 +163,7 @@ static void left_from_registers(float (*a)[MAX_K], queue *lane[32], int index, i
 
 __attribute__((target_clones("avx2", "default"))) /* where the time goes */
 static void
-multiply(float (*restrict sum)[MAX_N], float (*restrict a)[MAX_K], float (*restrict b)[MAX_N], int n, int depth)
+multiply(float (*restrict sum)[PITCH], float (*restrict a)[MAX_K], float (*restrict b)[PITCH], int n, int depth)
 {
     for (int row = 0; row < 16; row++)
         for (int k = 0; k < depth; k++)
@@ -170,9 +185,24 @@ static void check_same(queue *lane[32], int index)
     }
 }
 
+/* A lane's accumulators: of each eight columns two, in two rows. */
+typedef enum move { INTO_SUMS, ZERO_SUMS, OUT_OF_SUMS } move;
+static inline void move_sums(float (*sum)[PITCH], queue *of, int index, int lane, move move)
+{
+    float *value = of->target[of->product[index].target].value, *row[2] = {&sum[lane / 4][lane % 4 * 2], &sum[lane / 4 + 8][lane % 4 * 2]};
+    for (int i = 0; i < of->product[index].product.count; i += 4, row[0] += 8, row[1] += 8)
+        for (int half = 0; half < 2; half++)
+            if (move == INTO_SUMS)
+                memcpy(row[half], value + i + 2 * half, 2 * sizeof *value);
+            else if (move == ZERO_SUMS)
+                memset(row[half], 0, 2 * sizeof *value);
+            else
+                memcpy(value + i + 2 * half, row[half], 2 * sizeof *value);
+}
+
 static void make_product(queue *lane[32], int index)
 {
-    static float            a[16][MAX_K], b[MAX_K][MAX_N], sum[16][MAX_N];
+    static float            a[16][MAX_K], b[MAX_K][PITCH], sum[16][PITCH];
     const emulator_product *p = &lane[0]->product[index].product;
     int n = 2 * p->count, depth = p->type == EMULATOR_E4M3 ? 32 : 16, warp = (int)emulator_now()->thread.x / 32 % 4;
     check_same(lane, index);
@@ -182,21 +212,12 @@ static void make_product(queue *lane[32], int index)
         left_from_registers(a, lane, index, p->type);
     else
         load_operand(a[0], MAX_K, 1, p->a_matrix, p->type, p->a_down, 16 * warp, 16, depth);
-    load_operand(b[0], 1, MAX_N, p->b_matrix, p->type, p->b_down, 0, n, depth);
-    for (int take = 1; take >= 0; take--) { /* into the sums, and back */
-        for (int l = 0; l < 32; l++) {
-            float *value = lane[l]->target[lane[l]->product[index].target].value;
-            for (int i = 0; i < p->count; i++) {
-                float *of = &sum[l / 4 + i / 2 % 2 * 8][i / 4 * 8 + l % 4 * 2 + i % 2];
-                if (take)
-                    *of = p->add ? value[i] : 0.0f;
-                else
-                    value[i] = *of;
-            }
-        }
-        if (take)
-            multiply(sum, a, b, n, depth);
-    }
+    load_operand(b[0], 1, PITCH, p->b_matrix, p->type, p->b_down, 0, n, depth);
+    for (int l = 0; l < 32; l++)
+        move_sums(sum, lane[l], index, l, p->add ? INTO_SUMS : ZERO_SUMS);
+    multiply(sum, a, b, n, depth);
+    for (int l = 0; l < 32; l++)
+        move_sums(sum, lane[l], index, l, OUT_OF_SUMS);
 }
 
 static void give_back(accumulators *t)
