@@ -334,8 +334,11 @@ static void the_cache_gives_the_logits_of_recomputing(void **state)
     }
 }
 
-int main(void)
+/* test_gpt [--threads]: without what other tests here start as many threads as, and as long: for the thread sanitizer. */
+int main(int argc, char **argv)
 {
+    if (argc > 1 && strcmp(argv[1], "--threads") == 0)
+        cmocka_set_skip_filter("flash_and_reference*");
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(matmul_is_the_sum_of_products),
         cmocka_unit_test(gelu_and_its_slope_follow_the_formula),
