@@ -71,8 +71,8 @@ enum fa_row_for {
     FA_FOR_ANY,
     FA_FOR_ALIGNED, /* with FA_ALIGNED */
     FA_FOR_PLAIN,   /* and without softcap, bias, ALiBi, dropout, slices and pages; Hopper's own in 16 bits have some of these (has_own_options) */
-    FA_FOR_FEW,     /* with FA_ALIGNED, without bias, ALiBi, dropout and slices: queries of all heads of a key head in tiles of tile_q rows, where these
-                       are fewer than the heads; of 16 rows only if one holds them */
+    FA_FOR_FEW,     /* with FA_ALIGNED, without bias (but one of all heads in tiles of 16 rows), ALiBi, dropout and slices: queries of all heads of a key
+                       head in tiles of tile_q rows, where these are fewer than the heads; of 16 rows only if one holds them */
     FA_FOR_FEW_TMA, /* and with strides that a tensor map describes, a scale above 0, without softcap: more than eight rows in all, of up to 64 in one tile (takes_few) */
     FA_FOR_TMA,     /* and with what forward_sm90 asks for besides: fa_tune_takes_tma */
     FA_FOR_SHORT_TMA, /* and with no more keys than max_queries */
