@@ -342,8 +342,8 @@ static void calls_go_to_the_forward_that_can_do_them(void **state)
         case 0: p.num_splits = 1, hopper = true; break;
         case 1: p.num_splits = 2, few = true; break;
         case 2: p.cache_batch_idx = numbers, hopper = true; break;
-        case 3: p.q.shape[3] = p.k.shape[3] = 32; break;
-        case 4: p.v.shape[3] = 32; break;
+        case 3: p.q.shape[3] = p.k.shape[3] = 32, p.v.shape[3] = 8, hopper = true; break;
+        case 4: p.v.shape[3] = 28; break; /* rows of no whole 16 bytes */
         case 5: p.q.shape[3] = p.k.shape[3] = p.v.shape[3] = 33 + 7, hopper = true; break;
         case 6: p.scale = -0.5f; break;
         case 7: p.scale = -0.0f; break;
