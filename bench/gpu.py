@@ -26,8 +26,8 @@ wrong one is shown as WRONG and makes the exit status 1. Every time is the media
 take turns, in random order. FILE is written anew after each line.
 
 --decode (gpu_decode.py): few queries of 32 heads on the keys of 8, no mask. GB/s count K and V once (and Q and O), beside what reading as many bytes
-(a sum) and copying half of them reach. With --bias keys up to a quarter of a sequence's keys are hidden by a row for each, as padding is. Keys lie in one piece or in pages of 16, 64 and 256 (or of --pages alone), shuffled; `by batch` is ours with
-num_splits -1. Calls are replayed by a CUDA graph, each on keys of its own, so that no key is still in L2 from the call before and no host is timed.
+(a sum) and copying half of them reach. With --bias keys up to a quarter of a sequence's keys are hidden by a row for each, as padding is. Keys lie in
+one piece or in pages of 16, 64 and 256 (or of --pages alone), shuffled; `by batch` is ours with num_splits -1. Calls are replayed by a CUDA graph, each on keys of its own, so that no key is still in L2 from the call before and no host is timed.
 """
 
 import argparse
@@ -118,8 +118,9 @@ class Cell:
         if options.bias:
             shape = (len(self.lengths), self.heads, seqlen)
             self.bias = torch.randn(*(n if has else 1 for n, has in zip(shape, BIASES[options.bias])), seqlen, device=card.DEVICE, dtype=torch.bfloat16)
-            hidden = torch.ones(seqlen, seqlen, device=card.DEVICE, dtype=torch.bool).triu_(1) if causal else None
-            self.masked_bias = self.bias.masked_fill(hidden, float("-inf")) if causal else self.bias
+            self.masked_bias = self.bias
+            if causal:
+                self.masked_bias = self.bias.masked_fill(torch.ones(seqlen, seqlen, device=card.DEVICE, dtype=torch.bool).triu_(1), float("-inf"))
         self.truth = self.head_truth(0)
         for head in range(1, self.heads // self.heads_k):
             for total, grad in zip(self.truth[2:], self.head_truth(head)[2:]):

@@ -226,8 +226,10 @@ static bool deals_tiles(const fa_call *call, const fa_plan *plan, const fa_key *
     enum { MANY_LENGTHS = 16, MANY_TILES = 7 /* of a block */ };
     if (items > INT32_MAX)
         return false;
-    return !fa_plan_is_alike(call) || key->mask == FA_MASK_WINDOW ||
-           (key->mask == FA_MASK_CAUSAL && !key->has_bias /* work_sm90.cuh's order is better for L2 */ && plan->args.tiles_q >= MANY_LENGTHS && items >= (int64_t)MANY_TILES * plan->chip.multiprocessors * key->min_blocks);
+    if (!fa_plan_is_alike(call) || key->mask == FA_MASK_WINDOW)
+        return true;
+    return !key->has_bias /* which own_place keeps in L2 */ &&
+           key->mask == FA_MASK_CAUSAL && plan->args.tiles_q >= MANY_LENGTHS && items >= (int64_t)MANY_TILES * plan->chip.multiprocessors * key->min_blocks;
 }
 
 static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)

@@ -26,7 +26,8 @@
  * loops are as plain as they can be (decision 0055).
  *
  * Shared memory: K, V, three stages of Q (BY_COLUMNS and with 80 queries two) and two of dO (one beside 256 columns), two of dS (with 48 queries one; BY_COLUMNS P's too; panels as in
- * panels_sm90.cuh), dQ, LSE and delta of the stages, barriers, works, at head_dim 128 with 64 queries a quarter of dK and dV on their way out.
+ * panels_sm90.cuh), dQ, LSE and delta of the stages, barriers, works, at head_dim 128 with 64 queries a quarter of dK and dV on their way out, and one
+ * stage of a bias, with which Q has two.
  */
 #include "backward_wide_sm90.cuh"
 

@@ -26,7 +26,7 @@
  * times as large, so that it stays above FP8's smallest numbers down to 2^-12.
  * Hopper's sums of FP8 products keep few bits, so every KEPT_STEPS steps O is taken out of the accumulators and added up in float, in shared memory.
  *
- * Shared memory: Q_STAGES of Q, K_STAGES tiles of K, V_STAGES of V (panels as in panels_sm90.cuh), barriers, works, in FP8 what is kept of O.
+ * Shared memory: Q_STAGES of Q, K_STAGES tiles of K, V_STAGES of V (panels as in panels_sm90.cuh), BIAS_STAGES of a bias, barriers, works, in FP8 what is kept of O.
  */
 #include "bias_sm90.cuh"
 #include "dropout_sm90.cuh"
@@ -52,10 +52,11 @@ constexpr int  KEPT_STEPS = FP8 ? 512 / FA_TILE_K : 1 << 30;
 
 constexpr int ROW_BYTES = held_columns(FA_HEAD_DIM) * ELEMENT_BYTES, Q_BYTES = FA_TILE_Q * ROW_BYTES, K_BYTES = FA_TILE_K * ROW_BYTES,
               V_BYTES = FA_TILE_K * held_columns(FA_HEAD_DIM_V) * ELEMENT_BYTES, Q_GROUP = 64 * panel_bytes(held_columns(FA_HEAD_DIM)); /* a consumer's rows */
+constexpr int LEFT_BYTES = 227 * 1024 - 2048 - KEPT_BYTES - Q_STAGES * Q_BYTES - FA_STAGES * (K_BYTES + V_BYTES);
 /* The bias of a tile of queries and keys: two stages, or one of float32 where there is no memory for more. */
-constexpr int BIAS_STAGES = !FA_HAS_BIAS ? 0 : 227 * 1024 - 2048 - Q_STAGES * Q_BYTES - FA_STAGES * (K_BYTES + V_BYTES) >= 2 * BIAS_BYTES ? 2 : 1;
+constexpr int BIAS_STAGES = !FA_HAS_BIAS ? 0 : LEFT_BYTES >= 2 * BIAS_BYTES ? 2 : 1, BIAS_RING = FA_HAS_BIAS ? BIAS_STAGES : 1;
 /* A stage more where there is memory: of V, for turning it round takes time, and at head_dim 64 under a window; under masks of K where a tile is as large as here, elsewhere that is slower (decision 0080). */
-constexpr int FREE_BYTES = BESIDE_ANOTHER || FA_HAS_BIAS ? 0 : 227 * 1024 - 2048 - KEPT_BYTES - Q_STAGES * Q_BYTES - FA_STAGES * (K_BYTES + V_BYTES);
+constexpr int FREE_BYTES = BESIDE_ANOTHER || FA_HAS_BIAS ? 0 : LEFT_BYTES;
 constexpr int K_STAGES   = FA_STAGES + (!FP8 && FA_MASK != FA_MASK_NONE && FA_HEAD_DIM >= 128 && FREE_BYTES >= K_BYTES),
               V_STAGES   = FA_STAGES + ((FP8 || (FA_MASK == FA_MASK_WINDOW && FA_HEAD_DIM <= 64)) && FREE_BYTES >= V_BYTES);
 constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + K_STAGES * K_BYTES;
@@ -85,7 +86,7 @@ FA_DEVICE unsigned v_full(unsigned n) { return v_barrier(0, n); }
 FA_DEVICE unsigned v_ready(unsigned n) { return v_barrier(1, n); } /* by the inspectors */
 FA_DEVICE unsigned v_empty(unsigned n) { return v_barrier(2, n); }
 
-FA_DEVICE unsigned bias_full(unsigned n) { return barrier_at(BARRIERS - 2 * BIAS_STAGES + n % (BIAS_STAGES + !BIAS_STAGES)); }
+FA_DEVICE unsigned bias_full(unsigned n) { return barrier_at(BARRIERS - 2 * BIAS_STAGES + n % BIAS_RING); }
 FA_DEVICE unsigned bias_empty(unsigned n) { return bias_full(n) + 8 * BIAS_STAGES; }
 
 /* Waiting for a stage to be filled for the n-th time and, with the other parity, for it to be free, which it is at first. */
@@ -121,7 +122,7 @@ FA_DEVICE void start_barriers()
 
 FA_DEVICE unsigned q_tile(unsigned n) { return shared_address(shared) + n % Q_STAGES * Q_BYTES; }
 FA_DEVICE unsigned k_tile(unsigned n) { return shared_address(shared) + K_AT + n % K_STAGES * K_BYTES; }
-FA_DEVICE unsigned bias_tile(unsigned n) { return shared_address(shared) + BIAS_AT + n % (BIAS_STAGES + !BIAS_STAGES) * BIAS_BYTES; }
+FA_DEVICE unsigned bias_tile(unsigned n) { return shared_address(shared) + BIAS_AT + n % BIAS_RING * BIAS_BYTES; }
 FA_DEVICE unsigned v_tile(unsigned n) { return shared_address(shared) + V_AT + n % V_STAGES * V_BYTES; }
 
 #include "scores_sm90.cuh"
