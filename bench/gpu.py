@@ -3,7 +3,7 @@
 
     make && python3 bench/gpu.py [--json FILE] [--head-dims 64,192:128,256] [--seqlens 512,...,16384] [--passes forward] [--quick]
                                  [--heads 32:8] [--tokens 16384] [--math] [--flex] [--varlen] [--deterministic] [--portable] [--fp8]
-                                 [--window 1024] [--softcap 30] [--alibi] [--bias heads] [--pages 64] [--dropout 0.1] [--fa3 LIBRARY]
+                                 [--window 1024] [--softcap 30] [--alibi] [--bias heads [--dbias]] [--pages 64] [--dropout 0.1] [--fa3 LIBRARY]
     make && python3 bench/gpu.py --decode [--head-dims 128,64] [--queries 1,4,16] [--batches 1,8,64] [--seqlens 1024,...,131072] [--fa3 LIBRARY]
 
 bfloat16, hidden dimension 2048, 16384 tokens, no mask and causal, forward and backward; 192:128 is a head_dim of V of its own. Peers: PyTorch's SDPA
@@ -18,7 +18,8 @@ are those of pairs that are seen, and the peers are the two that have windows, f
 --softcap and --alibi are options of ours and FlexAttention's alone, Q then 4 times as large; --pages, of
 the forward alone, puts our K and V into shuffled pages of so many keys, while the peers have theirs in one piece, and so has `whole`, ours again.
 --bias adds a tensor in bfloat16 to the scores: one of each head for all sequences (heads), of each head and sequence (own), or a row for each sequence
-(keys); the peers are those that take such, and where the mask is causal they get it in the bias.
+(keys); the peers are those that take such, and where the mask is causal they get it in the bias. With --dbias the backward has the bias's gradient too, and
+64 rows of its first head are checked.
 --dropout drops pairs, ours those that Philox names, written here once more; which ones the peers drop is not known, so they are timed and not
 checked. TFLOP/s count 4 s^2 d h b, half when causal, 2.5 times for the backward (of 192:128 2 s^2 h b and 6 s^2 h b for each of 192 columns, 2 and 4
 for each of V's). Each other answer is compared with float64 on one head first, dK and dV on key head 0, where they are sums over its query heads; a
@@ -121,6 +122,7 @@ class Cell:
             self.masked_bias = self.bias
             if causal:
                 self.masked_bias = self.bias.masked_fill(torch.ones(seqlen, seqlen, device=card.DEVICE, dtype=torch.bool).triu_(1), float("-inf"))
+        self.dbias = options.dbias
         self.truth = self.head_truth(0)
         for head in range(1, self.heads // self.heads_k):
             for total, grad in zip(self.truth[2:], self.head_truth(head)[2:]):
@@ -146,6 +148,19 @@ class Cell:
         out = (weights * kept_pairs(self.seqlen, self.dropout) if self.dropout else weights) @ v
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), self.one(self.dout, head).double())]
 
+    def dbias_rows(self):
+        """(rows, what they hold of the gradient of the bias's first head): summed over the sequences that it is the same for."""
+        rows, total = torch.linspace(0, self.seqlen - 1, 64, device=card.DEVICE).long(), 0
+        for b in range(len(self.lengths) if self.bias.shape[0] == 1 else 1):
+            for head in range(self.heads if self.bias.shape[1] == 1 else 1):
+                k, v = (t[b, :, head * self.heads_k // self.heads].double() for t in (self.k, self.v))
+                scores = self.q[b, rows, head].double() @ k.T * self.d**-0.5 + self.bias[b, head % self.bias.shape[1]][rows]
+                if self.causal:
+                    scores.masked_fill_(torch.arange(self.seqlen, device=card.DEVICE) > rows[:, None], float("-inf"))
+                weights, dweights = torch.softmax(scores, -1), self.dout[b, rows, head].double() @ v.T
+                total = total + weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
+        return rows, total
+
     def one(self, tensor, head=0):
         return tensor[self.first : self.first + self.seqlen, head] if self.packed else tensor[0, :, head]
 
@@ -159,6 +174,9 @@ class Cell:
         for got, expected in zip(results, self.truth[first:]):
             error = (self.one(got).double() - expected).norm() / expected.norm()
             worst = max(worst, error.item()) if error == error else float("nan")
+        if self.dbias and first and worst <= bound:
+            rows, expected = self.dbias_rows()
+            worst = ((results[3][0, 0, rows].double() - expected).norm() / expected.norm()).item()
         return None if worst <= bound else worst
 
 
@@ -178,7 +196,7 @@ def ours(cell, context=None):
                       dropout_p=cell.dropout, seed=SEED, **lengths)
     call.context = context
     out = torch.full_like(cell.dout, float("nan"))
-    grads = [torch.full_like(t, float("nan")) for t in (cell.q, cell.k, cell.v)]
+    grads = [torch.full_like(t, float("nan")) for t in (cell.q, cell.k, cell.v, *([cell.bias] if cell.dbias else []))]
     _, lse = call.forward(out)
 
     def forward():
@@ -215,9 +233,9 @@ def fp8(cell, context=None):
 
 
 def peer(cell, backend):
-    leaves = [t.detach().requires_grad_() for t in (cell.q, cell.k, cell.v)]
-    q, k, v = (t.transpose(1, 2) for t in leaves)
-    bias = None if cell.bias is None else cell.masked_bias.expand(len(cell.lengths), cell.heads, cell.seqlen, cell.seqlen)
+    leaves = [t.detach().requires_grad_() for t in (cell.q, cell.k, cell.v, *([cell.masked_bias] if cell.dbias else []))]
+    q, k, v = (t.transpose(1, 2) for t in leaves[:3])
+    bias = None if cell.bias is None else (leaves[3] if cell.dbias else cell.masked_bias).expand(len(cell.lengths), cell.heads, cell.seqlen, cell.seqlen)
 
     def attention():
         with sdpa_kernel(backend):
@@ -295,10 +313,10 @@ def flex(cell):
     mask = None
     if cell.causal:
         mask = module.create_block_mask(lambda b, h, i, j: i >= j, None, None, cell.seqlen, cell.seqlen, device=card.DEVICE)
-    leaves = [t.detach().requires_grad_() for t in (cell.q, cell.k, cell.v)]
-    q, k, v = (t.transpose(1, 2) for t in leaves)
+    leaves = [t.detach().requires_grad_() for t in (cell.q, cell.k, cell.v, *([cell.bias] if cell.dbias else []))]
+    q, k, v = (t.transpose(1, 2) for t in leaves[:3])
     dout = cell.dout.transpose(1, 2)
-    kept, slopes, softcap, bias = [], cell.slopes, cell.softcap, cell.bias
+    kept, slopes, softcap, bias = [], cell.slopes, cell.softcap, leaves[3] if cell.dbias else cell.bias
 
     def modified(score, b, h, i, j):
         if softcap:
@@ -398,6 +416,7 @@ def parser_of_words():
     parser.add_argument("--softcap", type=float, default=0.0, help="scores become X tanh(score / X)")
     parser.add_argument("--alibi", action="store_true", help="ALiBi, slopes of 2^-8/h to 2^-8")
     parser.add_argument("--bias", choices=BIASES, help="a bias of each head, of each head and sequence, or a row for each sequence")
+    parser.add_argument("--dbias", action="store_true", help="--bias: its gradient too, in the backward alone")
     parser.add_argument("--pages", type=int, default=0, help="our keys in pages of so many; the forward alone")
     parser.add_argument("--dropout", type=float, default=0.0, help="pairs are dropped with this probability")
     parser.add_argument("--decode", action="store_true", help="few queries on many keys, in GB/s")
@@ -415,6 +434,8 @@ def refuse(parser, options):
         parser.error("--softcap, --alibi, --bias, --pages and --dropout are for plain calls: leave out --varlen, --fp8 and, but for --pages and --bias keys, --decode")
     if options.decode and options.bias and options.fa3:
         parser.error("--fa3 has no --bias")
+    if options.dbias and (options.bias not in ("heads", "own") or options.decode or options.dropout or options.softcap or options.alibi):
+        parser.error("--dbias is for --bias heads and own, without --decode, --dropout, --softcap and --alibi")
     if not 0 <= options.dropout < 1 or (options.dropout and (options.flex or options.fa3)):
         parser.error("--dropout is at least 0 and less than 1; --flex and --fa3 have none")
     if options.dropout and grouped(options):
@@ -451,6 +472,8 @@ def parse(words=None):
         options.groups = 3
     if options.pages:
         options.passes = "forward"
+    if options.dbias:
+        options.passes = "backward"
     return options
 
 
@@ -490,7 +513,7 @@ def grid(options, write):
             ratios.append(show(cell, backward, names, row))
             rows.append({"pass": "backward" if backward else "forward", "head_dim": d, "head_dim_v": d_v, "causal": causal, "seqlen": seqlen,
                          "heads": cell.heads, "heads_k": cell.heads_k, "tokens": cell.tokens,
-                         "varlen": options.varlen, "window": options.window, "deterministic": options.deterministic, "softcap": options.softcap, "alibi": options.alibi, "bias": options.bias,
+                         "varlen": options.varlen, "window": options.window, "deterministic": options.deterministic, "softcap": options.softcap, "alibi": options.alibi, "bias": options.bias, "dbias": options.dbias,
                          "pages": options.pages, "dropout": options.dropout, "tflops": row})
             write(rows)
         del cell, runs

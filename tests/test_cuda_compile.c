@@ -454,7 +454,7 @@ static bool is_built_with(const fa_tune_row *row, int arch, const option *with)
     if (arch != (of_90 ? 90 : row->arch_min)) /* 12.0 gives a thread more registers: 254 of 255 with dropout */
         return arch == 120 && with->set == set_dropout && !slow;
     if (row->only == FA_FOR_BIAS_TMA)
-        return with->set == set_nothing || with->set == set_dropout || (is_mask(with) && row->head_dim == 64);
+        return with->set == set_nothing || with->set == set_dropout || with->set == set_dbias || (is_mask(with) && row->head_dim == 64);
     if (row->kernel == FA_KERNEL_FORWARD_LATENT_SM90)
         return with->rows != FEW_ROWS && (with->rows != HEAD_DIM_64 || with->set == set_few_heads_k);
     if (row->kernel == FA_KERNEL_FORWARD_FEW_SM90)

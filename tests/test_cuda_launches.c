@@ -189,7 +189,7 @@ static void the_workspace_has_room_for_every_piece(void **state)
                                 {a->dq_accum, (tma ? tiles * key->tile_q : rows) * key->head_dim * float_bytes},
                                 {a->dk_accum, s.batch * s.seqlen_k * s.heads_k * key->head_dim * float_bytes},
                                 {a->dv_accum, s.batch * s.seqlen_k * s.heads_k * key->head_dim_v * float_bytes},
-                                {a->dbias.data, s.heads_q * s.seqlen_q * s.seqlen_k * float_bytes},
+                                {a->dbias.data, s.batch * s.heads_q * s.seqlen_q * s.seqlen_k * float_bytes} /* deterministic: each sequence has its own */,
                                 {a->dq_turn, turns * float_bytes},
                                 {a->next_item, float_bytes},
                                 {shared ? a->dk_stored.data : NULL, s.batch * s.seqlen_k * s.heads_k * a->group_blocks * key->head_dim * float_bytes},

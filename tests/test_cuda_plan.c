@@ -73,7 +73,7 @@ static const asked calls[] = {
     {"bias, softcap", FORWARD, ANY_F, .bias = true, .softcap = 30},
     {"bias, ALiBi", BACKWARD, ANY_B, .bias = true, .alibi = true},
     {"bias, pages", FORWARD, ANY_F, .bias = true, .pages = true},
-    {"bias's gradient", BACKWARD, ANY_B, .bias = true, .dbias = true},
+    {"bias's gradient", BACKWARD, OWN_B, .bias = true, .dbias = true},
     {"dropout", FORWARD, OWN_F, .dropout = true},
     {"dropout, causal, groups, varlen", FORWARD, OWN_F, .mask = FLASH_ATTN_CAUSAL, .heads_k = 2, .dropout = true, .varlen = true},
     {"dropout, softcap, ALiBi, sinks, window", FORWARD, OWN_F, .mask = FLASH_ATTN_WINDOW, .softcap = 30, .alibi = true, .sinks = true, .dropout = true},

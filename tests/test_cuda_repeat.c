@@ -7,13 +7,14 @@
 
 #include <string.h>
 
-enum { ROUNDS = 1000 };
+enum { ROUNDS = 1000, ROW_OF_BIAS = 704 };
+enum { PLAIN, PACKED, WITH_BIAS };
 
 static const case_memory *memory;
 static const case_gpu    *gpu;
 static char               no_gpu[200];
 
-enum { IN_Q, IN_K, IN_V, IN_DOUT, OUT_O, OUT_LSE, OUT_DQ, OUT_DK, OUT_DV, IN_LENGTHS, NUM_ARRAYS };
+enum { IN_Q, IN_K, IN_V, IN_DOUT, OUT_O, OUT_LSE, OUT_DQ, OUT_DK, OUT_DV, OUT_DBIAS, IN_LENGTHS, IN_BIAS, NUM_ARRAYS };
 
 typedef struct both_passes {
     flash_attn_problem problem;
@@ -44,16 +45,17 @@ static void fill_random(void *device, size_t bytes, uint32_t state)
     free(host);
 }
 
-static both_passes make(int64_t batch, int64_t seqlen, int64_t heads, int64_t heads_k, int64_t d, bool packed)
+static both_passes make(int64_t batch, int64_t seqlen, int64_t heads, int64_t heads_k, int64_t d, int what)
 {
     both_passes   x       = {0};
     size_t        q_bytes = (size_t)(batch * seqlen * heads * d) * 2, k_bytes = (size_t)(batch * seqlen * heads_k * d) * 2;
+    const size_t  bias_bytes = what == WITH_BIAS ? (size_t)(seqlen * ROW_OF_BIAS) * 2 : 2;
     const size_t  bytes[] = {q_bytes, k_bytes, k_bytes, q_bytes, q_bytes, (size_t)(batch * seqlen * heads) * 4,
-                             q_bytes, k_bytes, k_bytes, sizeof(int32_t[4])};
+                             q_bytes, k_bytes, k_bytes, bias_bytes, sizeof(int32_t[4]), bias_bytes};
     for (int n = 0; n < NUM_ARRAYS; n++) {
         x.bytes[n] = bytes[n];
         x.at[n]    = room_for(bytes[n]);
-        if (n <= IN_DOUT)
+        if (n <= IN_DOUT || n == IN_BIAS)
             fill_random(x.at[n], bytes[n], (uint32_t)n + 1);
     }
     flash_attn_tensor like = {.dtype = FLASH_ATTN_BF16};
@@ -68,7 +70,12 @@ static both_passes make(int64_t batch, int64_t seqlen, int64_t heads, int64_t he
     x.grads.dq.data    = x.at[OUT_DQ];
     x.grads.dk.data    = x.at[OUT_DK];
     x.grads.dv.data    = x.at[OUT_DV];
-    if (packed) { /* three sequences, the first short */
+    if (what == WITH_BIAS) { /* one for all, so that all add to the same gradient */
+        x.problem.bias     = (flash_attn_tensor){x.at[IN_BIAS], FLASH_ATTN_BF16, 0, {1, 1, seqlen, seqlen}, {0, 0, ROW_OF_BIAS, 1}};
+        x.grads.dbias      = x.problem.bias;
+        x.grads.dbias.data = x.at[OUT_DBIAS];
+    }
+    if (what == PACKED) { /* three sequences, the first short */
         const int32_t      ends[] = {0, (int32_t)seqlen / 3, (int32_t)(2 * seqlen), (int32_t)(3 * seqlen)};
         flash_attn_tensor *all[]  = {&x.problem.q, &x.problem.k, &x.problem.v};
         assert_int_equal(batch, 3);
@@ -99,7 +106,7 @@ static void release(both_passes *x)
 
 static void run(both_passes *x)
 {
-    for (int n = OUT_O; n <= OUT_DV; n++)
+    for (int n = OUT_O; n <= OUT_DBIAS; n++)
         assert_true(gpu->fill(x->at[n], 0xFF, x->bytes[n]));
     for (int pass = 0; pass < 2; pass++)
         assert_true(!x->exec[pass].workspace || gpu->fill(x->exec[pass].workspace, 0xFF, x->exec[pass].workspace_bytes));
@@ -107,26 +114,26 @@ static void run(both_passes *x)
     expect_ok(flash_attn_backward(NULL, &x->problem, &x->grads, &x->exec[1]));
 }
 
-static void both_passes_repeat(int64_t batch, int64_t seqlen, int64_t heads, int64_t heads_k, int64_t d, bool packed)
+static void both_passes_repeat(int64_t batch, int64_t seqlen, int64_t heads, int64_t heads_k, int64_t d, int what)
 {
-    both_passes    x = make(batch, seqlen, heads, heads_k, d, packed);
+    both_passes    x = make(batch, seqlen, heads, heads_k, d, what);
     unsigned char *first[NUM_ARRAYS], *now = malloc(x.bytes[OUT_O]); /* the largest */
     assert_non_null(now);
     run(&x);
-    for (int n = OUT_O; n <= OUT_DV; n++) {
+    for (int n = OUT_O; n <= OUT_DBIAS; n++) {
         first[n] = malloc(x.bytes[n]);
         assert_non_null(first[n]);
         assert_true(gpu->to_host(first[n], x.at[n], x.bytes[n]));
     }
     for (int round = 1; round < ROUNDS; round++) {
         run(&x);
-        for (int n = OUT_O; n <= OUT_DV; n++) {
+        for (int n = OUT_O; n <= OUT_DBIAS; n++) {
             assert_true(gpu->to_host(now, x.at[n], x.bytes[n]));
             if (memcmp(now, first[n], x.bytes[n]) != 0)
                 fail_msg("head_dim %d: array %d differs in round %d", (int)d, n, round);
         }
     }
-    for (int n = OUT_O; n <= OUT_DV; n++)
+    for (int n = OUT_O; n <= OUT_DBIAS; n++)
         free(first[n]);
     free(now);
     release(&x);
@@ -139,10 +146,13 @@ static void both_passes_repeat_bit_by_bit_a_thousand_times(void **state)
         print_message("skipped: %s\n", no_gpu);
         skip();
     }
-    both_passes_repeat(2, 700, 8, 2, 64, false);
-    both_passes_repeat(3, 500, 4, 4, 128, true);
-    both_passes_repeat(2, 700, 8, 8, 128, false);
-    both_passes_repeat(1, 300, 4, 4, 256, false);
+    both_passes_repeat(2, 700, 8, 2, 64, PLAIN);
+    both_passes_repeat(3, 500, 4, 4, 128, PACKED);
+    both_passes_repeat(2, 700, 8, 8, 128, PLAIN);
+    both_passes_repeat(1, 300, 4, 4, 256, PLAIN);
+    both_passes_repeat(3, 700, 8, 2, 128, WITH_BIAS);
+    both_passes_repeat(3, 300, 4, 4, 256, WITH_BIAS);
+    both_passes_repeat(3, 128, 8, 2, 64, WITH_BIAS); /* the kernel for any GPU */
 }
 
 int main(void)

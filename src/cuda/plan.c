@@ -108,8 +108,9 @@ fa_key fa_plan_helper_key(enum fa_kernel_id kernel, const fa_key *main)
     if (kernel == FA_KERNEL_BACKWARD_CONVERT) {
         key.tile_q       = CONVERT_TILE_Q;
         key.has_kv_accum = main->has_kv_accum;
-        key.has_dbias    = main->has_dbias;
     }
+    if (kernel == FA_KERNEL_BACKWARD_CONVERT || kernel == FA_KERNEL_BACKWARD_CONVERT_SM90)
+        key.has_dbias = main->has_dbias;
     return key;
 }
 
@@ -373,6 +374,14 @@ static void *take(arena *a, int64_t count, size_t element_bytes)
     return place;
 }
 
+static int64_t floats_of_dbias(const fa_args *args)
+{
+    int64_t floats = 1;
+    for (int i = 0; i < 4; i++)
+        floats *= (int64_t)args->dbias_extent[i] * args->dbias_terms[i];
+    return floats;
+}
+
 void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
 {
     const fa_key *key    = &plan->launch[plan->main].key;
@@ -423,15 +432,18 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
             args->dk_stored.data = take(&a, call->dk.data ? kv_rows * key->head_dim : 0, sizeof(float));
             args->dv_stored.data = take(&a, call->dv.data ? kv_rows * key->head_dim_v : 0, sizeof(float));
         }
+        size_t begin     = a.used;
+        args->dbias.data = take(&a, key->has_dbias ? floats_of_dbias(args) : 0, sizeof(float));
+        plan->zero       = base ? base + begin : NULL;
+        plan->zero_bytes = a.used - begin;
     } else if (call->pass == FLASH_ATTN_BACKWARD) {
         args->delta  = take(&a, key->one_launch ? 0 : call->heads_q * tokens, sizeof(float));
         args->dq_accum = take(&a, call->heads_q * tokens * key->head_dim, sizeof(float));
         size_t begin   = a.used; /* kernels clear what lies before */
         int64_t kv_rows   = key->has_kv_accum ? call->heads_k * call->k.shape[0] * call->k.shape[1] : 0;
-        int64_t bias_size = (int64_t)args->dbias_extent[0] * args->dbias_extent[1] * args->dbias_extent[2];
         args->dk_accum   = take(&a, kv_rows * key->head_dim, sizeof(float));
         args->dv_accum   = take(&a, kv_rows * key->head_dim_v, sizeof(float));
-        args->dbias.data = take(&a, key->has_dbias ? bias_size * args->dbias_extent[3] : 0, sizeof(float));
+        args->dbias.data = take(&a, key->has_dbias ? floats_of_dbias(args) : 0, sizeof(float));
         args->dq_turn    = take(&a, key->deterministic ? call->batch * call->heads_q * args->tiles_q : 0, sizeof(int));
         plan->zero       = base ? base + begin : NULL;
         plan->zero_bytes = key->one_launch ? 0 : a.used - begin;
@@ -439,13 +451,15 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
     plan->workspace_bytes = a.used;
 }
 
-/* dbias is summed in a contiguous float array of dbias_extent. */
-static void fill_dbias(fa_args *args)
+/* dbias is summed in a contiguous float array of dbias_extent; in the deterministic mode each of its terms has a place there. */
+static void fill_dbias(const fa_call *call, fa_args *args)
 {
     fa_i64 stride = 1;
     for (int i = 3; i >= 0; i--) {
-        args->dbias.stride[i] = args->dbias_extent[i] == 1 ? 0 : stride;
-        stride *= args->dbias_extent[i];
+        args->dbias_terms[i]  = call->deterministic && call->dbias.data && call->dbias.stride[i] == 0 ? (int)call->dbias.shape[i] : 1;
+        int64_t count         = (int64_t)args->dbias_extent[i] * args->dbias_terms[i];
+        args->dbias.stride[i] = count == 1 ? 0 : stride;
+        stride *= count;
     }
     args->dbias.dtype = FA_F32;
 }
@@ -464,7 +478,7 @@ flash_attn_status fa_plan_make(const fa_call *call, int arch, const fa_chip *chi
     use_row(&key, plan->row);
     fill_tensors(call, &plan->args);
     fill_sizes(call, plan->row, &plan->args);
-    fill_dbias(&plan->args);
+    fill_dbias(call, &plan->args);
     plan->slices_bytes  = (size_t)call->slices.count * sizeof(fa_slice);
     plan->offsets_bytes = call->slices.count > 0 && call->slices.offsets ? (size_t)(call->batch + 1) * sizeof(int) : 0;
     if (plan->slices_bytes > 0) {

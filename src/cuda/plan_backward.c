@@ -162,6 +162,11 @@ static flash_attn_status add_dsinks(const fa_call *call, fa_plan *plan, const fa
     return call->dsinks.data ? fa_plan_add(plan, &dsinks, call->heads_q) : FLASH_ATTN_OK;
 }
 
+static int64_t rows_of_dbias(const fa_key *key, const fa_args *args)
+{
+    return key->has_dbias ? (int64_t)args->dbias_extent[0] * args->dbias_extent[1] * args->dbias_extent[2] : 0;
+}
+
 static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
 {
     fa_key   rowsum = fa_plan_helper_key(FA_KERNEL_BACKWARD_ROWSUM, key), convert = fa_plan_helper_key(FA_KERNEL_BACKWARD_CONVERT_SM90, key);
@@ -190,6 +195,7 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
         args->apart_dk = args->apart_dv = -1;
         added          = ceil_div(call->k.shape[0] * call->k.shape[1], FA_SHARED_ROWS) * call->heads_k;
     }
+    args->share_blocks = (int)added;
     if (is_dealt(call, key, args))
         own = 0;
     else if (key->mask == FA_MASK_CAUSAL)
@@ -210,8 +216,8 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     plan->launch[plan->main].stays = true;
     convert.tile_q = key->tile_q;
     convert.dtype_o = convert.dtype_dout = 0;
-    if (call->dq.data || shares > 1 || !call->dout.data)
-        FA_TRY(fa_plan_add(plan, &convert, tiles_q + added));
+    if (call->dq.data || shares > 1 || key->has_dbias || !call->dout.data)
+        FA_TRY(fa_plan_add(plan, &convert, tiles_q + added + ceil_div(rows_of_dbias(key, args), FA_DBIAS_ROWS)));
     return add_dsinks(call, plan, key);
 }
 
@@ -231,8 +237,7 @@ flash_attn_status fa_plan_backward(const fa_call *call, fa_plan *plan, fa_key *k
     int64_t rows      = call->q.shape[0] * call->q.shape[1] * call->heads_q;
     if (key->has_kv_accum)
         rows += call->k.shape[0] * call->k.shape[1] * call->heads_k;
-    if (key->has_dbias)
-        rows += (int64_t)args->dbias_extent[0] * args->dbias_extent[1] * args->dbias_extent[2];
+    rows += rows_of_dbias(key, args);
     FA_TRY(fa_plan_add(plan, &rowsum, row_tiles * call->heads_q * call->batch));
     plan->main = plan->num_launches;
     FA_TRY(fa_plan_add(plan, key, (int64_t)args->tiles_k * args->group_blocks * call->heads_k * call->batch));

@@ -213,7 +213,7 @@ enum fit { FIT_NO_KERNEL, FIT_NO_ARCH, FIT_NO_DTYPE, FIT_NO_HEAD_DIM, FIT_NO_MAS
 
 static bool backward_takes_tma(const fa_call *call)
 {
-    return !call->cache_batch_idx && !call->dbias.data && !call->leftpad_k /* without a mask it hides keys past the last alone */ && call->dout.dtype == call->q.dtype;
+    return !call->cache_batch_idx && !call->leftpad_k /* without a mask it hides keys past the last alone */ && call->dout.dtype == call->q.dtype;
 }
 
 bool fa_tune_takes_tma(const fa_call *call)

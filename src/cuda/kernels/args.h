@@ -110,6 +110,8 @@ typedef struct fa_args {
                                               heads_k * group_blocks, FA_HEAD_DIM or _V], which backward_convert_sm90.cu adds up */
     int part_shares;                       /* backward_sm90: a head's queries are in so many parts, each another block's; divides group_blocks, which divides group * part_shares */
     float bias_factor;                     /* forward_sm90: of a bias, in units of what its softmax takes */
+    int share_blocks;                      /* backward_convert_sm90: blocks that add up dK and dV */
+    int dbias_terms[4];                    /* deterministic: dbias is stored for each (b, h, i, j), and backward_convert adds up so many along a dimension; else 1 */
 } fa_args;
 
 /*
@@ -122,7 +124,8 @@ typedef struct fa_args {
  *   backward_rowsum     tile of q, head, batch
  *   backward_*          tile of k, block of the group, key head, batch = tiles_k * group_blocks * heads_k * batch
  *   backward_sm90 and its backward_rowsum and backward_convert_sm90: tile of all_tiles_k or all_tiles_q, head
- *                       backward_convert_sm90 with group_blocks > 1: then FA_SHARED_ROWS kv tokens, key head
+ *                       backward_convert_sm90 with group_blocks > 1: then FA_SHARED_ROWS kv tokens, key head;
+ *                       with FA_HAS_DBIAS then FA_DBIAS_ROWS rows of dbias -> dbias_out
  *   backward_convert    FA_TILE_Q rows a block: first heads_q * tokens rows of dq_accum -> dq (also when dq is absent: then
  *                       they do nothing), then with FA_HAS_KV_ACCUM heads_k * kv tokens rows of dk_accum, dv_accum -> dk, dv,
  *                       then with FA_HAS_DBIAS dbias_extent[0] * [1] * [2] rows of dbias -> dbias_out
@@ -133,6 +136,7 @@ typedef struct fa_args {
  */
 #define FA_COMBINE_WARPS 8
 #define FA_SHARED_ROWS 16
+#define FA_DBIAS_ROWS 32
 
 /* Merge (flash_attn_merge): one warp a row of [batch, seqlen_q, heads]. dtypes are in the views. */
 #define FA_MERGE_MAX_PARTS 32

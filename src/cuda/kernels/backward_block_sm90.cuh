@@ -173,6 +173,8 @@ FA_DEVICE void find_share(const fa_args &args, grid_place at, share_work &w)
 {
     unsigned shares = args.group_blocks, share = at.other % shares;
     at.other /= shares;
+    if (FA_HAS_BIAS && args.bias.stride[0] == 0 && !args.cu_seqlens_k) /* a bias of all sequences is read, and its gradient added to, by them at the same time: in L2 */
+        at.other = at.other % args.batch * args.heads_k + at.other / args.batch;
     (work &)w = work_of(args, at);
     asm volatile("" ::: "memory"); /* registers are short: from memory */
     w.stored_head = w.kv_head * shares + share;

@@ -43,16 +43,8 @@ FA_DEVICE void convert(const fa_args &args, fa_i64 row)
         }
         row -= tokens * args.heads_k;
     }
-    if (FA_HAS_DBIAS) {
-        if (row >= (fa_i64)args.dbias_extent[0] * args.dbias_extent[1] * args.dbias_extent[2])
-            return; /* an extent may be 0 */
-        fa_i64       i2 = row % args.dbias_extent[2], i1 = row / args.dbias_extent[2] % args.dbias_extent[1];
-        fa_i64       i0 = row / args.dbias_extent[2] / args.dbias_extent[1];
-        const float *from = (const float *)args.dbias.data + row * args.dbias_extent[3];
-        fa_i64       to   = i0 * args.dbias_out.stride[0] + i1 * args.dbias_out.stride[1] + i2 * args.dbias_out.stride[2];
-        for (int j = threadIdx.x % LANES; j < args.dbias_extent[3]; j += LANES)
-            store_element(args.dbias_out.data, to + j * args.dbias_out.stride[3], args.dbias_out.dtype, from[j]);
-    }
+    if (FA_HAS_DBIAS)
+        convert_dbias<LANES>(args, row);
 }
 
 /* Eight blocks a multiprocessor: without a number ptxas spills two registers on 12.0 to save others. */

@@ -1,8 +1,9 @@
 /*
  * After backward_sm90.cu: its float dQ becomes the caller's. A block has a tile of queries of one head, a warp 16 rows x 64 columns at once, which
  * it finds in the order of an accumulator; of 80 or 48 queries 8 rows x 64 columns, in the order of a dQ^T. Where no key was seen there is none, and dQ is 0.
- * Where blocks have shared key heads, other blocks add up their dK and dV, in the order of the shares.
+ * Where blocks have shared key heads, other blocks add up their dK and dV, in the order of the shares; more of them bring dbias to the caller, a warp a row.
  */
+#include "backward_rows.cuh"
 #include "fragment_sm90.cuh"
 #include "packed_sm90.cuh"
 
@@ -103,6 +104,11 @@ FA_DEVICE void add_shares_of_rows(const fa_args &args, unsigned n)
 extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) backward_convert_sm90(const __grid_constant__ fa_args args)
 {
     unsigned of_queries = (unsigned)args.all_tiles_q * args.heads_q;
+    if (blockIdx.x >= of_queries + args.share_blocks) {
+        for (int r = threadIdx.x / 32; FA_HAS_DBIAS && r < FA_DBIAS_ROWS; r += FA_WARPS)
+            convert_dbias<32>(args, (fa_i64)(blockIdx.x - of_queries - args.share_blocks) * FA_DBIAS_ROWS + r);
+        return;
+    }
     if (blockIdx.x >= of_queries) {
         add_shares_of_rows(args, blockIdx.x - of_queries);
         return;

@@ -148,4 +148,30 @@ template <int LANES> FA_DEVICE void convert_row(const fa_view &to, fa_i64 offset
             store_element(to.data, offset + col * to.stride[3], to.dtype, __ldcg(from + accumulated_place(col)) * factor);
 }
 
+/* An element of dbias: all its terms, in the order of the sequences, heads, queries and keys. */
+FA_DEVICE float sum_of_dbias(const fa_args &args, const float *from)
+{
+    const int   *terms = args.dbias_terms;
+    const fa_i64 *stride = args.dbias.stride;
+    float         sum = 0.0f;
+    for (int b = 0; b < terms[0]; b++)
+        for (int h = 0; h < terms[1]; h++)
+            for (int i = 0; i < terms[2]; i++)
+                for (int j = 0; j < terms[3]; j++)
+                    sum += from[b * stride[0] + h * stride[1] + i * stride[2] + j * stride[3]];
+    return sum;
+}
+
+/* The row-th row of dbias by LANES neighbouring threads, if there is one: an extent may be 0. */
+template <int LANES> FA_DEVICE void convert_dbias(const fa_args &args, fa_i64 row)
+{
+    if (row >= (fa_i64)args.dbias_extent[0] * args.dbias_extent[1] * args.dbias_extent[2])
+        return;
+    fa_i64       i2 = row % args.dbias_extent[2], i1 = row / args.dbias_extent[2] % args.dbias_extent[1], i0 = row / args.dbias_extent[2] / args.dbias_extent[1];
+    const float *from = (const float *)args.dbias.data + i0 * args.dbias.stride[0] + i1 * args.dbias.stride[1] + i2 * args.dbias.stride[2];
+    fa_i64       to   = i0 * args.dbias_out.stride[0] + i1 * args.dbias_out.stride[1] + i2 * args.dbias_out.stride[2];
+    for (int j = threadIdx.x % LANES; j < args.dbias_extent[3]; j += LANES)
+        store_element(args.dbias_out.data, to + j * args.dbias_out.stride[3], args.dbias_out.dtype, sum_of_dbias(args, from + j * args.dbias.stride[3]));
+}
+
 #endif

@@ -400,6 +400,7 @@ template <bool FIRST> FA_DEVICE void step(const fa_args &args, const work &w, co
         if (some || FA_HAS_SOFTCAP) /* else it is 0 where P is */
             mask_elements(dp, seen);
     }
+    add_dbias(args, w, c, dp, tile * FA_TILE_Q + threadIdx.x % 4 * 2, w.first_k + first_key_of(c.group) + fragment_row());
     pack_operand(c.ds, dp);
     if (!INSPECTED && masked)
         clear_hidden_keys(w, c.ds, c.group);
@@ -495,6 +496,9 @@ FA_DEVICE void any_step(const fa_args &args, const work &w, consumer &c, unsigne
 #if FA_HAS_DROPOUT
     c.batch_head = w.b * args.heads_q + at.head;
 #endif
+#if FA_HAS_DBIAS
+    c.head = at.head;
+#endif
     if constexpr (!BY_COLUMNS)
         step<FIRST>(args, w, c, item, tile, masked, last);
     else if constexpr (GROUP == 0)
@@ -527,7 +531,7 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
         at.way    = FA_MASK == FA_MASK_WINDOW ? -1 : same_for_all(at.way);
         at.number = same_for_all(at.number);
         int clean_begin = same_for_all(w.clean.begin), clean_end = same_for_all(w.clean.end);
-        if constexpr (FA_HAS_ALIBI || FA_HAS_DROPOUT)
+        if constexpr (FA_HAS_ALIBI || FA_HAS_DROPOUT || FA_HAS_DBIAS)
             at.head = same_for_all(at.head);
         barrier_wait(k_full(), filled<1>(item));
         load_held<FA_TILE_K>(c.k, k_tile(), first_key_of(group));
