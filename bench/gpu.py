@@ -154,7 +154,7 @@ class Cell:
         for b in range(len(self.lengths) if self.bias.shape[0] == 1 else 1):
             for head in range(self.heads if self.bias.shape[1] == 1 else 1):
                 k, v = (t[b, :, head * self.heads_k // self.heads].double() for t in (self.k, self.v))
-                scores = self.q[b, rows, head].double() @ k.T * self.d**-0.5 + self.bias[b, head % self.bias.shape[1]][rows]
+                scores = self.q[b, rows, head].double() @ k.T * self.d**-0.5 + self.bias[b % self.bias.shape[0], head % self.bias.shape[1]][rows]
                 if self.causal:
                     scores.masked_fill_(torch.arange(self.seqlen, device=card.DEVICE) > rows[:, None], float("-inf"))
                 weights, dweights = torch.softmax(scores, -1), self.dout[b, rows, head].double() @ v.T

@@ -117,6 +117,10 @@ flash_attn_status fa_cuda_workspace(flash_attn_context *context, int32_t device,
     FA_TRY(fa_device_get(cuda, device, &at));
     FA_TRY(make_plan(cuda, at, call, &plan));
     *bytes = workspace_for(&plan);
+    fa_call summed     = *call; /* a dbias of another dtype, or where no row is aligned, needs floats */
+    summed.dbias.dtype = FLASH_ATTN_F32;
+    if (call->dbias.data && make_plan(cuda, at, &summed, &plan) == FLASH_ATTN_OK && *bytes < workspace_for(&plan))
+        *bytes = workspace_for(&plan);
     if (forced_kernel(cuda, call))
         return FLASH_ATTN_OK;
     fa_call anywhere = *call; /* the call's data may lie where no row is aligned: that is another kernel */

@@ -111,6 +111,8 @@ fa_key fa_plan_helper_key(enum fa_kernel_id kernel, const fa_key *main)
     }
     if (kernel == FA_KERNEL_BACKWARD_CONVERT || kernel == FA_KERNEL_BACKWARD_CONVERT_SM90)
         key.has_dbias = main->has_dbias;
+    if (kernel == FA_KERNEL_BACKWARD_CONVERT_SM90 && key.has_dbias)
+        key.mask = main->mask; /* what it hides has no dbias */
     return key;
 }
 
@@ -374,11 +376,19 @@ static void *take(arena *a, int64_t count, size_t element_bytes)
     return place;
 }
 
-static int64_t floats_of_dbias(const fa_args *args)
+/* Places of dbias's floats along a dimension: of the last a whole number of what is added to at once. */
+static int64_t places_of_dbias(const fa_args *args, int dimension)
 {
-    int64_t floats = 1;
+    enum { FLOATS_AT_ONCE = 4 };
+    int64_t count = (int64_t)args->dbias_extent[dimension] * args->dbias_terms[dimension];
+    return dimension == 3 ? ceil_div(count, FLOATS_AT_ONCE) * FLOATS_AT_ONCE : count;
+}
+
+static int64_t floats_of_dbias(const fa_key *key, const fa_args *args)
+{
+    int64_t floats = key->has_dbias && !args->dbias_direct;
     for (int i = 0; i < 4; i++)
-        floats *= (int64_t)args->dbias_extent[i] * args->dbias_terms[i];
+        floats *= places_of_dbias(args, i);
     return floats;
 }
 
@@ -433,7 +443,7 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
             args->dv_stored.data = take(&a, call->dv.data ? kv_rows * key->head_dim_v : 0, sizeof(float));
         }
         size_t begin     = a.used;
-        args->dbias.data = take(&a, key->has_dbias ? floats_of_dbias(args) : 0, sizeof(float));
+        args->dbias.data = take(&a, floats_of_dbias(key, args), sizeof(float));
         plan->zero       = base ? base + begin : NULL;
         plan->zero_bytes = a.used - begin;
     } else if (call->pass == FLASH_ATTN_BACKWARD) {
@@ -443,7 +453,7 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         int64_t kv_rows   = key->has_kv_accum ? call->heads_k * call->k.shape[0] * call->k.shape[1] : 0;
         args->dk_accum   = take(&a, kv_rows * key->head_dim, sizeof(float));
         args->dv_accum   = take(&a, kv_rows * key->head_dim_v, sizeof(float));
-        args->dbias.data = take(&a, key->has_dbias ? floats_of_dbias(args) : 0, sizeof(float));
+        args->dbias.data = take(&a, floats_of_dbias(key, args), sizeof(float));
         args->dq_turn    = take(&a, key->deterministic ? call->batch * call->heads_q * args->tiles_q : 0, sizeof(int));
         plan->zero       = base ? base + begin : NULL;
         plan->zero_bytes = key->one_launch ? 0 : a.used - begin;
@@ -451,17 +461,22 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
     plan->workspace_bytes = a.used;
 }
 
-/* dbias is summed in a contiguous float array of dbias_extent; in the deterministic mode each of its terms has a place there. */
-static void fill_dbias(const fa_call *call, fa_args *args)
+/* dbias is summed in an array of floats; in the deterministic mode each of its terms has a place there. Hopper's own store it at once where an element has one term and dbias is as
+ * dS is there, in 16 bits and rows of whole words. */
+static void fill_dbias(const fa_call *call, const fa_key *key, fa_args *args)
 {
-    fa_i64 stride = 1;
+    const flash_attn_tensor *dbias = &call->dbias;
+    bool                     sums  = false;
+    fa_i64                   stride = 1;
     for (int i = 3; i >= 0; i--) {
-        args->dbias_terms[i]  = call->deterministic && call->dbias.data && call->dbias.stride[i] == 0 ? (int)call->dbias.shape[i] : 1;
-        int64_t count         = (int64_t)args->dbias_extent[i] * args->dbias_terms[i];
-        args->dbias.stride[i] = count == 1 ? 0 : stride;
-        stride *= count;
+        bool broadcasts       = dbias->data && dbias->stride[i] == 0;
+        args->dbias_terms[i]  = call->deterministic && broadcasts ? (int)dbias->shape[i] : 1;
+        args->dbias.stride[i] = args->dbias_extent[i] * args->dbias_terms[i] == 1 ? 0 : stride;
+        stride *= places_of_dbias(args, i);
+        sums |= broadcasts && dbias->shape[i] > 1;
     }
-    args->dbias.dtype = FA_F32;
+    args->dbias.dtype  = FA_F32;
+    args->dbias_direct = key->has_dbias && key->kernel == FA_KERNEL_BACKWARD_SM90 && !sums && dbias->dtype == call->q.dtype && fa_map_fits(dbias);
 }
 
 flash_attn_status fa_plan_make(const fa_call *call, int arch, const fa_chip *chip, const char *name, fa_plan *plan)
@@ -478,7 +493,7 @@ flash_attn_status fa_plan_make(const fa_call *call, int arch, const fa_chip *chi
     use_row(&key, plan->row);
     fill_tensors(call, &plan->args);
     fill_sizes(call, plan->row, &plan->args);
-    fill_dbias(call, &plan->args);
+    fill_dbias(call, &key, &plan->args);
     plan->slices_bytes  = (size_t)call->slices.count * sizeof(fa_slice);
     plan->offsets_bytes = call->slices.count > 0 && call->slices.offsets ? (size_t)(call->batch + 1) * sizeof(int) : 0;
     if (plan->slices_bytes > 0) {

@@ -138,9 +138,9 @@ const fa_tune_row fa_tune_rows[] = {
 
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 128, 128, 12, 2, 1, 0, 408,
      "bias: a stage of it in place of a third of Q (decision 0083)"},
-    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 96, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 64, 128, 12, 2, 1, 0, 304, "bias: likewise (decision 0083)"},
-    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 64, 128, 12, 2, 1, 0, 304, "bias: likewise (decision 0083)"},
-    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 64, 80, 12, 2, 1, 0, 304,
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 96, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 64, 128, 12, 2, 1, 0, 448, "bias: likewise (decision 0083)"},
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 64, 128, 12, 2, 1, 0, 336, "bias: likewise (decision 0083)"},
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 64, 80, 12, 2, 1, 0, 480,
      "bias: a stage of it, so dQ leaves in smaller pieces (decision 0083)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 0, 408,
      "two consumers of 64 keys; dQ by TMA; the producer spills, and under a softcap the consumers a dozen registers (decision 0055)"},
@@ -275,6 +275,8 @@ static bool takes_bias(const fa_tune_row *row, const fa_call *call, const fa_key
     enum { ALL_OPTIONS = 128 };
     bool  backward = row->kernel == FA_KERNEL_BACKWARD_SM90, wide = call->bias.dtype == FLASH_ATTN_F32;
     float smallest = 1e-30f;
+    if (key->has_dbias && (call->dbias.stride[2] == 0 || call->dbias.stride[3] == 0))
+        return false; /* sums over queries or keys */
     return fa_bias_map_fits(call) && call->scale > smallest && !(key->has_softcap || key->has_alibi || key->has_paged) &&
            (backward ? !wide && (row->head_dim <= ALL_OPTIONS || !key->has_dropout) : row->warps == 12 || !(wide || key->has_dropout));
 }

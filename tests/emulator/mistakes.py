@@ -15,7 +15,7 @@ FORWARD, ONE_BY_ONE, BACKWARD, PRODUCTS = "forward_sm90.cu", "one_by_one_sm90.cu
 WORK, INSPECT, SOFTMAX = "work_sm90.cuh", "inspect_sm90.cuh", "softmax_sm90.cuh"
 WIDE, ROWS, BLOCK, CONVERT = "backward_wide_sm90.cuh", "backward_rows.cuh", "backward_block_sm90.cuh", "backward_convert_sm90.cu"
 LATENT, LATENT_BLOCK, LATENT_PRODUCER = "forward_latent_sm90.cu", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
-SCORES, BIAS, FAR, ROWSUM = "scores_sm90.cuh", "bias_sm90.cuh", "far_rows.cuh", "backward_rowsum.cu"
+SCORES, BIAS, FAR, ROWSUM, DBIAS = "scores_sm90.cuh", "bias_sm90.cuh", "far_rows.cuh", "backward_rowsum.cu", "backward_dbias_sm90.cuh"
 FEW, FOLD, GROUPED = "forward_few_sm90.cu", "fold.cu", "grouped_sm90.cuh"
 PROGRAMS = dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few")  # else TEST
 
@@ -37,6 +37,9 @@ WIDE_BACK = ("192 columns, varlen", "every_backward*")
 THIRD_BACK = ("192 and 128 columns, varlen", "every_backward*")
 BIASED = ("bias of all sequences, causal", "every_shape*")
 BIASED_BACK = ("bias of all sequences, causal", "every_backward*")
+GRADIENT = ("bias's gradient, of all sequences, causal", "every_backward*")
+GRADIENTS = ("bias's gradient", "every_backward*", "3")  # where lot makes the right warp slow
+GRADIENT_OF_EACH = ("bias's gradient, -inf, used lengths", "every_backward*")
 LATENT_TWO = ("two queries", "every_shape*")
 LATENT_PAGES = ("pages of 64, pairs", "every_shape*")
 LATENT_ONE_PIECE = ("pages of 48", "every_shape*") # two producers fetch nothing
@@ -54,7 +57,7 @@ GIVE_DOUT = "    release(dout_empty(c.n));\n"
 WAIT_FOR_DK = "    wgmma_wait<0>();\n    hold(c.dk);\n    hold(c.ds);\n"
 GIVE_Q = "    release(q_empty(c.n));\n"
 
-# Name, file, what stands there, what the mistake makes of it, shapes.
+# Name, file, what stands there, what the mistake makes of it, shapes, the test and, where lot must be right, EMULATOR_SEED.
 MISTAKES = [
     ("nobody waits for K", FORWARD, "{ barrier_wait(k_full(n), filled<K_STAGES>(n)); }", "{}", WHOLE),
     ("nobody waits for V", FORWARD, "    barrier_wait(v_ready(n), filled<V_STAGES>(n));\n}", "}", WHOLE),
@@ -164,6 +167,13 @@ MISTAKES = [
     ("nobody waits for the backward's bias", PRODUCTS, "        barrier_wait(bias_full(), filled<1>(c.n));\n", "        ;\n", BIASED_BACK),
     ("nobody waits for the wide backward's bias", WIDE, "        barrier_wait(bias_full(), filled<1>(c.n));\n", "        ;\n", ("bias, 192 and 104", "every_backward*")),
     ("the bias behind a sequence's last query", PRODUCTS, "fminf(bias * FA_LOG2E, 3e38f)", "bias * FA_LOG2E", ("bias, -inf, causal", "every_backward*")),
+    ("dS overwritten before dbias has it", DBIAS, "        barrier_wait(ds_passed(n), freed<DS_STAGES>(n));\n", "        ;\n", GRADIENTS),
+    ("dS passed to dbias before it is there", DBIAS, "            barrier_wait(ds_there(n), filled<DS_STAGES>(n));\n", "", GRADIENT),
+    ("dK on its way out where dbias has not been", BACKWARD, "    wait_for_passed_ds(c.n);\n    if (args.apart_dv >= 0)", "    if (args.apart_dv >= 0)", GRADIENTS),
+    ("a work given away while dbias asks for it", DBIAS, "        __syncwarp();\n        release(added(item));\n", "", GRADIENT),
+    ("dbias of queries past the last", DBIAS, "if (WHOLE || row + 2 * n < rows)", "if (true)", GRADIENT_OF_EACH),
+    ("dbias that nobody sees left as it was", ROWS, "i2 >= s.seqlen_q || j < seen.first || j > seen.last", "false", GRADIENT_OF_EACH),
+    ("deterministic dbias of one term", ROWS, "b < terms[0]", "b < 1", GRADIENT),
     ("a bias that is -inf for all keys", ROWSUM, "lse == -infinity() ? infinity() : ", "", ("bias, -inf, groups", "every_backward*")),
     ("a block's first tile dealt to another too", BLOCK, " + (begins_by_itself(args) ? gridDim.x : 0)", "", ("tails", "every_backward*")),
 ]
@@ -173,9 +183,11 @@ def run(test, emulator, folder, shapes):
     """What the test says with the kernels of `folder` in place of the library's own; None if it passes."""
     environment = dict(os.environ, LD_LIBRARY_PATH=emulator, XDG_CACHE_HOME=os.path.join(folder, "cache"), EMULATOR_TMA="1",
                        EMULATOR_MULTIPROCESSORS="4", FLASH_ATTN_KERNEL_DIR=folder)
+    shapes, tests, *seed = shapes
+    environment.update({"EMULATOR_SEED": seed[0]} if seed else {})
     changed = next(file for file in os.listdir(folder) if file != "cache")
     program = os.path.join(os.path.dirname(test), PROGRAMS[changed]) if changed in PROGRAMS else test
-    done = subprocess.run([program, "--shapes", *shapes], env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([program, "--shapes", shapes, tests], env=environment, capture_output=True, text=True, timeout=600)
     said = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "FAILED " in line or "emulated GPU:" in line]
     return None if done.returncode == 0 else said[0] if said else f"status {done.returncode}"
 

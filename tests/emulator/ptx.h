@@ -108,6 +108,14 @@ FA_DEVICE void wait_for_launch_before() {}
 
 FA_DEVICE void reduce_add(float *to, float value) { *to += value; }
 
+FA_DEVICE void reduce_add_2(float *to, float a, float b)
+{
+    if ((size_t)to % 8 != 0)
+        emulator.fail("two floats are added at an address that is not aligned");
+    to[0] += a;
+    to[1] += b;
+}
+
 FA_DEVICE void reduce_add_4(float *to, float a, float b, float c, float d)
 {
     if ((size_t)to % 16 != 0)

@@ -110,6 +110,7 @@ typedef struct fa_args {
                                               heads_k * group_blocks, FA_HEAD_DIM or _V], which backward_convert_sm90.cu adds up */
     int part_shares;                       /* backward_sm90: a head's queries are in so many parts, each another block's; divides group_blocks, which divides group * part_shares */
     float bias_factor;                     /* forward_sm90: of a bias, in units of what its softmax takes */
+    int dbias_direct;                      /* backward_sm90: dbias's elements have one term each, and are stored where the caller wants them */
     int share_blocks;                      /* backward_convert_sm90: blocks that add up dK and dV */
     int dbias_terms[4];                    /* deterministic: dbias is stored for each (b, h, i, j), and backward_convert adds up so many along a dimension; else 1 */
 } fa_args;

@@ -35,6 +35,7 @@ static_assert(!DQ_LATE || (DS_STAGES == 2 && !BY_COLUMNS), "dS of a step lies un
 constexpr bool HAS_NOTED = FA_HAS_SOFTCAP || FA_HAS_DROPOUT; /* dS is made of something else than P */
 static_assert(!THIRD_SHARED || !(HAS_NOTED || FA_HAS_ALIBI), "for which there are no registers");
 constexpr int ADDERS = BY_COLUMNS ? 2 : 1; /* warps that add dQ */
+constexpr bool PASSES_DBIAS = FA_HAS_DBIAS && !BY_COLUMNS; /* the bias's gradient has a warp: backward_dbias_sm90.cuh */
 constexpr int SLOTS = 2, PIECES = SLOTS * ADDERS / CONSUMERS; /* of dQ's memory: of such a warp, of a consumer, who in a round fills each of its own once */
 static_assert(PIECES == SLOTS || ADDERS == 1, "a warp's slots are one consumer's, or it has all");
 /* Panels of dK and dV, and those that the first consumer has: the second has as many, or BY_COLUMNS what is left. */
@@ -58,7 +59,7 @@ constexpr int DQ_BYTES = 128 * 16 * piece_of(0) /* of a slot of the first consum
 constexpr int V_AT = K_BYTES, Q_AT = V_AT + V_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES, DS_AT = DO_AT + STAGES * DO_BYTES;
 constexpr int DQ_AT = DS_AT + DS_STAGES * DS_BYTES, LSE_AT = DQ_AT + SLOTS * (DQ_BYTES + (ADDERS - 1) * 128 * 16 * piece_of(1)), DELTA_AT = LSE_AT + Q_STAGES * STAT_BYTES;
 constexpr int PASSED_AT = DELTA_AT + STAGES * STAT_BYTES /* from one consumer to the other: what dS is made of in place of P */;
-constexpr int BARRIERS_AT = PASSED_AT + (BY_COLUMNS && HAS_NOTED ? DS_BYTES : 0), BIAS_STAGES = FA_HAS_BIAS, BARRIERS = 6 + 2 * WORKS + 2 * (Q_STAGES + STAGES + BIAS_STAGES);
+constexpr int BARRIERS_AT = PASSED_AT + (BY_COLUMNS && HAS_NOTED ? DS_BYTES : 0), BIAS_STAGES = FA_HAS_BIAS, BARRIERS = 6 + 2 * WORKS + 2 * (Q_STAGES + STAGES + BIAS_STAGES + PASSES_DBIAS * DS_STAGES);
 constexpr int TURN_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16, WORKS_AT = TURN_AT + (int)sizeof(turn);
 constexpr int STAGED_AT = (WORKS_AT + WORKS * (int)sizeof(share_work) + 1023) / 1024 * 1024;
 /* dK and dV on their way out, panels of 64 keys (BY_COLUMNS of 80): at head_dim 64 both in the memory of dS that nobody reads, at 128 half of dK there and half behind all else, dV
@@ -101,6 +102,8 @@ FA_DEVICE unsigned added(unsigned item) { return barrier_at(6 + WORKS + 2 * (Q_S
 
 FA_DEVICE unsigned bias_full() { return barrier_at(BARRIERS - 2); }
 FA_DEVICE unsigned bias_empty() { return barrier_at(BARRIERS - 1); }
+FA_DEVICE unsigned ds_there(unsigned n) { return barrier_at(BARRIERS - 2 - 2 * DS_STAGES + n % DS_STAGES); } /* PASSES_DBIAS */
+FA_DEVICE unsigned ds_passed(unsigned n) { return barrier_at(BARRIERS - 2 - DS_STAGES + n % DS_STAGES); }
 
 /* Waiting for a ring to be filled for the n-th time and, with the other parity, for it to be free, which it is at first. */
 template <int COUNT> FA_DEVICE unsigned filled(unsigned n) { return n / COUNT & 1; }
@@ -119,7 +122,7 @@ FA_DEVICE void start_barriers()
     barrier_init(v_empty(), V_IS_EARLY ? 4 * CONSUMERS : CONSUMERS);
     for (int n = 0; n < WORKS; n++) {
         barrier_init(found(n), 1);
-        barrier_init(added(n), ADDERS);
+        barrier_init(added(n), ADDERS + PASSES_DBIAS);
     }
     for (int n = 0; n < Q_STAGES; n++) {
         barrier_init(q_full(n), 1);
@@ -132,6 +135,10 @@ FA_DEVICE void start_barriers()
     if constexpr (FA_HAS_BIAS) {
         barrier_init(bias_full(), 1);
         barrier_init(bias_empty(), BY_COLUMNS ? 4 : 4 * CONSUMERS); /* of who makes P */
+    }
+    for (int n = 0; n < PASSES_DBIAS * DS_STAGES; n++) {
+        barrier_init(ds_there(n), 4 * CONSUMERS);
+        barrier_init(ds_passed(n), 1);
     }
     barrier_init(turn_full(), 1);
     barrier_init(turn_empty(), ADDERS);

@@ -4,7 +4,7 @@
 #ifndef FA_BACKWARD_PRODUCTS_SM90_CUH
 #define FA_BACKWARD_PRODUCTS_SM90_CUH
 
-#include "backward_block_sm90.cuh"
+#include "backward_dbias_sm90.cuh"
 #include "dropout_sm90.cuh"
 
 /* Of its keys a consumer keeps the first 16 K_HELD columns of K and 16 V_HELD of V in registers, where these have room and it pays: S and dP then read the less of shared memory. */
@@ -312,25 +312,6 @@ FA_DEVICE void score_gradients(const float (&p)[S_COUNT], float (&dp)[S_COUNT], 
         for (int i = 0; i < 4; i++)
             dp[n + i] = p[n + i] * (dp[n + i] - (i % 2 ? row.y : row.x));
     }
-}
-
-/* dS to the float dbias, from registers: rounded to an operand it would err by as much in each of the terms. A warp's instruction adds to four sectors, BY_COLUMNS to eight. `first`:
- * this thread's first query and key; of those that follow queries and keys that the sequence has count. */
-FA_DEVICE void add_dbias(const fa_args &args, const work &w, const consumer &c, const float (&ds)[S_COUNT], int first_query, int first_key)
-{
-#if FA_HAS_DBIAS
-    const fa_view &view = args.dbias;
-    int            queries = w.seq.seqlen_q - first_query, keys = w.seq.seqlen_k - first_key;
-    float         *to = (float *)view.data + w.b * view.stride[0] + c.head * view.stride[1] + first_query * view.stride[2] + first_key * view.stride[3];
-    fa_i64         across = BY_COLUMNS ? view.stride[3] : view.stride[2], down = 8 * (BY_COLUMNS ? view.stride[2] : view.stride[3]);
-    int            left = BY_COLUMNS ? keys : queries, below = BY_COLUMNS ? queries : keys;
-#pragma unroll
-    for (int n = 0; n < S_COUNT; n += 4, to += 8 * across)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (2 * n + i % 2 < left && i / 2 * 8 < below)
-                reduce_add(to + i % 2 * across + i / 2 * down, FA_HAS_DROPOUT ? ds[n + i] * args.dropout.keep_scale : ds[n + i]);
-#endif
 }
 
 /* P or dS of an edge tile: exactly 0 where it is masked, whatever Q, dO, LSE and delta hold. */

@@ -4,6 +4,7 @@
  *     warpgroup 0, warp 0    producer: one thread finds this block's tiles of keys (struct work), fetches K and V of each and keeps
  *                            the rings of Q and dO full
  *                  warp 1    has TMA add dQ of each step to the float one in memory (above head_dim 128 warps 1 and 2, a consumer's each)
+ *                  warp 2    has the bias's gradient, where it is wanted
  *                  warp 3    one thread waits for the turn at the float dQ of the next step: adding alone takes a warp all of its time
  *     warpgroups 1, 2        consumers: 64 keys each, whose dK and dV stay in their registers while they walk the query tiles
  *
@@ -259,7 +260,9 @@ template <int ADDER> FA_DEVICE void add_dq(const fa_args &args, const fa_maps &m
 FA_DEVICE void finish_step(consumer &c, bool last)
 {
     float dq[DQ_COUNT], third[THIRD_COUNT];
+    wait_for_passed_ds(c.n);
     share_ds(ds_tile(c.n), c.ds, c.group);
+    give_ds(c.n);
     start_gradient(c.dv, c.p, dout_tile(c.n));
     wait_for_own_ds(c.group);
     if constexpr (THIRD_SHARED) /* beside dV, for dQ's own panel will be where P is, and beside dK even this would be too much */
@@ -299,7 +302,9 @@ template <bool FIRST> FA_DEVICE void finish_step_late(consumer &c)
     float dq[DQ_COUNT];
     if constexpr (!FIRST)
         named_sync(step_is_over(1 - c.group, c.n - 1), 128 * CONSUMERS);
+    wait_for_passed_ds(c.n);
     share_ds(ds_tile(c.n), c.ds, c.group);
+    give_ds(c.n);
     start_gradient(c.dv, c.p, dout_tile(c.n));
     if constexpr (!FIRST)
         start_dq(dq, ds_tile(c.n - 1), c.group);
@@ -400,7 +405,6 @@ template <bool FIRST> FA_DEVICE void step(const fa_args &args, const work &w, co
         if (some || FA_HAS_SOFTCAP) /* else it is 0 where P is */
             mask_elements(dp, seen);
     }
-    add_dbias(args, w, c, dp, tile * FA_TILE_Q + threadIdx.x % 4 * 2, w.first_k + first_key_of(c.group) + fragment_row());
     pack_operand(c.ds, dp);
     if (!INSPECTED && masked)
         clear_hidden_keys(w, c.ds, c.group);
@@ -462,6 +466,7 @@ FA_DEVICE void store_gradients(const fa_args &args, const fa_maps &maps, const s
 {
     constexpr int MAY_LAST = STAGED_IN_DS ? 2 : K_PANELS; /* copies that V has no need to wait for */
     bool          asks = threadIdx.x % 128 == 0;
+    wait_for_passed_ds(c.n);
     if (args.apart_dv >= 0)
         stage_gradient(w, maps.dv, args.apart_dv, c.dv, factor, true, c);
     else
@@ -586,17 +591,19 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 1)
         start_barriers();
     __syncthreads(); /* the barriers are set up */
     if (threadIdx.x < 128) {
-        registers_down<24>(); /* of the 504 that three threads have */
+        registers_down<PASSES_DBIAS ? 40 : 24>(); /* of the 504 that three threads have */
         if (threadIdx.x == 0)
             produce(args, maps);
         else if (threadIdx.x / 32 == 1)
             add_dq<0>(args, maps);
         else if (ADDERS > 1 && threadIdx.x / 32 == 2)
             add_dq<ADDERS - 1>(args, maps);
+        else if (PASSES_DBIAS && threadIdx.x / 32 == 2)
+            pass_dbias(args);
         else if (threadIdx.x == 96)
             take_turns(args);
     } else {
-        registers_up<240>();
+        registers_up<PASSES_DBIAS ? 232 : 240>();
         int group = same_for_all(threadIdx.x / 128 - 1);
         if (!BY_COLUMNS)
             consume<-1>(args, maps, group);

@@ -303,7 +303,9 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
     }
     if (masked)
         mask_elements(dp, keys_of(args, w, tile));
-    add_dbias(args, w, c, dp, own_query(tile), own_key(w));
+#if FA_HAS_DBIAS
+    add_dbias(args, w, dp, c.head, own_query(tile), own_key(w));
+#endif
     wgmma_wait<0>();
     hold(c.dv);
     release(dout_empty(c.n));

@@ -139,6 +139,12 @@ FA_DEVICE void reduce_add(float *to, float value)
     asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
 }
 
+/* Two neighbours; `to` is 8-byte aligned. For 9.0. */
+FA_DEVICE void reduce_add_2(float *to, float a, float b)
+{
+    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(a), "f"(b) : "memory");
+}
+
 /* Four neighbours, at once where the chip can; `to` is 16-byte aligned. */
 FA_DEVICE void reduce_add_4(float *to, float a, float b, float c, float d)
 {
