@@ -403,6 +403,48 @@ static void scores_are_scaled_as_the_formula_says(void **state)
     assert_memory_equal(plan.args.dbias_extent, ((int[]){1, 4, 1, 512}), sizeof plan.args.dbias_extent);
 }
 
+/* On Hopper a dbias of 16 bits whose elements have one term is stored at once; else it has floats in the workspace, one for each term in the deterministic mode. */
+static void dbias_has_floats_where_it_is_a_sum(void **state)
+{
+    (void)state;
+    enum { BATCH = 2, HEADS = 4, LENGTH = 301, ROW = 304 };
+    static const struct {
+        int  arch, batch, heads, f32, deterministic;
+        long floats;
+    } calls[] = {{90, BATCH, HEADS, 0, 0, 0},
+                 {90, 1, HEADS, 0, 0, HEADS},
+                 {90, 1, 1, 0, 0, 1},
+                 {90, BATCH, HEADS, 1, 0, BATCH * HEADS},
+                 {90, BATCH, HEADS, 0, 1, 0},
+                 {90, 1, HEADS, 0, 1, BATCH * HEADS},
+                 {80, BATCH, HEADS, 0, 0, BATCH * HEADS},
+                 {80, 1, HEADS, 0, 0, HEADS},
+                 {80, 1, 1, 0, 1, BATCH * HEADS}};
+    for (size_t n = 0; n < sizeof calls / sizeof *calls; n++) {
+        fa_call            call;
+        fa_plan            plan;
+        flash_attn_problem p = problem_of((shape){BATCH, LENGTH, LENGTH, HEADS, HEADS, 64}, FLASH_ATTN_BF16, FLASH_ATTN_NONE);
+        p.bias = (flash_attn_tensor){.dtype = FLASH_ATTN_BF16, .shape = {calls[n].batch, calls[n].heads, LENGTH, LENGTH},
+                                     .stride = {calls[n].batch > 1 ? (int64_t)HEADS * LENGTH * ROW : 0, calls[n].heads > 1 ? (int64_t)LENGTH * ROW : 0, ROW, 1}};
+        p.deterministic = calls[n].deterministic;
+        plan_it(&p, FLASH_ATTN_BACKWARD, calls[n].arch, &call, &plan);
+        for (int i = 0; i < 3; i++) /* as the caller's gradient may lie */
+            call.dbias.stride[i] = call.dbias.stride[i] == 0 ? 0 : p.bias.stride[i];
+        call.dbias.dtype = calls[n].f32 ? FLASH_ATTN_F32 : FLASH_ATTN_BF16;
+        assert_int_equal(fa_plan_make(&call, calls[n].arch, NULL, NULL, &plan), FLASH_ATTN_OK);
+        assert_int_equal(main_of(&plan)->key.kernel, calls[n].arch == 90 ? FA_KERNEL_BACKWARD_SM90 : FA_KERNEL_BACKWARD_SM80);
+        char *base = (char *)(uintptr_t)4096;
+        fa_plan_place(&call, &plan, base);
+        assert_int_equal(plan.args.dbias_direct, calls[n].floats == 0);
+        assert_int_equal(plan.args.dbias.data != NULL, calls[n].floats > 0);
+        if (calls[n].floats > 0) {
+            size_t bytes = (size_t)calls[n].floats * LENGTH * ROW * sizeof(float);
+            assert_true((char *)plan.zero <= (char *)plan.args.dbias.data);
+            assert_true((char *)plan.args.dbias.data + bytes <= (char *)plan.zero + plan.zero_bytes && (char *)plan.zero + plan.zero_bytes <= base + plan.workspace_bytes);
+        }
+    }
+}
+
 static void a_piece_of_a_page_divides_page_and_tile(void **state)
 {
     (void)state;
@@ -455,6 +497,7 @@ int main(void)
         cmocka_unit_test(calls_go_to_the_forward_that_can_do_them),
         cmocka_unit_test(few_queries_fit_their_tile),
         cmocka_unit_test(scores_are_scaled_as_the_formula_says),
+        cmocka_unit_test(dbias_has_floats_where_it_is_a_sum),
         cmocka_unit_test(a_piece_of_a_page_divides_page_and_tile),
         cmocka_unit_test(devices_get_the_latest_kernels_of_their_own_kind),
         cmocka_unit_test(used_lengths_bound_the_forward_alone),

@@ -392,13 +392,13 @@ def test_the_gpu_bench_from_end_to_end(gpu, monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("words", [["--softcap", "3"], ["--alibi"], ["--passes", "backward", "--softcap", "2", "--alibi"],
                                    ["--softcap", "2", "--alibi", "--pages", "16"], ["--pages", "64"], ["--bias", "heads"], ["--bias", "own", "--softcap", "2"],
-                                   ["--bias", "keys", "--alibi"]])
+                                   ["--bias", "keys", "--alibi"], ["--bias", "heads", "--dbias"], ["--bias", "own", "--dbias"]])
 def test_the_gpu_bench_times_options(gpu, monkeypatch, tmp_path, capsys, words):
     from torch.nn.attention import flex_attention
 
     monkeypatch.setattr(gpu.torch, "compile", lambda f, **options: f)
     monkeypatch.setattr(flex_attention, "flex_attention", plain_flex)
-    file, paged, alone = tmp_path / "gpu.json", "--pages" in words, "--passes" in words
+    file, paged, alone = tmp_path / "gpu.json", "--pages" in words, "--passes" in words or "--dbias" in words
     assert run(gpu, monkeypatch, "--head-dims", "16", "--seqlens", "64", "--groups", "1", "--flex", *words, "--json", file) == 0
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == (2 if paged or alone else 4) and "0 wrong answers" in capsys.readouterr().out
