@@ -127,6 +127,7 @@ flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kerne
 bool              fa_maps_fit(const fa_call *call);
 bool              fa_map_fits(const flash_attn_tensor *t);
 bool              fa_bias_map_fits(const fa_call *call); /* of its bias, F32 too */
+bool              fa_dbias_map_fits(const fa_call *call); /* of its bias's gradient, of Q's dtype; without dropout */
 /* forward_latent_sm90, forward_few_sm90: a tile of Q's rows, queries of all heads of a key head, is one box for each 64 columns. */
 bool              fa_packed_q_boxes(const fa_call *call, int tile_q);
 /* forward_latent_sm90's blocks are in pairs, each of which asks for a half of the rows of a tile of keys. */

@@ -476,7 +476,7 @@ static void fill_dbias(const fa_call *call, const fa_key *key, fa_args *args)
         sums |= broadcasts && dbias->shape[i] > 1;
     }
     args->dbias.dtype  = FA_F32;
-    args->dbias_direct = key->has_dbias && key->kernel == FA_KERNEL_BACKWARD_SM90 && !sums && dbias->dtype == call->q.dtype && fa_map_fits(dbias);
+    args->dbias_direct = key->has_dbias && key->kernel == FA_KERNEL_BACKWARD_SM90 && !sums && fa_dbias_map_fits(call);
 }
 
 flash_attn_status fa_plan_make(const fa_call *call, int arch, const fa_chip *chip, const char *name, fa_plan *plan)

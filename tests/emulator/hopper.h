@@ -66,6 +66,12 @@ FA_DEVICE void tma_store_ragged(const fa_map &map, unsigned from, int column, in
     emulator.hopper->store_box(&map, from, at);
 }
 
+FA_DEVICE void tma_store(const fa_map &map, unsigned from, int column, int row, int head, int entry)
+{
+    const int at[] = {column, row, head, entry, 0};
+    emulator.hopper->store_box(&map, from, at);
+}
+
 template <int PENDING> FA_DEVICE void     bulk_added() { emulator.hopper->bulk_wait(PENDING, false); }
 template <int PENDING = 0> FA_DEVICE void bulk_added_was_read() { emulator.hopper->bulk_wait(PENDING, true); }
 

@@ -171,7 +171,7 @@ MISTAKES = [
     ("dS passed to dbias before it is there", DBIAS, "            barrier_wait(ds_there(n), filled<DS_STAGES>(n));\n", "", GRADIENT),
     ("dK on its way out where dbias has not been", BACKWARD, "    wait_for_passed_ds(c.n);\n    if (args.apart_dv >= 0)", "    if (args.apart_dv >= 0)", GRADIENTS),
     ("a work given away while dbias asks for it", DBIAS, "        __syncwarp();\n        release(added(item));\n", "", GRADIENT),
-    ("dbias of queries past the last", DBIAS, "if (WHOLE || row + 2 * n < rows)", "if (true)", GRADIENT_OF_EACH),
+    ("dS given back before TMA has dbias of it", DBIAS, "    bulk_added_was_read();\n", "", GRADIENT_OF_EACH),
     ("dbias that nobody sees left as it was", ROWS, "i2 >= s.seqlen_q || j < seen.first || j > seen.last", "false", GRADIENT_OF_EACH),
     ("deterministic dbias of one term", ROWS, "b < terms[0]", "b < 1", GRADIENT),
     ("a bias that is -inf for all keys", ROWSUM, "lse == -infinity() ? infinity() : ", "", ("bias, -inf, groups", "every_backward*")),

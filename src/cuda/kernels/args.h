@@ -193,6 +193,7 @@ typedef struct fa_maps {
     fa_map q, k, v, dout; /* dout: backward, whose maps are ragged */
     fa_map dk, dv;        /* backward: boxes of 64 rows, if apart_dk and apart_dv say so */
     fa_map bias;          /* forward_sm90, backward_sm90: [batch, heads_q, rows, keys], 1 where it broadcasts */
+    fa_map dbias;         /* backward_sm90 with dbias_direct: likewise */
 } fa_maps;
 
 /* Rows of a ragged map, which a sequence's end lies behind: launch.c and ptx_sm90.cuh. */

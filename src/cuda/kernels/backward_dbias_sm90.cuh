@@ -1,6 +1,6 @@
 /*
  * The bias's gradient in backward_sm90.cu, dS. Up to 128 columns a warp of its own takes it from shared memory, where it lies for dQ; BY_COLUMNS, where it lies turned round, who makes
- * it from registers. Either stores it (dbias_direct: each element has one term) or adds it to floats, from which backward_convert_sm90.cu has it.
+ * it from registers. Either stores it (dbias_direct: each element has one term), TMA for the warp, or adds it to floats, from which backward_convert_sm90.cu has it.
  */
 #ifndef FA_BACKWARD_DBIAS_SM90_CUH
 #define FA_BACKWARD_DBIAS_SM90_CUH
@@ -10,32 +10,13 @@
 /* Where dbias's row of a query begins, as an offset from its data. */
 FA_DEVICE fa_i64 dbias_row(const fa_view &view, int b, int head, int query) { return b * view.stride[0] + head * view.stride[1] + query * view.stride[2]; }
 
-/* Four neighbouring keys of dS to where they belong, of which `keys` are dbias's. A row of the floats is a whole number of four, and a hidden key's dS is 0. */
-template <bool DIRECT> FA_DEVICE void pass_four(const fa_args &args, char *to, uint2 ds, int keys)
-{
-    if (!DIRECT || FA_HAS_DROPOUT) {
-        float  factor = FA_HAS_DROPOUT ? args.dropout.keep_scale : 1.0f;
-        float2 a = unpack<FA_DTYPE>(ds.x), b = unpack<FA_DTYPE>(ds.y);
-        if (!DIRECT) {
-            reduce_add_4((float *)to, a.x * factor, a.y * factor, b.x * factor, b.y * factor);
-            return;
-        }
-        ds = make_uint2(pack<FA_DTYPE>(a.x * factor, a.y * factor), pack<FA_DTYPE>(b.x * factor, b.y * factor));
-    }
-    if (keys >= 4)
-        *(uint2 *)to = ds;
-    else
-#pragma unroll
-        for (int e = 0; e < 3; e++)
-            if (e < keys)
-                ((fa_u16 *)to)[e] = (fa_u16)((e < 2 ? ds.x : ds.y) >> e % 2 * 16);
-}
-
-/* A step's, by one warp, which has few registers and is to keep up with the consumers: two rows at once, four keys a lane, of a consumer's 64; four times these, so that loads overlap.
- * `end`: of all lanes' rows, of which this one has `rows`. WHOLE: all rows and keys are there, and no branch stands between the loads. */
-template <bool DIRECT, bool WHOLE> FA_DEVICE void pass_rows_of_dbias(const fa_args &args, char *to, fa_i64 apart, unsigned ds, int end, int rows, int keys)
+/* A step's dS to the floats, by one warp, which has few registers and is to keep up with the consumers: two rows at once, four keys a lane, of a consumer's 64; four times these, so
+ * that loads overlap. A row of the floats is a whole number of four, and a hidden key's dS is 0. `end`: of all lanes' rows, of which this one has `rows`. WHOLE: all rows and keys are there,
+ * and no branch stands between the loads. */
+template <bool WHOLE> FA_DEVICE void add_rows_of_dbias(const fa_args &args, float *to, fa_i64 apart, unsigned ds, int end, int rows)
 {
     constexpr int AT_ONCE = 4;
+    float         factor  = FA_HAS_DROPOUT ? args.dropout.keep_scale : 1.0f;
 #pragma unroll 1
     for (int row = 0; row < (WHOLE ? FA_TILE_Q : end); row += 2 * AT_ONCE, ds += 2 * AT_ONCE * 128) {
         float2 x[AT_ONCE];
@@ -45,30 +26,39 @@ template <bool DIRECT, bool WHOLE> FA_DEVICE void pass_rows_of_dbias(const fa_ar
         __syncwarp(); /* ptxas moves no load behind it */
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++, to += apart)
-            if (WHOLE || row + 2 * n < rows)
-                pass_four<DIRECT>(args, to, make_uint2(__float_as_uint(x[n].x), __float_as_uint(x[n].y)), WHOLE ? 4 : keys);
+            if (WHOLE || row + 2 * n < rows) {
+                float2 a = unpack<FA_DTYPE>(__float_as_uint(x[n].x)), b = unpack<FA_DTYPE>(__float_as_uint(x[n].y));
+                reduce_add_4(to, a.x * factor, a.y * factor, b.x * factor, b.y * factor);
+            }
     }
 }
 
-template <bool DIRECT> FA_DEVICE void pass_tile_of_dbias(const fa_args &args, const work &w, const walk &at, unsigned ds)
+FA_DEVICE void add_tile_of_dbias(const fa_args &args, const work &w, const walk &at, unsigned ds)
 {
-    constexpr int  BYTES = DIRECT ? 2 : 4;
-    const fa_view &view  = DIRECT ? args.dbias_out : args.dbias;
-    int            lane  = threadIdx.x % 32, first = at.tile * FA_TILE_Q, end = fa_min_int(FA_TILE_Q, w.seq.seqlen_q - first), key = w.first_k + lane % 16 * 4;
-    char          *to    = (char *)view.data + (dbias_row(view, w.b, at.head, first + lane / 16) + key) * BYTES;
-    fa_i64         apart = 2 * BYTES * view.stride[2];
-    bool           whole = end == FA_TILE_Q && w.first_k + FA_TILE_K <= w.seq.seqlen_k;
+    int    lane  = threadIdx.x % 32, first = at.tile * FA_TILE_Q, end = fa_min_int(FA_TILE_Q, w.seq.seqlen_q - first), key = w.first_k + lane % 16 * 4;
+    float *to    = (float *)args.dbias.data + dbias_row(args.dbias, w.b, at.head, first + lane / 16) + key;
+    fa_i64 apart = 2 * args.dbias.stride[2];
+    bool   whole = end == FA_TILE_Q && w.first_k + FA_TILE_K <= w.seq.seqlen_k;
     ds += lane / 16 * 128 + ((lane % 16 / 2 ^ lane / 16) << 4) + lane % 2 * 8;
 #pragma unroll 1
-    for (int group = 0; group < CONSUMERS; group++, key += 64, to += 64 * BYTES, ds += FA_TILE_Q * 128)
+    for (int group = 0; group < CONSUMERS; group++, key += 64, to += 64, ds += FA_TILE_Q * 128)
         if (whole)
-            pass_rows_of_dbias<DIRECT, true>(args, to, apart, ds, end, end, 4);
+            add_rows_of_dbias<true>(args, to, apart, ds, end, end);
         else
-            pass_rows_of_dbias<DIRECT, false>(args, to, apart, ds, end, key < w.seq.seqlen_k ? end - lane / 16 : 0, args.dbias_extent[3] - key);
+            add_rows_of_dbias<false>(args, to, apart, ds, end, key < w.seq.seqlen_k ? end - lane / 16 : 0);
+}
+
+/* A step's dS to where the caller wants it, by the thread that asks TMA: queries past the last have a dS of 0, and so does dbias there. */
+FA_DEVICE void store_tile_of_dbias(const fa_maps &maps, const work &w, const walk &at, unsigned ds)
+{
+#pragma unroll
+    for (int group = 0; group < CONSUMERS; group++)
+        tma_store(maps.dbias, ds + group * (FA_TILE_Q * 128), w.first_k + first_key_of(group), at.tile * FA_TILE_Q, at.head, w.b);
+    bulk_added_was_read();
 }
 
 /* By that warp. */
-FA_DEVICE void pass_dbias(const fa_args &args)
+FA_DEVICE void pass_dbias(const fa_args &args, const fa_maps &maps)
 {
     unsigned n = 0;
     for (unsigned item = 0; has_item(item); item++) {
@@ -76,10 +66,10 @@ FA_DEVICE void pass_dbias(const fa_args &args)
         walk        at = start_walk(args, w);
         for (int left = steps_of(w); left > 0; left--, n++, advance(args, at)) {
             barrier_wait(ds_there(n), filled<DS_STAGES>(n));
-            if (args.dbias_direct)
-                pass_tile_of_dbias<true>(args, w, at, ds_tile(n));
-            else
-                pass_tile_of_dbias<false>(args, w, at, ds_tile(n));
+            if (!args.dbias_direct)
+                add_tile_of_dbias(args, w, at, ds_tile(n));
+            else if (threadIdx.x % 32 == 0)
+                store_tile_of_dbias(maps, w, at, ds_tile(n));
             __syncwarp();
             release(ds_passed(n));
         }
@@ -98,6 +88,7 @@ FA_DEVICE void wait_for_passed_ds(unsigned n)
 FA_DEVICE void give_ds(unsigned n)
 {
     if constexpr (PASSES_DBIAS) {
+        fence_async();
         __syncwarp();
         release(ds_there(n));
     }

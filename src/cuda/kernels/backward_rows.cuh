@@ -151,9 +151,9 @@ template <int LANES> FA_DEVICE void convert_row(const fa_view &to, fa_i64 offset
 /* An element of dbias: all its terms, in the order of the sequences, heads, queries and keys. */
 FA_DEVICE float sum_of_dbias(const fa_args &args, const float *from)
 {
-    const int   *terms = args.dbias_terms;
+    const int    *terms  = args.dbias_terms;
     const fa_i64 *stride = args.dbias.stride;
-    float         sum = 0.0f;
+    float         sum    = 0.0f;
     for (int b = 0; b < terms[0]; b++)
         for (int h = 0; h < terms[1]; h++)
             for (int i = 0; i < terms[2]; i++)

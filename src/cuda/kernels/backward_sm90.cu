@@ -599,7 +599,7 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 1)
         else if (ADDERS > 1 && threadIdx.x / 32 == 2)
             add_dq<ADDERS - 1>(args, maps);
         else if (PASSES_DBIAS && threadIdx.x / 32 == 2)
-            pass_dbias(args);
+            pass_dbias(args, maps);
         else if (threadIdx.x == 96)
             take_turns(args);
     } else {

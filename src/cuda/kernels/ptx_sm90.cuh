@@ -165,6 +165,14 @@ FA_DEVICE void tma_store_ragged(const fa_map &map, unsigned from, int column, in
                  : "memory");
 }
 
+/* The same of a map of four dimensions; what lies past the end of one stays as it is. */
+FA_DEVICE void tma_store(const fa_map &map, unsigned from, int column, int row, int head, int entry)
+{
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n\tcp.async.bulk.commit_group;" ::"l"(&map), "r"(from), "r"(column),
+                 "r"(row), "r"(head), "r"(entry)
+                 : "memory");
+}
+
 template <int PENDING> FA_DEVICE void bulk_added() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory"); }
 template <int PENDING = 0> FA_DEVICE void bulk_added_was_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
 
