@@ -434,8 +434,8 @@ def refuse(parser, options):
         parser.error("--softcap, --alibi, --bias, --pages and --dropout are for plain calls: leave out --varlen, --fp8 and, but for --pages and --bias keys, --decode")
     if options.decode and options.bias and options.fa3:
         parser.error("--fa3 has no --bias")
-    if options.dbias and (options.bias not in ("heads", "own") or options.decode or options.dropout or options.softcap or options.alibi):
-        parser.error("--dbias is for --bias heads and own, without --decode, --dropout, --softcap and --alibi")
+    if options.dbias and (options.bias not in ("heads", "own") or options.decode or options.pages or options.dropout or options.softcap or options.alibi):
+        parser.error("--dbias is for --bias heads and own, without --decode, --pages, --dropout, --softcap and --alibi")
     if not 0 <= options.dropout < 1 or (options.dropout and (options.flex or options.fa3)):
         parser.error("--dropout is at least 0 and less than 1; --flex and --fa3 have none")
     if options.dropout and grouped(options):

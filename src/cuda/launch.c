@@ -322,27 +322,26 @@ bool fa_maps_fit(const fa_call *call)
     return fa_map_fits(&call->q) && fa_map_fits(&call->k) && fa_map_fits(&call->v);
 }
 
-/* The bias or its gradient as its map sees it: once where it broadcasts. */
-static flash_attn_tensor stored_once(const flash_attn_tensor *t)
+/* The bias as its map sees it: once where it broadcasts. */
+static flash_attn_tensor stored_bias(const fa_call *call)
 {
-    flash_attn_tensor once = *t;
+    flash_attn_tensor bias = call->bias;
     for (int i = 0; i < 3; i++)
-        if (once.stride[i] == 0)
-            once.shape[i] = 1;
-    return once;
+        if (bias.stride[i] == 0)
+            bias.shape[i] = 1;
+    return bias;
 }
 
 bool fa_bias_map_fits(const fa_call *call)
 {
-    flash_attn_tensor bias = stored_once(&call->bias);
+    flash_attn_tensor bias = stored_bias(call);
     return fa_map_fits(&bias);
 }
 
-/* As dS is: TMA does not multiply by what dropout keeps. */
+/* Of dS as it is: where dbias is a sum it has strides of 0, and TMA does not multiply by what dropout keeps. */
 bool fa_dbias_map_fits(const fa_call *call)
 {
-    flash_attn_tensor dbias = stored_once(&call->dbias);
-    return dbias.data && dbias.dtype == call->q.dtype && !call->dropout.threshold && fa_map_fits(&dbias);
+    return call->dbias.data && call->dbias.dtype == call->q.dtype && !call->dropout.threshold && fa_map_fits(&call->dbias);
 }
 
 bool fa_packed_q_boxes(const fa_call *call, int tile_q)
@@ -421,7 +420,7 @@ static flash_attn_status make_ragged_map(const fa_driver *driver, const flash_at
 /* Panels as in bias_sm90.cuh. */
 static flash_attn_status make_bias_map(const fa_driver *driver, const fa_call *call, const fa_tune_row *row, fa_map *map)
 {
-    flash_attn_tensor bias = stored_once(&call->bias);
+    flash_attn_tensor bias = stored_bias(call);
     int               bytes = (int)fa_dtype_bytes(bias.dtype), columns = (row->tile_k * bytes % 128 == 0 ? 128 : 32) / bytes;
     return make_map_of(driver, &bias, (const int[]){3, 2, 1, 0}, (const int[]){bias.shape[2] > 1 ? row->tile_q : 1, 1}, columns, true, map);
 }
@@ -453,10 +452,8 @@ flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, con
         FA_TRY(make(driver, &call->dk, stored, columns, wide, &maps->dk));
     if (fa_map_gradient_rows(&call->dv) >= 0)
         FA_TRY(make(driver, &call->dv, stored, columns, wide, &maps->dv));
-    if (fa_dbias_map_fits(call) && row->tile_k % 64 == 0) { /* a consumer's dS is a panel */
-        flash_attn_tensor dbias = stored_once(&call->dbias);
-        FA_TRY(make_map_of(driver, &dbias, (const int[]){3, 2, 1, 0}, (const int[]){row->tile_q, 1}, columns, wide, &maps->dbias));
-    }
+    if (fa_dbias_map_fits(call) && row->tile_k % 64 == 0) /* a consumer's dS is a panel */
+        FA_TRY(make_map_of(driver, &call->dbias, (const int[]){3, 2, 1, 0}, (const int[]){row->tile_q, 1}, columns, wide, &maps->dbias));
     return make(driver, &call->dout, row->tile_q, columns, wide, &maps->dout);
 }
 

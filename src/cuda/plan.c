@@ -465,18 +465,16 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
  * dS is there, in 16 bits and rows of whole words. */
 static void fill_dbias(const fa_call *call, const fa_key *key, fa_args *args)
 {
-    const flash_attn_tensor *dbias = &call->dbias;
-    bool                     sums  = false;
+    const flash_attn_tensor *dbias  = &call->dbias;
     fa_i64                   stride = 1;
     for (int i = 3; i >= 0; i--) {
         bool broadcasts       = dbias->data && dbias->stride[i] == 0;
         args->dbias_terms[i]  = call->deterministic && broadcasts ? (int)dbias->shape[i] : 1;
         args->dbias.stride[i] = args->dbias_extent[i] * args->dbias_terms[i] == 1 ? 0 : stride;
         stride *= places_of_dbias(args, i);
-        sums |= broadcasts && dbias->shape[i] > 1;
     }
     args->dbias.dtype  = FA_F32;
-    args->dbias_direct = key->has_dbias && key->kernel == FA_KERNEL_BACKWARD_SM90 && !sums && fa_dbias_map_fits(call);
+    args->dbias_direct = key->has_dbias && key->kernel == FA_KERNEL_BACKWARD_SM90 && fa_dbias_map_fits(call);
 }
 
 flash_attn_status fa_plan_make(const fa_call *call, int arch, const fa_chip *chip, const char *name, fa_plan *plan)

@@ -169,16 +169,16 @@ template <int LANES> FA_DEVICE void convert_dbias(const fa_args &args, fa_i64 ro
         return;
     int          lane = threadIdx.x % LANES;
     fa_i64       i2 = row % args.dbias_extent[2], i1 = row / args.dbias_extent[2] % args.dbias_extent[1], i0 = row / args.dbias_extent[2] / args.dbias_extent[1];
+    fa_i64       to = i0 * args.dbias_out.stride[0] + i1 * args.dbias_out.stride[1] + i2 * args.dbias_out.stride[2];
     if (args.dbias_direct) { /* what was not seen has been left out */
         sequence   s    = sequence_at(args, i0);
         row_limits seen = row_limits_of(window_of(args), s, {0, s.seqlen_k}, i2);
         for (int j = lane; j < args.dbias_extent[3]; j += LANES)
             if (i2 >= s.seqlen_q || j < seen.first || j > seen.last)
-                ((fa_u16 *)args.dbias_out.data)[i0 * args.dbias_out.stride[0] + i1 * args.dbias_out.stride[1] + i2 * args.dbias_out.stride[2] + j] = 0;
+                ((fa_u16 *)args.dbias_out.data)[to + j] = 0;
         return;
     }
     const float *from = (const float *)args.dbias.data + i0 * args.dbias.stride[0] + i1 * args.dbias.stride[1] + i2 * args.dbias.stride[2];
-    fa_i64       to   = i0 * args.dbias_out.stride[0] + i1 * args.dbias_out.stride[1] + i2 * args.dbias_out.stride[2];
     for (int j = lane; j < args.dbias_extent[3]; j += LANES)
         store_element(args.dbias_out.data, to + j * args.dbias_out.stride[3], args.dbias_out.dtype, sum_of_dbias(args, from + j * args.dbias.stride[3]));
 }
