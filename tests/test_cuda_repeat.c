@@ -8,7 +8,7 @@
 #include <string.h>
 
 enum { ROUNDS = 1000, ROW_OF_BIAS = 704 };
-enum { PLAIN, PACKED, WITH_BIAS };
+enum { PLAIN, PACKED, WITH_BIAS, FEW_KEYS /* two tiles of keys, no mask: the second waits for the first one's dQ in each step */ };
 
 static const case_memory *memory;
 static const case_gpu    *gpu;
@@ -47,8 +47,9 @@ static void fill_random(void *device, size_t bytes, uint32_t state)
 
 static both_passes make(int64_t batch, int64_t seqlen, int64_t heads, int64_t heads_k, int64_t d, int what)
 {
-    both_passes   x       = {0};
-    size_t        q_bytes = (size_t)(batch * seqlen * heads * d) * 2, k_bytes = (size_t)(batch * seqlen * heads_k * d) * 2;
+    both_passes   x        = {0};
+    const int64_t seqlen_k = what == FEW_KEYS ? 140 : seqlen;
+    size_t        q_bytes = (size_t)(batch * seqlen * heads * d) * 2, k_bytes = (size_t)(batch * seqlen_k * heads_k * d) * 2;
     const size_t  bias_bytes = what == WITH_BIAS ? (size_t)(seqlen * ROW_OF_BIAS) * 2 : 2;
     const size_t  bytes[] = {q_bytes, k_bytes, k_bytes, q_bytes, q_bytes, (size_t)(batch * seqlen * heads) * 4,
                              q_bytes, k_bytes, k_bytes, bias_bytes, sizeof(int32_t[4]), bias_bytes};
@@ -59,10 +60,10 @@ static both_passes make(int64_t batch, int64_t seqlen, int64_t heads, int64_t he
             fill_random(x.at[n], bytes[n], (uint32_t)n + 1);
     }
     flash_attn_tensor like = {.dtype = FLASH_ATTN_BF16};
-    x.problem = (flash_attn_problem){.device = {.type = FLASH_ATTN_CUDA}, .mask = FLASH_ATTN_CAUSAL, .deterministic = true};
+    x.problem = (flash_attn_problem){.device = {.type = FLASH_ATTN_CUDA}, .mask = what == FEW_KEYS ? FLASH_ATTN_NONE : FLASH_ATTN_CAUSAL, .deterministic = true};
     x.problem.q = (flash_attn_tensor){x.at[IN_Q], FLASH_ATTN_BF16, 0, {batch, seqlen, heads, d}, {0}};
-    x.problem.k = (flash_attn_tensor){x.at[IN_K], FLASH_ATTN_BF16, 0, {batch, seqlen, heads_k, d}, {0}};
-    x.problem.v = (flash_attn_tensor){x.at[IN_V], FLASH_ATTN_BF16, 0, {batch, seqlen, heads_k, d}, {0}};
+    x.problem.k = (flash_attn_tensor){x.at[IN_K], FLASH_ATTN_BF16, 0, {batch, seqlen_k, heads_k, d}, {0}};
+    x.problem.v = (flash_attn_tensor){x.at[IN_V], FLASH_ATTN_BF16, 0, {batch, seqlen_k, heads_k, d}, {0}};
     x.problem.o = x.grads.dout = x.grads.dq = x.grads.dk = x.grads.dv = like;
     x.problem.o.data   = x.at[OUT_O];
     x.problem.lse.data = x.at[OUT_LSE];
@@ -150,6 +151,9 @@ static void both_passes_repeat_bit_by_bit_a_thousand_times(void **state)
     both_passes_repeat(3, 500, 4, 4, 128, PACKED);
     both_passes_repeat(2, 700, 8, 8, 128, PLAIN);
     both_passes_repeat(1, 300, 4, 4, 256, PLAIN);
+    both_passes_repeat(47, 530, 3, 3, 64, FEW_KEYS);
+    both_passes_repeat(47, 530, 3, 3, 128, FEW_KEYS);
+    both_passes_repeat(47, 530, 3, 3, 256, FEW_KEYS);
     both_passes_repeat(3, 700, 8, 2, 128, WITH_BIAS);
     both_passes_repeat(3, 300, 4, 4, 256, WITH_BIAS);
     both_passes_repeat(3, 128, 8, 2, 64, WITH_BIAS); /* the kernel for any GPU */

@@ -34,6 +34,7 @@ typedef struct emulator_hopper {
                       const int *at); /* this and bulk_add commit a group of their own */
     void (*bulk_add)(float *to, unsigned from, unsigned bytes, bool stores);
     void (*bulk_wait)(int pending, bool only_read);
+    void (*release)(void); /* other blocks see what this thread has waited for */
     void (*wgmma)(const emulator_product *product);
     void (*wgmma_commit)(void);
     void (*wgmma_wait)(int pending);

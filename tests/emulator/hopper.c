@@ -1,7 +1,8 @@
 /*
  * Hopper's barriers that count bytes and its tensor memory accelerator, for fibers (PTX ISA, "mbarrier", "Tensors",
  * "Asynchronous copy"). TMA is as slow as it may be: what it loads lands when no thread can go on otherwise, and until
- * then NaN lies there; what it stores is read, and written, when somebody waits for it.
+ * then NaN lies there; what it stores is read when somebody waits for it,
+ * and written when he releases it, for a wait is the same instruction with .read and without.
  */
 #include "fibers.h"
 #include "hopper_parts.h"
@@ -30,12 +31,14 @@ static char *shared_at(unsigned address, unsigned bytes, unsigned alignment)
 
 typedef struct written {
     unsigned fiber : 12, fences : 20; /* who, after how many fences of his, counted from 1; fences 0: nobody */
+    unsigned when;                    /* fences of all before it */
 } written;
 _Static_assert(EMULATOR_MAX_FIBERS <= 1 << 12, "a fiber's number");
 
 static struct {
     written  last[EMULATOR_MAX_BLOCKS][EMULATOR_MAX_SHARED / 16];
     unsigned fences[EMULATOR_MAX_FIBERS]; /* modulo 2^20 - 1 */
+    unsigned last_fence[EMULATOR_MAX_FIBERS], all_fences; /* by its number among those of all */
 } writes;
 
 static written *last_write_of(const emulator_state *now, unsigned address)
@@ -52,19 +55,20 @@ void emulator_wrote(unsigned address, unsigned bytes)
 {
     unsigned fiber = emulator_now()->fiber;
     for (unsigned at = address / 16 * 16; at < address + bytes; at += 16)
-        *last_write(at) = (written){fiber & 0xFFF, (writes.fences[fiber] + 1) & 0xFFFFF};
+        *last_write(at) = (written){fiber & 0xFFF, (writes.fences[fiber] + 1) & 0xFFFFF, writes.all_fences};
 }
 
 static void fence_async(void)
 {
-    unsigned *mine = &writes.fences[emulator_now()->fiber];
-    *mine          = (*mine + 1) % 0xFFFFF;
+    unsigned fiber           = emulator_now()->fiber;
+    writes.fences[fiber]     = (writes.fences[fiber] + 1) % 0xFFFFF;
+    writes.last_fence[fiber] = ++writes.all_fences;
 }
 
-void emulator_read_by_tma(unsigned address)
+void emulator_read_by_tma(unsigned address, unsigned fenced)
 {
     const written *w = last_write(address);
-    if (w->fences != 0 && w->fences == writes.fences[w->fiber] + 1)
+    if (w->fences != 0 && w->fences == writes.fences[w->fiber] + 1 && fenced <= w->when)
         fail("TMA or WGMMA reads what a thread has written without a fence since");
 }
 
@@ -311,7 +315,9 @@ typedef struct store {
     unsigned    address, bytes;
     const char *from;
     bool        stores; /* or adds */
-    char       *read;   /* what TMA has read; NULL: not yet */
+    unsigned    fenced; /* by who asked, who may have done so for others, once they met */
+    bool        waited_for;
+    char       *read; /* what TMA has read; NULL: not yet */
 } store;
 
 static struct {
@@ -327,7 +333,7 @@ static void read_store(store *s)
     if (!s->read)
         fail("no memory for TMA's stores");
     for (unsigned at = 0; at < s->bytes; at += 16)
-        emulator_read_by_tma(s->address + at);
+        emulator_read_by_tma(s->address + at, s->fenced);
     memcpy(s->read, s->from, s->bytes);
 }
 
@@ -359,6 +365,7 @@ static void queue_store(store s)
     unsigned fiber = emulator_now()->fiber;
     store   *all   = stores[fiber].store;
     s.from         = shared_at(s.address, s.bytes, s.map.rank ? 128 : 16);
+    s.fenced       = writes.last_fence[fiber];
     if (stores[fiber].count == MAX_STORES) {
         if (!all[0].read)
             fail("more bulk stores in flight than the emulator keeps");
@@ -386,10 +393,19 @@ static void bulk_wait(int pending, bool only_read)
 {
     unsigned fiber = emulator_now()->fiber;
     int      done  = stores[fiber].count - pending;
-    if (!only_read && done > 0)
-        write_oldest(fiber, done);
-    for (int n = 0; only_read && n < done; n++)
+    for (int n = 0; n < done; n++) {
         read_store(&stores[fiber].store[n]);
+        stores[fiber].store[n].waited_for |= !only_read;
+    }
+}
+
+static void release(void)
+{
+    unsigned fiber = emulator_now()->fiber;
+    int      done  = 0;
+    while (done < stores[fiber].count && stores[fiber].store[done].waited_for)
+        done++;
+    write_oldest(fiber, done);
 }
 
 void emulator_end_transfers(int fibers)
@@ -414,6 +430,7 @@ const emulator_hopper emulator_hopper_functions = {.barrier_init   = barrier_ini
                                                    .store_box      = store_box,
                                                    .bulk_add       = bulk_add,
                                                    .bulk_wait      = bulk_wait,
+                                                   .release        = release,
                                                    .fence_async    = fence_async,
                                                    .wgmma          = emulator_wgmma,
                                                    .wgmma_commit   = emulator_wgmma_commit,

@@ -17,7 +17,8 @@ bool emulator_phase_is_over(const void *barrier, unsigned parity);
 bool emulator_land_one_load(unsigned block); /* false if the block has none under way */
 void emulator_end_transfers(int fibers);     /* blocks have ended: nothing may be under way but stores that were read */
 
-void emulator_read_by_tma(unsigned address); /* TMA or WGMMA reads there: who wrote it must have said so by a fence */
+/* TMA or WGMMA reads there: who wrote it must have said so by a fence, or who asks for it behind that: by the fence of this number, 0: by none. */
+void emulator_read_by_tma(unsigned address, unsigned fenced);
 void emulator_start_writes(unsigned block);
 void emulator_wrote(unsigned address, unsigned bytes);
 

@@ -220,8 +220,11 @@ FA_DEVICE int or_acquire(int *to, int bits)
     return before;
 }
 
-FA_DEVICE void add_release(int *to, int x) { *to += x; }
-FA_DEVICE void add_behind_bulk(int *to, int x) { *to += x; }
+FA_DEVICE void add_release(int *to, int x)
+{
+    emulator.hopper->release();
+    *to += x;
+}
 
 /* ---- numbers ---- */
 

@@ -145,7 +145,7 @@ static void load_operand(float *to, int row_step, int k_step, uint64_t matrix, i
             at ^= (at >> 7 & (swizzle == 1 ? 7 : 3)) << 4;
             if (at + 16 > (unsigned)now->shared_bytes)
                 fail("a product reads past the end of shared memory");
-            emulator_read_by_tma(at);
+            emulator_read_by_tma(at, 0);
             numbers_of(to + (int)n * line_step + (int)x * across_step, across_step, now->shared + at, type);
         }
 }

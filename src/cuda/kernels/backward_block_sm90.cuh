@@ -35,6 +35,7 @@ static_assert(!DQ_LATE || (DS_STAGES == 2 && !BY_COLUMNS), "dS of a step lies un
 constexpr bool HAS_NOTED = FA_HAS_SOFTCAP || FA_HAS_DROPOUT; /* dS is made of something else than P */
 static_assert(!THIRD_SHARED || !(HAS_NOTED || FA_HAS_ALIBI), "for which there are no registers");
 constexpr int ADDERS = BY_COLUMNS ? 2 : 1; /* warps that add dQ */
+constexpr bool ADDER_FENCES = !BY_COLUMNS && !DQ_TURNED; /* one fence where dQ is taken from shared memory, not one of each warp that puts it there: 1% faster, elsewhere 2% slower */
 constexpr bool PASSES_DBIAS = FA_HAS_DBIAS && !BY_COLUMNS; /* the bias's gradient has a warp: backward_dbias_sm90.cuh */
 constexpr int SLOTS = 2, PIECES = SLOTS * ADDERS / CONSUMERS; /* of dQ's memory: of such a warp, of a consumer, who in a round fills each of its own once */
 static_assert(PIECES == SLOTS || ADDERS == 1, "a warp's slots are one consumer's, or it has all");

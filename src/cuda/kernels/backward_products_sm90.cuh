@@ -426,7 +426,8 @@ template <int GROUP = -1, int COUNT> FA_DEVICE void share_dq(const float (&dq)[C
             shared_store(to + (slot * PIECE + j % PIECE) * apart,
                          make_uint4(__float_as_uint(dq[i]), __float_as_uint(dq[i + 1]), __float_as_uint(dq[i + 2]), __float_as_uint(dq[i + 3])));
         if (j % PIECE == PIECE - 1 || j == ROUND_COUNT / 4 - 1) {
-            fence_async();
+            if (!ADDER_FENCES)
+                fence_async();
             named_arrive(DQ_IS_THERE + group * PIECES + slot, 128 + 32);
         }
     }

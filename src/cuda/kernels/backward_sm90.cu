@@ -162,7 +162,7 @@ template <int PENDING> FA_DEVICE void tell(const fa_args &args, int &open, int a
         return;
     bulk_added<PENDING>();
     fence_async_global();
-    add_behind_bulk(args.dq_turn + open, args.dq_order == FA_DQ_FIRST_COMES ? HAS << adder : 1);
+    add_release(args.dq_turn + open, args.dq_order == FA_DQ_FIRST_COMES ? HAS << adder : 1);
     open = -1;
 }
 
@@ -185,8 +185,11 @@ template <int COPIES, int LAST_COPIES, typename ASK> FA_DEVICE void pass_slots(i
         if (PIECES == SLOTS)
             give_slot<0>(slot ^ 1, asks);
         named_sync(DQ_IS_THERE + slot, 128 + 32);
-        if (asks)
+        if (asks) {
+            if (ADDER_FENCES)
+                fence_async();
             ask(n, slot);
+        }
     }
     if (PIECES < SLOTS) {
         give_slot<LAST_COPIES>(0, asks);

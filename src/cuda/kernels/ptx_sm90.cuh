@@ -173,12 +173,9 @@ FA_DEVICE void tma_store(const fa_map &map, unsigned from, int column, int row, 
                  : "memory");
 }
 
+/* Other blocks see what the copies wrote only behind a release: in machine code both are the same instruction, and a line may still be on its way to L2 (decision 0079). */
 template <int PENDING> FA_DEVICE void bulk_added() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory"); }
 template <int PENDING = 0> FA_DEVICE void bulk_added_was_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
-
-/* By the thread that waited for its copies (bulk_added): all others see the number only after what they wrote. That is in L2 then, where others add to it, so no release
- * is needed; and a release's MEMBAR.GPU would hold up the MEMBAR.CTA of every warp of the block that hands something to TMA or WGMMA, for 1,500 cycles (decision 0079). */
-FA_DEVICE void add_behind_bulk(int *to, int x) { asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory"); }
 
 /* ---- matrices of 8x8 from registers to shared memory, each turned round: what lane 4 g + t holds as row g, columns 2 t and
  * 2 t + 1 of matrix m is stored as rows 2 t and 2 t + 1. Lane l gives the address of row l % 8 of matrix l / 8. ---- */
