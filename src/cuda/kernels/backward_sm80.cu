@@ -36,11 +36,12 @@ constexpr int PARTS     = TEAM == 1 && KEYS16 * (FA_TILE_Q + 4 * (COLS8 + COLS8_
 constexpr int QUERIES8  = FA_TILE_Q / 8 / TEAM / PARTS;       /* blocks of 8 queries of a warp's S^T */
 constexpr int QUERIES16 = FA_TILE_Q / 16;
 
-/* dQ is cut into blocks of 16 DQ_ROWS16 rows by 8 DQ_COLS8 columns, one a warp. */
-constexpr int DQ_ROWS16     = FA_TILE_Q >= 32 && FA_HEAD_DIM % (16 * FA_WARPS * 32 / FA_TILE_Q) == 0 ? 2 : 1;
+/* dQ is cut into blocks of 16 DQ_ROWS16 rows by 8 DQ_COLS8 columns, one a warp; half of the warps have none where its blocks of 16 by 16 are too few for all. */
+constexpr int DQ_WARPS      = FA_HEAD_DIM * FA_TILE_Q % (256 * FA_WARPS) == 0 ? FA_WARPS : FA_WARPS / 2;
+constexpr int DQ_ROWS16     = FA_TILE_Q >= 32 && FA_HEAD_DIM % (16 * DQ_WARPS * 32 / FA_TILE_Q) == 0 ? 2 : 1;
 constexpr int DQ_ROW_WARPS  = QUERIES16 / DQ_ROWS16;
-constexpr int DQ_COLS8      = FA_HEAD_DIM / 8 / (FA_WARPS / DQ_ROW_WARPS);
-static_assert(FA_WARPS % DQ_ROW_WARPS == 0 && DQ_COLS8 % 2 == 0 && QUERIES8 % 2 == 0 && COLS8 % 2 == 0 && COLS8_V % 2 == 0,
+constexpr int DQ_COLS8      = FA_HEAD_DIM / 8 / (DQ_WARPS / DQ_ROW_WARPS);
+static_assert(DQ_WARPS % DQ_ROW_WARPS == 0 && DQ_COLS8 % 2 == 0 && QUERIES8 % 2 == 0 && COLS8 % 2 == 0 && COLS8_V % 2 == 0,
               "the warps do not divide the tile");
 
 constexpr int K_PLANE = FA_TILE_K * 2 * FA_HEAD_DIM, V_PLANE = FA_TILE_K * 2 * FA_HEAD_DIM_V;
@@ -327,8 +328,9 @@ FA_DEVICE void add_dq(const fa_args &args, const work &w, unsigned shared, int b
     lane_addresses<FA_HEAD_DIM> k_at(shared, rows_first_row(), rows_first_half() + col8);
     float                       dq[DQ_ROWS16][DQ_COLS8][4];
     clear(dq);
+    bool makes = DQ_WARPS == FA_WARPS || warp < DQ_WARPS;
 #pragma unroll
-    for (int k = 0; k < FA_TILE_K / 16; k++) {
+    for (int k = 0; makes && k < FA_TILE_K / 16; k++) {
         blocks_of<DQ_ROWS16> a;
 #pragma unroll
         for (int p = 0; p < PLANES; p++)
@@ -343,7 +345,8 @@ FA_DEVICE void add_dq(const fa_args &args, const work &w, unsigned shared, int b
         wait_for_turn(args, w, at);
     int    first = at.tile * FA_TILE_Q + row16 * 16;
     float *to    = w.dq + (head_rows(args, at.head) + first) * FA_HEAD_DIM + col8 * 8;
-    accumulate<DQ_ROWS16, DQ_COLS8>(to, FA_HEAD_DIM, dq, w.seq.seqlen_q - first);
+    if (makes)
+        accumulate<DQ_ROWS16, DQ_COLS8>(to, FA_HEAD_DIM, dq, w.seq.seqlen_q - first);
     if (FA_DETERMINISTIC)
         end_turn(args, w, at);
 }

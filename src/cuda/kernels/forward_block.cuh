@@ -6,9 +6,9 @@
 #include "tile.cuh"
 
 /* Warps that share a row and its keys, each with own columns of V and O, for a thread's registers hold no more than 288 of a row, and beside three planes half
- * of that. Each makes S and P of its rows for itself. Blocks of 16 columns go to them by turns, so that an address is an XOR away as without (decision 0069). */
+ * of that; or where a tile has fewer rows than warps have. Each makes S and P of its rows for itself. Blocks of 16 columns go to them by turns, so that an address is an XOR away as without (decision 0069). */
 constexpr bool WIDE      = FA_HEAD_DIM > 256 || FA_HEAD_DIM_V > 256;
-constexpr int  COL_WARPS = !WIDE ? 1 : PLANES > 1 ? 4 : 2;
+constexpr int  COL_WARPS = WIDE ? (PLANES > 1 ? 4 : 2) : !PACKED && FA_WARPS * 16 > FA_TILE_Q ? FA_WARPS * 16 / FA_TILE_Q : 1;
 constexpr int  ROW_WARPS = FA_WARPS / (KEY_WARPS * COL_WARPS); /* warps with rows of their own */
 constexpr int  ROWS16 = FA_TILE_Q / (16 * ROW_WARPS); /* blocks of 16 rows of a warp */
 constexpr int  WARP_KEYS = FA_TILE_K / KEY_WARPS, KEYS8 = WARP_KEYS / 8;
