@@ -386,7 +386,7 @@ typedef struct flash_attn_tune_choice {
     char     name[64];          /* "tile avx512 forward 128": what `flashattn explain` would show for head_dim up to 128 */
     char     usual[24];         /* the default: "96 128" */
     char     found[24];         /* what is used from now on; the default unless another was clearly faster */
-    double   usual_ms, found_ms; /* the fastest of many runs of each */
+    double   usual_ms, found_ms; /* the fastest of many runs of each; of self-attention one without a mask and a causal one together */
     int32_t  num_tried;
     int32_t  reserved0;
     uint64_t reserved[8];

@@ -1,8 +1,9 @@
 /*
  * Measuring the choices that tuning.c keeps. A choice is a list of candidates, the default first; each candidate is the
  * whole tuning with one thing changed. All run in turns on one random problem, so that a slow moment of the machine
- * hits all; after two rounds those that are far behind drop out; the fastest run of each counts. The default stays
- * unless another is clearly faster.
+ * hits all; after two rounds those that are far behind drop out; the fastest run of each counts, of self-attention the
+ * fastest without a mask and the fastest causal one together, for what gains without a mask may lose with one. The default
+ * stays unless another is clearly faster.
  */
 #include "cpu/cpu.h"
 
@@ -17,7 +18,7 @@ enum { MOST_CANDIDATES = 32, MOST_CHOICES = 64, MOST_HEADS = 8 };
 typedef struct candidate {
     fa_tuning tuning;
     char      label[24];
-    double    best_s;
+    double    mask_s[2], best_s; /* the fastest without a mask and causal; their sum, or the first alone */
     bool      out;
 } candidate;
 
@@ -111,13 +112,20 @@ static flash_attn_status bench_open(bench *b, const fa_cpu *cpu, const choice *c
 
 static flash_attn_status run_once(bench *b, candidate *c)
 {
-    flash_attn_exec exec     = {.num_threads = b->threads};
+    flash_attn_exec   exec   = {.num_threads = b->threads};
+    bool              both   = b->p.q.shape[1] == b->p.k.shape[1];
+    flash_attn_status status = FLASH_ATTN_OK;
     fa_cpu_use_tuning(&b->cpu, &c->tuning);
-    double            start  = now();
-    flash_attn_status status = b->pass == FLASH_ATTN_FORWARD ? flash_attn_forward(&b->context, &b->p, &exec)
-                                                             : flash_attn_backward(&b->context, &b->p, &b->g, &exec);
-    double            s      = now() - start;
-    c->best_s                = s < c->best_s ? s : c->best_s;
+    for (int causal = 0; status == FLASH_ATTN_OK && causal <= both; causal++) {
+        b->p.mask    = causal ? FLASH_ATTN_CAUSAL : FLASH_ATTN_NONE;
+        double start = now();
+        status       = b->pass == FLASH_ATTN_FORWARD ? flash_attn_forward(&b->context, &b->p, &exec)
+                                                     : flash_attn_backward(&b->context, &b->p, &b->g, &exec);
+        double s          = now() - start;
+        c->mask_s[causal] = s < c->mask_s[causal] ? s : c->mask_s[causal];
+    }
+    b->p.mask = FLASH_ATTN_NONE;
+    c->best_s = c->mask_s[0] + (both ? c->mask_s[1] : 0);
     return status;
 }
 
@@ -139,7 +147,7 @@ static flash_attn_status take_turns(tuner *t, bench *b, const choice *c, int *wi
 {
     double begin = now();
     for (int n = 0; n < c->num; n++)
-        c->candidates[n].best_s = 1e30;
+        c->candidates[n].mask_s[0] = c->candidates[n].mask_s[1] = c->candidates[n].best_s = 1e30;
     *winner = 0;
     for (int round = 0; round < 3 || (round < 100 && now() - begin < t->choice_s); round++) {
         for (int n = 0; n < c->num; n++)
