@@ -112,21 +112,20 @@ static flash_attn_status bench_open(bench *b, const fa_cpu *cpu, const choice *c
 
 static flash_attn_status run_once(bench *b, candidate *c)
 {
-    flash_attn_exec   exec   = {.num_threads = b->threads};
-    bool              both   = b->p.q.shape[1] == b->p.k.shape[1];
-    flash_attn_status status = FLASH_ATTN_OK;
+    flash_attn_exec exec  = {.num_threads = b->threads};
+    int             masks = b->p.q.shape[1] == b->p.k.shape[1] ? 2 : 1;
     fa_cpu_use_tuning(&b->cpu, &c->tuning);
-    for (int causal = 0; status == FLASH_ATTN_OK && causal <= both; causal++) {
+    c->best_s = 0;
+    for (int causal = 0; causal < masks; causal++) {
         b->p.mask    = causal ? FLASH_ATTN_CAUSAL : FLASH_ATTN_NONE;
         double start = now();
-        status       = b->pass == FLASH_ATTN_FORWARD ? flash_attn_forward(&b->context, &b->p, &exec)
-                                                     : flash_attn_backward(&b->context, &b->p, &b->g, &exec);
+        FA_TRY(b->pass == FLASH_ATTN_FORWARD ? flash_attn_forward(&b->context, &b->p, &exec)
+                                             : flash_attn_backward(&b->context, &b->p, &b->g, &exec));
         double s          = now() - start;
         c->mask_s[causal] = s < c->mask_s[causal] ? s : c->mask_s[causal];
+        c->best_s += c->mask_s[causal];
     }
-    b->p.mask = FLASH_ATTN_NONE;
-    c->best_s = c->mask_s[0] + (both ? c->mask_s[1] : 0);
-    return status;
+    return FLASH_ATTN_OK;
 }
 
 /* True if explain gives other tiles or splits for another candidate: else this context never asks. */
@@ -147,7 +146,7 @@ static flash_attn_status take_turns(tuner *t, bench *b, const choice *c, int *wi
 {
     double begin = now();
     for (int n = 0; n < c->num; n++)
-        c->candidates[n].mask_s[0] = c->candidates[n].mask_s[1] = c->candidates[n].best_s = 1e30;
+        c->candidates[n].mask_s[0] = c->candidates[n].mask_s[1] = 1e30;
     *winner = 0;
     for (int round = 0; round < 3 || (round < 100 && now() - begin < t->choice_s); round++) {
         for (int n = 0; n < c->num; n++)

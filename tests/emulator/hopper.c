@@ -1,8 +1,8 @@
 /*
  * Hopper's barriers that count bytes and its tensor memory accelerator, for fibers (PTX ISA, "mbarrier", "Tensors",
  * "Asynchronous copy"). TMA is as slow as it may be: what it loads lands when no thread can go on otherwise, and until
- * then NaN lies there; what it stores is read when somebody waits for it,
- * and written when he releases it, for a wait is the same instruction with .read and without.
+ * then NaN lies there; what it stores is read when somebody waits for it, and written when he releases it, for a wait is
+ * the same instruction with .read and without.
  */
 #include "fibers.h"
 #include "hopper_parts.h"
@@ -30,15 +30,13 @@ static char *shared_at(unsigned address, unsigned bytes, unsigned alignment)
 /* ---- what threads wrote to shared memory, 16 bytes by 16, and have not told TMA and WGMMA of by a fence ---- */
 
 typedef struct written {
-    unsigned fiber : 12, fences : 20; /* who, after how many fences of his, counted from 1; fences 0: nobody */
-    unsigned when;                    /* fences of all before it */
+    uint64_t fiber : 12, before : 52; /* who, and the number of the next fence among those of all; 0: nobody */
 } written;
 _Static_assert(EMULATOR_MAX_FIBERS <= 1 << 12, "a fiber's number");
 
 static struct {
     written  last[EMULATOR_MAX_BLOCKS][EMULATOR_MAX_SHARED / 16];
-    unsigned fences[EMULATOR_MAX_FIBERS]; /* modulo 2^20 - 1 */
-    unsigned last_fence[EMULATOR_MAX_FIBERS], all_fences; /* by its number among those of all */
+    uint64_t last_fence[EMULATOR_MAX_FIBERS], all_fences; /* by its number among those of all, from 1 */
 } writes;
 
 static written *last_write_of(const emulator_state *now, unsigned address)
@@ -55,20 +53,15 @@ void emulator_wrote(unsigned address, unsigned bytes)
 {
     unsigned fiber = emulator_now()->fiber;
     for (unsigned at = address / 16 * 16; at < address + bytes; at += 16)
-        *last_write(at) = (written){fiber & 0xFFF, (writes.fences[fiber] + 1) & 0xFFFFF, writes.all_fences};
+        *last_write(at) = (written){fiber & 0xFFF, (writes.all_fences + 1) & ((UINT64_C(1) << 52) - 1)};
 }
 
-static void fence_async(void)
-{
-    unsigned fiber           = emulator_now()->fiber;
-    writes.fences[fiber]     = (writes.fences[fiber] + 1) % 0xFFFFF;
-    writes.last_fence[fiber] = ++writes.all_fences;
-}
+static void fence_async(void) { writes.last_fence[emulator_now()->fiber] = ++writes.all_fences; }
 
-void emulator_read_by_tma(unsigned address, unsigned fenced)
+void emulator_read_by_tma(unsigned address, uint64_t fenced)
 {
     const written *w = last_write(address);
-    if (w->fences != 0 && w->fences == writes.fences[w->fiber] + 1 && fenced <= w->when)
+    if (writes.last_fence[w->fiber] < w->before && fenced < w->before)
         fail("TMA or WGMMA reads what a thread has written without a fence since");
 }
 
@@ -315,7 +308,7 @@ typedef struct store {
     unsigned    address, bytes;
     const char *from;
     bool        stores; /* or adds */
-    unsigned    fenced; /* by who asked, who may have done so for others, once they met */
+    uint64_t    fenced; /* by who asked, who may have done so for others, once they met */
     bool        waited_for;
     char       *read; /* what TMA has read; NULL: not yet */
 } store;

@@ -4,6 +4,8 @@
 
 #include "emulator.h"
 
+#include <stdint.h>
+
 extern const emulator_hopper emulator_hopper_functions;
 
 /* fibers.c */
@@ -18,7 +20,7 @@ bool emulator_land_one_load(unsigned block); /* false if the block has none unde
 void emulator_end_transfers(int fibers);     /* blocks have ended: nothing may be under way but stores that were read */
 
 /* TMA or WGMMA reads there: who wrote it must have said so by a fence, or who asks for it behind that: by the fence of this number, 0: by none. */
-void emulator_read_by_tma(unsigned address, unsigned fenced);
+void emulator_read_by_tma(unsigned address, uint64_t fenced);
 void emulator_start_writes(unsigned block);
 void emulator_wrote(unsigned address, unsigned bytes);
 
