@@ -2,7 +2,7 @@
 """Time flashattn and its peers on one GPU over the FlashAttention papers' grid, in one run, and check every answer.
 
     make && python3 bench/gpu.py [--json FILE] [--head-dims 64,192:128,256] [--seqlens 512,...,16384] [--passes forward] [--quick]
-                                 [--heads 32:8] [--tokens 16384] [--math] [--flex] [--varlen] [--deterministic] [--portable] [--fp8]
+                                 [--heads 32:8] [--tokens 16384] [--math] [--flex] [--varlen] [--deterministic] [--portable] [--fp8] [--float32]
                                  [--window 1024] [--softcap 30] [--alibi] [--bias heads [--dbias]] [--pages 64] [--dropout 0.1] [--fa3 LIBRARY]
     make && python3 bench/gpu.py --decode [--head-dims 128,64] [--queries 1,4,16] [--batches 1,8,64] [--seqlens 1024,...,131072] [--fa3 LIBRARY]
 
@@ -12,7 +12,8 @@ through Triton, anew for each shape and pass. --heads takes the place of 2048 / 
 the peers have enable_gqa, but for `efficient`, which is left out. --tokens are those of all sequences of a cell, of which there is at least one. With
 --varlen sequences are packed (cu_seqlens), the longest as long as said and the others of random lengths, and the peers are the calls that take such:
 PyTorch's varlen_attn (flash) and cuDNN's. With --deterministic the backward's sums have a fixed order, ours and the peers' that can. --portable adds
-our kernels for any GPU, --fp8 our forward with FP8 inputs; then all have the same inputs, numbers that FP8 holds. --fa3 adds FlashAttention-3 from
+our kernels for any GPU, --fp8 our forward with FP8 inputs; then all have the same inputs, numbers that FP8 holds. With --float32 all is float32, PyTorch's products too (TF32 is
+off, as it is by default), and the peer is `efficient`, for the others have none. --fa3 adds FlashAttention-3 from
 its library (fa3.py says where to get one). With --window a query sees so many keys, itself the last of them (no mask: itself in their middle); operations
 are those of pairs that are seen, and the peers are the two that have windows, flash and fa3.
 --softcap and --alibi are options of ours and FlexAttention's alone, Q then 4 times as large; --pages, of
@@ -104,11 +105,13 @@ class Cell:
         self.grouped = self.heads != self.heads_k
         self.lengths = packed_lengths(seqlen, options.tokens) if packed else [seqlen] * max(options.tokens // seqlen, 1)
         self.tokens = sum(self.lengths)
+        dtype = torch.float32 if options.float32 else torch.bfloat16
+        self.float32 = options.float32
         shape, heads = (self.tokens,) if packed else (len(self.lengths), seqlen), (self.heads, self.heads_k, self.heads_k, self.heads)
         if packed:
             self.cu = torch.tensor([sum(self.lengths[:n]) for n in range(len(self.lengths) + 1)], device=card.DEVICE, dtype=torch.int32)
             self.first = sum(self.lengths[: self.lengths.index(seqlen)])
-        self.q, self.k, self.v, self.dout = (torch.randn(*shape, h, n, device=card.DEVICE, dtype=torch.bfloat16) for h, n in zip(heads, (d, d, d_v, d_v)))
+        self.q, self.k, self.v, self.dout = (torch.randn(*shape, h, n, device=card.DEVICE, dtype=dtype) for h, n in zip(heads, (d, d, d_v, d_v)))
         if fp8:
             self.q, self.k, self.v = (t.to(FP8).to(torch.bfloat16) for t in (self.q, self.k, self.v))
         if options.alibi:
@@ -118,7 +121,7 @@ class Cell:
         self.bias = self.masked_bias = None
         if options.bias:
             shape = (len(self.lengths), self.heads, seqlen)
-            self.bias = torch.randn(*(n if has else 1 for n, has in zip(shape, BIASES[options.bias])), seqlen, device=card.DEVICE, dtype=torch.bfloat16)
+            self.bias = torch.randn(*(n if has else 1 for n, has in zip(shape, BIASES[options.bias])), seqlen, device=card.DEVICE, dtype=dtype)
             self.masked_bias = self.bias
             if causal:
                 self.masked_bias = self.bias.masked_fill(torch.ones(seqlen, seqlen, device=card.DEVICE, dtype=torch.bool).triu_(1), float("-inf"))
@@ -369,7 +372,7 @@ def bench_pass(cell, backward, runs, groups):
         try:
             results = pair[backward]()
             checked = not cell.dropout or name in ("ours", "portable")
-            error = cell.wrong(results, 1 if backward else 0, 5e-2 if name == "fp8" else 1e-2) if checked else None
+            error = cell.wrong(results, 1 if backward else 0, 5e-2 if name == "fp8" else 2e-5 if cell.float32 else 1e-2) if checked else None
         except Exception as problem:
             if name in ("ours", "flex", "fa3"):
                 print(f"  {name}: {card.first_line(problem)}")
@@ -412,6 +415,7 @@ def parser_of_words():
     parser.add_argument("--deterministic", action="store_true", help="sums of the backward in a fixed order")
     parser.add_argument("--portable", action="store_true", help="our kernels for any GPU too")
     parser.add_argument("--fp8", action="store_true", help="our forward with FP8 inputs too")
+    parser.add_argument("--float32", action="store_true", help="float32 in place of bfloat16")
     parser.add_argument("--window", type=int, default=0, help="keys that a query sees; all")
     parser.add_argument("--softcap", type=float, default=0.0, help="scores become X tanh(score / X)")
     parser.add_argument("--alibi", action="store_true", help="ALiBi, slopes of 2^-8/h to 2^-8")
@@ -444,6 +448,8 @@ def refuse(parser, options):
         parser.error("--softcap and --pages are at least 0, and every length is whole pages")
     if options.tokens is not None and options.tokens < 1:
         parser.error(f"--tokens {options.tokens}: at least 1")
+    if options.float32 and (options.fp8 or options.varlen or options.decode or options.window or options.fa3 or grouped(options)):
+        parser.error("--float32 is for plain calls: leave out --fp8, --varlen, --decode, --window, --fa3 and the key heads of --heads, for which it has no peer")
     if options.window < 0 or (options.window and (own_options or options.math or options.flex or options.fp8 or options.decode)):
         parser.error("--window is at least 0, and not for --math, --softcap, --alibi, --bias, --pages, --dropout, --flex, --fp8 and --decode")
     if options.decode and (options.heads or options.tokens):
@@ -479,26 +485,26 @@ def parse(words=None):
 
 def names_of(options):
     chosen = {"ours": True, "fp8": options.fp8, "whole": options.pages, "portable": options.portable, "math": options.math,
-              "efficient": not (options.varlen or options.fp8 or options.window or grouped(options)), "flex": options.flex, "flash": True,
-              "cudnn": not options.window, "fa3": options.fa3}
+              "efficient": not (options.varlen or options.fp8 or options.window or grouped(options)), "flex": options.flex, "flash": not options.float32,
+              "cudnn": not (options.window or options.float32), "fa3": options.fa3}
     own_terms = options.softcap or options.alibi
     taking = ("ours", "whole", "portable", "flex", *(("efficient", "cudnn", "math") if options.bias and not own_terms else ()))
     return [name for name, wanted in chosen.items() if wanted and (not (own_terms or options.bias) or name in taking)]
 
 
 def show(cell, backward, names, row):
-    """Prints the line and returns what ours has over flash, if both are right."""
+    """Prints the line and returns what ours has over flash, if both are right; in float32 over the best of the others."""
     speeds = {n: x for n, x in row.items() if isinstance(x, float)}
     best = max((x for n, x in speeds.items() if n not in ("ours", "portable", "fp8", "whole")), default=None)
     over = [speeds["ours"] / x if "ours" in speeds and x else None for x in (speeds.get("flash"), best)]
     shown = [f"{x:9.1f}" if isinstance(x, float) else f"{x or '-':>9}" for x in (row.get(n) for n in names)]
     print(f"{'backward' if backward else 'forward':8} {head_dims.title((cell.d, cell.d_v)):>7} {str(cell.causal):6} {cell.seqlen:5} | " + " ".join(shown) +
           " | " + "  ".join(f"{x:5.2f}" if x else "    -" for x in over), flush=True)
-    return over[0]
+    return over[1 if cell.float32 else 0]
 
 
 def grid(options, write):
-    """(the rows of all cells, what ours has over flash in each); write(rows) is called after each line."""
+    """(the rows of all cells, what ours has over flash in each, or in float32 over the best peer); write(rows) is called after each line."""
     if options.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # it would be timed
@@ -513,7 +519,7 @@ def grid(options, write):
             ratios.append(show(cell, backward, names, row))
             rows.append({"pass": "backward" if backward else "forward", "head_dim": d, "head_dim_v": d_v, "causal": causal, "seqlen": seqlen,
                          "heads": cell.heads, "heads_k": cell.heads_k, "tokens": cell.tokens,
-                         "varlen": options.varlen, "window": options.window, "deterministic": options.deterministic, "softcap": options.softcap, "alibi": options.alibi, "bias": options.bias, "dbias": options.dbias,
+                         "varlen": options.varlen, "window": options.window, "deterministic": options.deterministic, "float32": options.float32, "softcap": options.softcap, "alibi": options.alibi, "bias": options.bias, "dbias": options.dbias,
                          "pages": options.pages, "dropout": options.dropout, "tflops": row})
             write(rows)
         del cell, runs
@@ -541,7 +547,7 @@ def main():
         rows, ratios = grid(options, write)
     print(f"after: {card.state()}")
     wrong = sum(isinstance(x, str) for row in rows for x in row["gigabytes_per_second" if options.decode else "tflops"].values())
-    over = f"ours over flash: geometric mean {statistics.geometric_mean(ratios):.3f}, least {min(ratios):.3f}, {len(ratios)} cells; " if ratios else ""
+    over = f"ours over {'the best peer' if options.float32 else 'flash'}: geometric mean {statistics.geometric_mean(ratios):.3f}, least {min(ratios):.3f}, {len(ratios)} cells; " if ratios else ""
     print(f"{over}{wrong} wrong answers")
     return 1 if wrong else 0
 

@@ -235,13 +235,29 @@ static bool deals_tiles(const fa_call *call, const fa_plan *plan, const fa_key *
            key->mask == FA_MASK_CAUSAL && plan->args.tiles_q >= MANY_LENGTHS && items >= (int64_t)MANY_TILES * plan->chip.multiprocessors * key->min_blocks;
 }
 
+/* The launch that cuts Q, K and V for forward_f32_sm90, which has so many tiles of queries of a head. */
+static flash_attn_status add_planes(const fa_call *call, fa_plan *plan, const fa_key *main, int64_t tiles)
+{
+    fa_key  planes    = fa_plan_helper_key(FA_KERNEL_PLANES_SM90, main);
+    int64_t tiles_k   = fa_plan_tiles_of_all(call, call->cu_seqlens_k, call->k.shape[1], main->tile_k, plan->args.tiles_k);
+    planes.dtype_o    = 0;
+    planes.even_d     = 0;
+    planes.tile_q     = main->tile_q;
+    planes.tile_k     = main->tile_k;
+    planes.has_paged  = main->has_paged;
+    plan->args.all_tiles_q = (int)tiles;
+    plan->args.all_tiles_k = (int)tiles_k;
+    return fa_plan_add(plan, &planes, tiles * call->heads_q + 2 * tiles_k * call->heads_k);
+}
+
 static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
 {
     fa_args *args   = &plan->args;
     int64_t  tiles  = args->tiles_q, all = fa_plan_tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], key->tile_q, tiles);
     int64_t  blocks = tiles * call->heads_q * call->batch, items = all * call->heads_q;
-    plan->has_maps   = true;
-    args->page_piece = fa_page_piece(call, key->tile_k);
+    bool     planes = key->kernel == FA_KERNEL_FORWARD_F32_SM90;
+    plan->has_maps   = !planes;
+    args->page_piece = planes ? 0 : fa_page_piece(call, key->tile_k);
     args->cap_unit   = 2 * call->softcap * LOG2_E;
     args->bias_factor = 1 / call->scale;
     if (deals_tiles(call, plan, key, items)) {
@@ -257,7 +273,9 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
         values.tile_k     = key->tile_k;
         FA_TRY(fa_plan_add(plan, &values, args->tiles_k * call->heads_k * call->batch));
     }
-    if (has_next_item(plan, key)) {
+    if (planes)
+        FA_TRY(add_planes(call, plan, key, all));
+    else if (has_next_item(plan, key)) {
         fa_key deal = fa_plan_small_key(FA_KERNEL_DEAL, key->arch);
         FA_TRY(fa_plan_add(plan, &deal, 1));
     }
@@ -338,7 +356,7 @@ static flash_attn_status add_packed(const fa_call *call, fa_plan *plan, fa_key *
 static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key *key)
 {
     fa_args *args = &plan->args;
-    if (key->kernel == FA_KERNEL_FORWARD_SM90)
+    if (key->kernel == FA_KERNEL_FORWARD_SM90 || key->kernel == FA_KERNEL_FORWARD_F32_SM90)
         return plan_forward_sm90(call, plan, key);
     fa_plan_choose_splits(call, plan);
     key->has_split = args->num_splits > 1;
@@ -392,6 +410,13 @@ static int64_t floats_of_dbias(const fa_key *key, const fa_args *args)
     return floats;
 }
 
+/* Of a row of so many columns: whole panels. */
+static int64_t bytes_of_planes(int columns)
+{
+    enum { PLANES = 2, PANEL_COLUMNS = 64, PANEL_BYTES = 128 };
+    return PLANES * PANEL_BYTES * ceil_div(columns, PANEL_COLUMNS);
+}
+
 void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
 {
     const fa_key *key    = &plan->launch[plan->main].key;
@@ -423,7 +448,14 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         plan->zero       = base ? base + begin : NULL;
         plan->zero_bytes = a.used - begin;
     }
-    if (key->kernel == FA_KERNEL_FORWARD_SM90)
+    if (key->kernel == FA_KERNEL_FORWARD_F32_SM90) { /* planes_sm90.cuh */
+        enum { NOTE_OF_KEYS = 128 };
+        int64_t tiles_q = call->heads_q * args->all_tiles_q, tiles_k = call->heads_k * args->all_tiles_k;
+        args->q_tiles  = take(&a, tiles_q * key->tile_q * (bytes_of_planes(key->head_dim) + (int64_t)sizeof(float)), 1);
+        args->k_tiles  = take(&a, tiles_k * (key->tile_k * bytes_of_planes(key->head_dim) + NOTE_OF_KEYS), 1);
+        args->v_turned = take(&a, tiles_k * (key->tile_k * bytes_of_planes(key->head_dim_v) + NOTE_OF_KEYS), 1);
+    }
+    if (key->kernel == FA_KERNEL_FORWARD_SM90 || key->kernel == FA_KERNEL_FORWARD_F32_SM90)
         args->next_item = take(&a, has_next_item(plan, key), sizeof(int));
     if (key->kernel == FA_KERNEL_K1_SCORES)
         args->o_partial = take(&a, call->heads_q * tokens * call->max_seqlen_k, sizeof(float));

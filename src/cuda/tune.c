@@ -174,6 +174,10 @@ const fa_tune_row fa_tune_rows[] = {
     {86, 89, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 4, 1, 1, 1, 512, "70 KB of shared memory"},
     {120, 129, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 4, 1, 1, 1, 512, "70 KB of shared memory"},
 
+    /* float32 is two planes of float16, three products for one */
+    {90, 90, FA_KERNEL_FORWARD_F32_SM90, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_PLANES, 0, 128, 128, 12, 2, 1, 0, 0, "two consumers; 161 KB of shared memory (decision 0085)"},
+    {90, 90, FA_KERNEL_FORWARD_F32_SM90, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_PLANES, 0, 128, 64, 12, 2, 1, 0, 0, "two consumers; 193 KB of shared memory (decision 0085)"},
+
     /* float32 is three planes of bfloat16, six products for one: three times the memory of a tile */
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_ANY, 256, 64, 32, 4, 1, 1, 0, 0, "48 KB of shared memory"},
     {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_ANY, 0, 128, 32, 4, 1, 1, 0, 64, "32 rows a warp, so that each read of K and V serves two blocks of 16; 72 KB of shared memory (decision 0084)"},
@@ -250,6 +254,13 @@ static bool takes_few(const fa_tune_row *row, const fa_call *call, const fa_key 
            fa_map_fits(&call->v) && takes_packed(row, call, key);
 }
 
+/* What forward_f32_sm90 asks for: any strides and pages, for planes_sm90 reads them. A softcap's way through an exponential leaves too large an error for float32. */
+static bool takes_planes(const fa_call *call, const fa_key *key)
+{
+    enum { SPLIT_QUERIES = 128 };
+    return call->max_seqlen_q > SPLIT_QUERIES && call->num_splits <= 1 && call->scale > 0 && !(key->has_softcap || key->has_bias || key->has_dropout || key->has_slices);
+}
+
 /* What forward_latent_sm90 asks for besides: V is the first columns of K's rows, of which there are more than 256. */
 static bool takes_latent(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
@@ -304,6 +315,8 @@ static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *ke
         return takes_latent(row, call, key);
     if (row->only == FA_FOR_FEW_TMA)
         return takes_few(row, call, key);
+    if (row->only == FA_FOR_PLANES)
+        return takes_planes(call, key);
     if (row->only >= FA_FOR_TMA && !fa_tune_takes_tma(call))
         return false;
     if (row->only == FA_FOR_FEW)
@@ -346,7 +359,7 @@ void fa_tune_columns(const fa_tune_row *row, fa_key *key)
 {
     static const int of_output[] = {64, 96, 128, 192, 256}; /* of O, as WGMMA is there (ptx_sm90.cuh) */
     static const int of_two_k[] = {192, 256}, of_two_v[] = {128, 192, 256}; /* backward: panels that two consumers share */
-    bool forward = row->kernel == FA_KERNEL_FORWARD_SM90, backward = row->kernel == FA_KERNEL_BACKWARD_SM90, latent = row->kernel == FA_KERNEL_FORWARD_LATENT_SM90;
+    bool forward = row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_FORWARD_F32_SM90, backward = row->kernel == FA_KERNEL_BACKWARD_SM90, latent = row->kernel == FA_KERNEL_FORWARD_LATENT_SM90;
     if (!forward && !backward && !latent && row->kernel != FA_KERNEL_FORWARD_FEW_SM90)
         return;
     key->even_d = 0;

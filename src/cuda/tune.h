@@ -8,10 +8,12 @@
 #define FA_KERNELS(X)                                               \
     X(FORWARD_SM80, "forward_sm80", "forward_sm80.cu")              \
     X(FORWARD_SM90, "forward_sm90", "forward_sm90.cu")              \
+    X(FORWARD_F32_SM90, "forward_f32_sm90", "forward_f32_sm90.cu")  \
     X(FORWARD_FEW_SM90, "forward_few_sm90", "forward_few_sm90.cu")  \
     X(FORWARD_LATENT_SM90, "forward_latent_sm90", "forward_latent_sm90.cu") \
     X(BACKWARD_SM80, "backward_sm80", "backward_sm80.cu")           \
     X(BACKWARD_SM90, "backward_sm90", "backward_sm90.cu")           \
+    X(PLANES_SM90, "planes_sm90", "planes_sm90.cu")                 \
     X(VALUES_SM90, "values_sm90", "values_sm90.cu")                 \
     X(DEAL, "deal", "deal.cu")                                      \
     X(COMBINE, "combine", "combine.cu")                             \
@@ -73,7 +75,8 @@ enum fa_row_for {
     FA_FOR_PLAIN,   /* and without softcap, bias, ALiBi, dropout, slices and pages; Hopper's own in 16 bits have some of these (has_own_options) */
     FA_FOR_FEW,     /* with FA_ALIGNED, without bias (but one of all heads in tiles of 16 rows), ALiBi, dropout and slices: queries of all heads of a key
                        head in tiles of tile_q rows, where these are fewer than the heads; of 16 rows only if one holds them */
-    FA_FOR_FEW_TMA, /* and with strides that a tensor map describes, a scale above 0, without softcap: more than eight rows in all, of up to 64 in one tile (takes_few) */
+    FA_FOR_FEW_TMA, /* as FA_FOR_FEW, with strides that a tensor map describes, a scale above 0, without softcap: more than eight rows in all, of up to 64 in one tile (takes_few) */
+    FA_FOR_PLANES,  /* more than 128 queries and a scale above 0, without softcap, bias, dropout, slices and parts (takes_planes) */
     FA_FOR_TMA,     /* and with what forward_sm90 asks for besides: fa_tune_takes_tma */
     FA_FOR_SHORT_TMA, /* and with no more keys than max_queries */
     FA_FOR_LONG_TMA,  /* and with more queries than max_queries, neither packed nor with a cache index */

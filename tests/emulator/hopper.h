@@ -180,7 +180,7 @@ template <int PENDING> FA_DEVICE void wgmma_wait() { emulator.hopper->wgmma_wait
 template <int COUNT> FA_DEVICE void    hold(float (&)[COUNT]) {}
 template <int A, int B> FA_DEVICE void hold(unsigned (&)[A][B]) {}
 
-constexpr int PRODUCT_TYPE = FA_DTYPE == FA_F8E4M3 ? EMULATOR_E4M3 : FA_DTYPE == FA_F16 ? EMULATOR_F16 : EMULATOR_BF16;
+constexpr int PRODUCT_TYPE = FA_DTYPE == FA_F8E4M3 ? EMULATOR_E4M3 : FA_DTYPE == FA_F16 || FA_DTYPE == FA_F32 ? EMULATOR_F16 : EMULATOR_BF16;
 
 template <int B_DOWN = 0, int A_DOWN = 0, int COUNT>
 FA_DEVICE void wgmma_shared(float (&c)[COUNT], matrix a, matrix b, int add)

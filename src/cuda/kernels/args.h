@@ -84,7 +84,8 @@ typedef struct fa_args {
     int order_heads;                       /* backward_sm90: key heads whose tiles are dealt together, of all sequences if they are not packed;
                                               causal forward_sm90 with all_items: query heads */
     unsigned char *v_turned;               /* forward_sm90 in FP8 of variant 2, by values_sm90.cu: [kv_entries][heads_k][tiles_k][FA_TILE_K * FA_HEAD_DIM_V],
-                                              each tile's V^T as shared memory will hold it; the ladder's K7 likewise, by k7_quantise.cu */
+                                              each tile's V^T as shared memory will hold it; the ladder's K7 likewise, by k7_quantise.cu;
+                                              forward_f32_sm90: V's tiles, as q_tiles */
     float *row_stats;                      /* backward_sm90, by backward_rowsum.cu: [heads_q][all_tiles_q][2][FA_TILE_Q], for the
                                               queries of a tile LSE * log2(e), then delta; past the last inf and 0. dq_accum is
                                               there [heads_q][all_tiles_q][FA_TILE_Q * FA_HEAD_DIM], in backward_sm90.cu's order */
@@ -93,11 +94,12 @@ typedef struct fa_args {
     int own_heads;                         /* backward_sm90: key heads of all sequences, the first, whose tiles blocks have without being dealt them */
     int dealt_tiles, dealt_heads;          /* backward_sm90 with next_item: tiles and heads that order_heads is a part of, behind own_heads */
     int dq_order;                          /* backward_sm90: FA_DQ_FIRST_COMES ... below */
-    int all_tiles_q, all_tiles_k;          /* of a head, over all sequences (packed_sm90.cuh): backward_sm90, and forward_sm90 with all_items */
+    int all_tiles_q, all_tiles_k;          /* of a head, over all sequences (packed_sm90.cuh): backward_sm90, forward_f32_sm90, and forward_sm90 with all_items */
     int row_warps;                         /* combine: warps of a row, 1 or FA_COMBINE_WARPS */
     int all_items;                         /* forward_sm90: all_tiles_q of all heads, which are dealt; 0: each block knows its own */
     int apart_q, apart_k, apart_v, apart_dout; /* backward_sm90: rows from a batch entry to the next */
-    unsigned char *q_tiles, *k_tiles;      /* K7, by k7_quantise.cu: [batch][heads][tiles][tile's rows * FA_HEAD_DIM], as v_turned */
+    unsigned char *q_tiles, *k_tiles;      /* K7, by k7_quantise.cu: [batch][heads][tiles][tile's rows * FA_HEAD_DIM], as v_turned; forward_f32_sm90, by planes_sm90.cu:
+                                              [heads][all tiles][planes and note (planes_sm90.cuh)] */
     float *largest;                        /* K7, by k7_largest: |x| of each head, batch * (heads_q + 2 heads_k); zeroed by launch.c */
     int run_parts;                         /* forward_sm80, few queries, forward_few_sm90: neighbouring parts that a block takes, one after the other; else 1 */
     float cap_slope, cap_unit;             /* Hopper's own with softcap: -2 scale_log2 / softcap; forward 2 softcap in log2 units (scores_sm90.cuh),
@@ -131,6 +133,7 @@ typedef struct fa_args {
  *                       they do nothing), then with FA_HAS_KV_ACCUM heads_k * kv tokens rows of dk_accum, dv_accum -> dk, dv,
  *                       then with FA_HAS_DBIAS dbias_extent[0] * [1] * [2] rows of dbias -> dbias_out
  *   backward_dsinks     head: one block sums over all rows, in a fixed order
+ *   planes_sm90         of Q, then of K, then of V: tile of all_tiles_q or all_tiles_k, head
  *   values_sm90         tile of k, key head, entry = tiles_k * heads_k * batch
  *   fold                FOLD_ROWS rows a warp: tokens * heads_q rows
  *   combine             row_warps warps a row, or one for up to four rows, a grid's warps apart: tokens * heads_q rows

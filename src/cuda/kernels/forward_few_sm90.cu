@@ -76,10 +76,6 @@ FA_DEVICE unsigned v_empty(unsigned n) { return barrier_at(2 + 2 * K_STAGES + V_
 FA_DEVICE unsigned found(int k) { return barrier_at(2 + 2 * K_STAGES + 2 * V_STAGES + k % WORKS); }
 FA_DEVICE unsigned done(int k) { return barrier_at(2 + 2 * K_STAGES + 2 * V_STAGES + WORKS + k % WORKS); }
 
-/* Waiting for a stage to be filled for the n-th time and, with the other parity, for it to be free, which it is at first. */
-template <int STAGES> FA_DEVICE unsigned filled(unsigned n) { return n / STAGES & 1; }
-template <int STAGES> FA_DEVICE unsigned freed(unsigned n) { return filled<STAGES>(n) ^ 1; }
-
 FA_DEVICE void start_barriers()
 {
     barrier_init(q_full(), 1);

@@ -31,9 +31,7 @@
 #include "bias_sm90.cuh"
 #include "dropout_sm90.cuh"
 #include "kept_sm90.cuh"
-#include "rare_sm90.cuh"
-#include "softmax_sm90.cuh"
-#include "store_sm90.cuh"
+#include "result_sm90.cuh"
 #include "values_sm90.cuh"
 
 constexpr int CONSUMERS = FA_WARPS / 4 - 1; /* warpgroups */
@@ -88,10 +86,6 @@ FA_DEVICE unsigned v_empty(unsigned n) { return v_barrier(2, n); }
 
 FA_DEVICE unsigned bias_full(unsigned n) { return barrier_at(BARRIERS - 2 * BIAS_STAGES + n % BIAS_RING); }
 FA_DEVICE unsigned bias_empty(unsigned n) { return bias_full(n) + 8 * BIAS_STAGES; }
-
-/* Waiting for a stage to be filled for the n-th time and, with the other parity, for it to be free, which it is at first. */
-template <int STAGES> FA_DEVICE unsigned filled(unsigned n) { return n / STAGES & 1; }
-template <int STAGES> FA_DEVICE unsigned freed(unsigned n) { return filled<STAGES>(n) ^ 1; }
 
 FA_DEVICE void start_barriers()
 {
@@ -281,16 +275,6 @@ FA_DEVICE void wait_for_v(unsigned n)
     barrier_wait(v_ready(n), filled<V_STAGES>(n));
 }
 
-/* Steps in which this consumer's rows see nothing yet, being above the others, or at all, for there are none. */
-FA_DEVICE int blind_steps(const fa_args &args, const work &w, int group)
-{
-    int begin = w.first_q + 64 * group, end = fa_min_int(begin + 64, w.seq.seqlen_q);
-    if (begin >= end)
-        return w.tiles;
-    int last = row_limits_of(window_of(args), w.seq, w.keys, end - 1).last;
-    return last < w.keys.begin ? w.tiles : w.right - last / FA_TILE_K;
-}
-
 /* Steps up to the last in which this consumer's rows see something, being below others that see earlier keys. */
 FA_DEVICE int seen_steps(const fa_args &args, const work &w, int group)
 {
@@ -442,27 +426,6 @@ template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, c
 }
 
 /* ---- the way out ---- */
-
-/* O = O / l, LSE = m + log l (lines 12-13); rows that saw nothing: 0 and -inf. Which rows are far. */
-FA_DEVICE far_rows store_result(const fa_args &args, const work &w, const float (&o)[O_COUNT], const row_state &rows, int group)
-{
-    int      first = w.first_q + 64 * group + fragment_row();
-    float    sink_log2 = sink_log2_of(args, w);
-    unsigned far[2];
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        int     i   = first + 8 * h;
-        float   top = rows.max[h] * unit_of(args, w) - (FA_HAS_SOFTCAP ? 0.5f * args.cap_unit : 0.0f);
-        float   sum = quad_sum(rows.sum[h]);
-        row_end end = end_of_row(top - P_LOG2, sum, sink_log2, i >= w.seq.seqlen_q);
-        char   *to  = (char *)args.o.data + offset_of_o(args, w, i) * (FA_DTYPE_O == FA_F32 ? 4 : 2);
-        store_row<FA_DTYPE_O, FA_HEAD_DIM_V>(i < w.seq.rows_q ? to : nullptr, o, h, end.scale * factor_of_o(args, w), args.head_dim_v);
-        if (threadIdx.x % 4 == 0 && i < w.seq.rows_q)
-            store_lse(args, w, i, end.lse);
-        far[h] = __ballot_sync(0xFFFFFFFFu, threadIdx.x % 4 == 1 ? sum != 0.0f : is_far(top) || (rows.lost >> h & 1) || (FP8 && !(unit_of(args, w) > 0.0f)));
-    }
-    return {far[0], far[1]};
-}
 
 /* What store_result could not know, when few registers are in use. */
 FA_DEVICE void store_rare(const fa_args &args, const work &w, far_rows far, int group, unsigned item)

@@ -15,6 +15,10 @@ FA_DEVICE void release(unsigned empty)
         barrier_arrive(empty);
 }
 
+/* Waiting for a stage to be filled for the n-th time and, with the other parity, for it to be free, which it is at first. */
+template <int STAGES> FA_DEVICE unsigned filled(unsigned n) { return n / STAGES & 1; }
+template <int STAGES> FA_DEVICE unsigned freed(unsigned n) { return filled<STAGES>(n) ^ 1; }
+
 /* The first of a thread's two rows, in its warpgroup's 64. */
 FA_DEVICE int fragment_row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 

@@ -310,7 +310,7 @@ template <int A, int B> FA_DEVICE void hold(unsigned (&r)[A][B])
 #else
 #define FA_TURNED(b_down) ", " b_down
 #endif
-#if FA_DTYPE == FA_F16
+#if FA_DTYPE == FA_F16 || FA_DTYPE == FA_F32 /* of planes */
 #define FA_WGMMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.f16.f16 "
 #elif FA_DTYPE != FA_F8E4M3
 #define FA_WGMMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 "

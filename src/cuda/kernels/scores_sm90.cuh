@@ -30,6 +30,7 @@ FA_DEVICE void cap_scores(float (&s)[S_COUNT], float slope_log2)
 /* The first of this thread's columns in step `step` of its rows' walk. */
 FA_DEVICE int first_column(const work &w, int step) { return (w.right - step) * FA_TILE_K + threadIdx.x % 4 * 2; }
 
+#if FA_HAS_BIAS
 /* In 16 bits a thread's elements of S lie as ldmatrix hands them out. tile: of keys, counted since the kernel began. */
 FA_DEVICE void add_bias(const fa_args &args, float (&s)[S_COUNT], int group, unsigned tile)
 {
@@ -58,6 +59,7 @@ FA_DEVICE void add_bias(const fa_args &args, float (&s)[S_COUNT], int group, uns
     }
     release(bias_empty(tile));
 }
+#endif
 
 /* ALiBi: less slope * |distance from the diagonal|. */
 FA_DEVICE void add_alibi(const work &w, float (&s)[S_COUNT], int group, int step)
@@ -112,8 +114,9 @@ FA_DEVICE void finish_scores(const fa_args &args, const work &w, float (&s)[S_CO
             mask_scores(args, w, s, group, step);
         cap_scores(s, args.cap_slope);
     }
-    if constexpr (FA_HAS_BIAS)
-        add_bias(args, s, group, tile);
+#if FA_HAS_BIAS
+    add_bias(args, s, group, tile);
+#endif
     if constexpr (FA_HAS_ALIBI)
         add_alibi(w, s, group, step);
     if (masked)

@@ -5,8 +5,8 @@
 #include "softmax.cuh"
 #include "warpgroup.cuh"
 
-/* P is 2^P_LOG2 times as large: with FP8 up to 2^(P_LOG2 + P_LAG), below its largest, 448 = 2^8.8. A smaller lag moves a row of some warp in nearly each step. */
-constexpr float P_LOG2 = FP8 ? 6.0f : 0.0f, P_LAG = FP8 ? 2.75f : MAX_LAG;
+/* P is 2^P_LOG2 times as large: in float32 so that float16 holds its second half; with FP8 up to 2^(P_LOG2 + P_LAG), below its largest, 448 = 2^8.8. A smaller lag moves a row of some warp in nearly each step. */
+constexpr float P_LOG2 = FP8 || FA_DTYPE == FA_F32 ? 6.0f : 0.0f, P_LAG = FP8 ? 2.75f : MAX_LAG;
 
 struct row_state {
     float    max[2], sum[2]; /* of dot products; this thread's part of the sum of exponentials. Of rows h = 0, 1 */

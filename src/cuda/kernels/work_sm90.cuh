@@ -134,6 +134,16 @@ FA_DEVICE float factor_of_o(const fa_args &args, const work &w)
 #endif
 }
 
+/* Steps in which this consumer's rows see nothing yet, being above the others, or at all, for there are none. */
+FA_DEVICE int blind_steps(const fa_args &args, const work &w, int group)
+{
+    int begin = w.first_q + 64 * group, end = fa_min_int(begin + 64, w.seq.seqlen_q);
+    if (begin >= end)
+        return w.tiles;
+    int last = row_limits_of(window_of(args), w.seq, w.keys, end - 1).last;
+    return last < w.keys.begin ? w.tiles : w.right - last / FA_TILE_K;
+}
+
 FA_DEVICE bool is_masked(const work &w, int step) { return step < w.first_clean || step >= w.end_clean; }
 
 #endif

@@ -1,0 +1,290 @@
+/*
+ * FlashAttention-3's forward for Hopper in float32: forward_sm90.cu's roles and turns, and three products of float16 for each of float32 (planes_sm90.cuh;
+ * planes_sm90.cu has cut Q, K and V before). Twice as fast as three planes of bfloat16 would be, and five times as float32 without tensor cores.
+ *
+ *     warpgroup 0       producer: one thread finds the block's tiles of queries and keeps the rings of K and V full, by bulk copies
+ *     warpgroup 1, 2    consumers: 64 queries each. Lines are those of FlashAttention-2's Algorithm 1:
+ *
+ *         a step:  softmax of S (line 9), which the other consumer's products hide; P is cut in two
+ *                  on this consumer's turn start P V of this tile (line 10), then S = Q K^T of the next one (line 8), and pass the turn on
+ *                  when P V is there: O += P V
+ *
+ * P V of a tile has accumulators of its own: tensor cores cut off what they add up, which over a long sequence would add up too (decision 0043), and each tile of V has
+ * an exponent of its own. Small products come before large ones for the same reason.
+ *
+ * Shared memory: Q, FA_STAGES tiles of K and of V, their notes, barriers, works.
+ */
+#include "planes_sm90.cuh"
+#include "result_sm90.cuh"
+
+constexpr int CONSUMERS = FA_WARPS / 4 - 1, WORKS = 2; /* warpgroups */
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
+static_assert(FA_TILE_Q == 64 * CONSUMERS && CONSUMERS > 1, "a consumer owns 64 rows, and takes turns with another");
+static_assert(FA_DTYPE == FA_F32 && FA_HEAD_DIM % 32 == 0 && FA_HEAD_DIM_V % 32 == 0, "planes of float32");
+
+/* Columns of P V that have accumulators at the same time. */
+constexpr int PV_COLS = FA_HEAD_DIM_V <= 128 ? FA_HEAD_DIM_V : 64, PV_COUNT = PV_COLS / 2, PV_PARTS = FA_HEAD_DIM_V / PV_COLS;
+
+constexpr int K_AT = cut_queries::BYTES, V_AT = K_AT + FA_STAGES * cut_keys::BYTES, NOTES_AT = V_AT + FA_STAGES * cut_values::BYTES;
+constexpr int KEY_NOTE = 16, BARRIERS_AT = NOTES_AT + cut_queries::NOTE + 2 * FA_STAGES * KEY_NOTE; /* of a tile of K or V */
+constexpr int BARRIERS = 2 + WORKS + 4 * FA_STAGES, WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
+
+extern "C" __constant__ int fa_shared_bytes = WORKS_AT + WORKS * (int)sizeof(work);
+extern __shared__ __align__(1024) char shared[];
+
+FA_DEVICE work &work_at(unsigned item) { return ((work *)(shared + WORKS_AT))[item % WORKS]; }
+
+/* ---- barriers; `n` counts tiles of queries or key tiles since the kernel began. Phases alternate, nothing is reset ---- */
+
+FA_DEVICE unsigned barrier_at(int number) { return shared_address(shared) + BARRIERS_AT + 8 * number; }
+FA_DEVICE unsigned q_full() { return barrier_at(0); } /* the work is known too */
+FA_DEVICE unsigned q_empty() { return barrier_at(1); }
+FA_DEVICE unsigned work_empty(unsigned n) { return barrier_at(2 + n % WORKS); }
+FA_DEVICE unsigned k_full(unsigned n) { return barrier_at(2 + WORKS + n % FA_STAGES); }
+FA_DEVICE unsigned k_empty(unsigned n) { return k_full(n) + 8 * FA_STAGES; }
+FA_DEVICE unsigned v_full(unsigned n) { return k_full(n) + 16 * FA_STAGES; }
+FA_DEVICE unsigned v_empty(unsigned n) { return k_full(n) + 24 * FA_STAGES; }
+
+FA_DEVICE void start_barriers()
+{
+    barrier_init(q_full(), 1);
+    barrier_init(q_empty(), 4 * CONSUMERS);
+    for (int n = 0; n < WORKS; n++)
+        barrier_init(work_empty(n), 4 * CONSUMERS);
+    for (int n = 0; n < FA_STAGES; n++) {
+        barrier_init(k_full(n), 1);
+        barrier_init(k_empty(n), 4 * CONSUMERS);
+        barrier_init(v_full(n), 1);
+        barrier_init(v_empty(n), 4 * CONSUMERS);
+    }
+    barrier_init_done();
+}
+
+FA_DEVICE unsigned k_tile(unsigned n) { return shared_address(shared) + K_AT + n % FA_STAGES * cut_keys::BYTES; }
+FA_DEVICE unsigned v_tile(unsigned n) { return shared_address(shared) + V_AT + n % FA_STAGES * cut_values::BYTES; }
+FA_DEVICE const float *q_note() { return (const float *)(shared + NOTES_AT); }
+FA_DEVICE const float *k_note(unsigned n) { return (const float *)(shared + NOTES_AT + cut_queries::NOTE + n % FA_STAGES * KEY_NOTE); }
+FA_DEVICE const float *v_note(unsigned n) { return k_note(n) + FA_STAGES * KEY_NOTE / 4; }
+
+#include "scores_sm90.cuh"
+
+/* ---- producer: one thread ---- */
+
+/* Tile `number` of those at `tiles`. */
+template <class TILE> FA_DEVICE void fetch(unsigned to, const float *note, int note_bytes, const unsigned char *tiles, fa_i64 number, unsigned full)
+{
+    const unsigned char *from = tiles + number * TILE::APART;
+    barrier_expect(full, TILE::BYTES + note_bytes);
+    bulk_load(to, from, TILE::BYTES, full);
+    bulk_load(shared_address(note), from + TILE::BYTES, note_bytes, full);
+}
+
+FA_DEVICE void produce(const fa_args &args)
+{
+    unsigned n    = 0; /* tiles of keys asked for */
+    bool     some = true;
+    for (unsigned item = 0; some; item++) {
+        work &w = work_at(item);
+        barrier_wait(work_empty(item), freed<WORKS>(item));
+        some = find_work(args, item, w);
+        barrier_wait(q_empty(), freed<1>(item));
+        if (w.tiles <= 0) {
+            barrier_arrive(q_full());
+            continue;
+        }
+        fa_i64 q_tiles = (fa_i64)w.head * args.all_tiles_q + first_tile_of_queries(args, w.b), k_tiles = (fa_i64)w.kv_head * args.all_tiles_k + first_tile_of_keys(args, w.b);
+        fetch<cut_queries>(shared_address(shared), q_note(), cut_queries::NOTE, args.q_tiles, q_tiles + w.first_q / FA_TILE_Q, q_full());
+        for (int left = w.tiles, next = w.right; left > 0; left--, next--, n++) {
+            barrier_wait(k_empty(n), freed<FA_STAGES>(n));
+            fetch<cut_keys>(k_tile(n), k_note(n), KEY_NOTE, args.k_tiles, k_tiles + next, k_full(n));
+            barrier_wait(v_empty(n), freed<FA_STAGES>(n));
+            fetch<cut_values>(v_tile(n), v_note(n), KEY_NOTE, args.v_turned, k_tiles + next, v_full(n));
+        }
+    }
+}
+
+/* ---- consumers ---- */
+
+struct consumer {
+    float     o[O_COUNT], q_unit[2]; /* 2^e of the rows of Q */
+    unsigned  p[2][P_STEPS][4];      /* high, low */
+    row_state rows;
+    int       group;
+    unsigned  tile; /* of keys, counted since the kernel began */
+};
+
+/* Named barrier 1 + c: consumer c waits there, and the one before it arrives. */
+FA_DEVICE void await_turn(int group) { named_sync(1 + group, 256); }
+FA_DEVICE void pass_turn(int group) { named_arrive(1 + (group + 1) % CONSUMERS, 256); }
+
+/* s = Q K^T of planes, started here, finished by wgmma_wait. */
+FA_DEVICE void start_cut_scores(float (&s)[S_COUNT], const consumer &c, unsigned tile)
+{
+    matrix q = matrix_of(shared_address(shared) + c.group * (64 * 128), 0), k = matrix_of(k_tile(tile), 0);
+    barrier_wait(k_full(tile), filled<FA_STAGES>(tile));
+    hold(s);
+    wgmma_fence();
+#pragma unroll
+    for (int product = 0; product < 3; product++) {
+        matrix a = q.from(product == 0 ? cut_queries::PLANE : 0), b = k.from(product == 1 ? cut_keys::PLANE : 0);
+#pragma unroll
+        for (int step = 0; step < FA_HEAD_DIM / 16; step++)
+            wgmma_shared(s, a.from(step / 4 * (FA_TILE_Q * 128) + step % 4 * 32), b.from(step / 4 * (FA_TILE_K * 128) + step % 4 * 32), product + step > 0);
+    }
+    wgmma_commit();
+}
+
+/* Columns PV_COLS * part and up of P V, likewise. */
+FA_DEVICE void start_cut_output(float (&pv)[PV_COUNT], consumer &c, int part)
+{
+    matrix v = matrix_of(v_tile(c.tile) + part * (PV_COLS / 64) * (FA_TILE_K * 128), FA_TILE_K * 128);
+    hold(pv);
+    hold(c.p[0]);
+    hold(c.p[1]);
+    wgmma_fence();
+#pragma unroll
+    for (int product = 0; product < 3; product++)
+#pragma unroll
+        for (int step = 0; step < P_STEPS; step++)
+            wgmma_registers(pv, c.p[product == 0][step], v.from((product == 1 ? cut_values::PLANE : 0) + step * 2048), product + step > 0);
+    wgmma_commit();
+}
+
+/* Softmax of tile `n` of the item, whose products are in s; O is scaled where a row's maximum has moved. */
+FA_DEVICE void softmax_of_tile(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], int n)
+{
+    float unit[2], alpha[2], k_unit = k_note(c.tile)[0];
+    if (k_note(c.tile)[1] != 0.0f)
+        c.rows.lost = 3;
+    release(k_empty(c.tile));
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        unit[h] = c.q_unit[h] * k_unit;
+#pragma unroll
+    for (int i = 0; i < S_COUNT; i++)
+        s[i] *= unit[i / 2 % 2];
+    finish_scores(args, w, s, c.group, n, is_masked(w, n), c.tile);
+    if (softmax_step<true>(s, c.rows, alpha, unit_of(args, w)))
+        scale_output(c.o, alpha);
+#pragma unroll
+    for (int i = 0; i < S_COUNT / 2; i++)
+        cut_two(c.p[0][i / 4][i % 4], c.p[1][i / 4][i % 4], s[2 * i], s[2 * i + 1]);
+}
+
+/* Step n: NEXT: the scores of the next tile too. */
+template <bool NEXT> FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], int n)
+{
+    float pv[PV_COUNT];
+    softmax_of_tile(args, w, c, s, n);
+    await_turn(c.group);
+    barrier_wait(v_full(c.tile), filled<FA_STAGES>(c.tile));
+    float v_unit = v_note(c.tile)[0];
+    if (v_note(c.tile)[1] != 0.0f)
+        c.rows.lost = 3;
+#pragma unroll
+    for (int part = 0; part < PV_PARTS; part++) {
+        bool last = part == PV_PARTS - 1;
+        start_cut_output(pv, c, part);
+        if (NEXT && last)
+            start_cut_scores(s, c, c.tile + 1);
+        if (last)
+            pass_turn(c.group);
+        if (NEXT && last)
+            wgmma_wait<1>();
+        else
+            wgmma_wait<0>();
+        hold(pv);
+        if (last)
+            release(v_empty(c.tile));
+#pragma unroll
+        for (int i = 0; i < PV_COUNT; i++)
+            c.o[part * PV_COUNT + i] += pv[i] * v_unit;
+    }
+    wgmma_wait<0>();
+    hold(s);
+    c.tile++;
+}
+
+/* A step without work: only its stages and its turn are passed on. */
+FA_DEVICE void blind_step(consumer &c)
+{
+    barrier_wait(k_full(c.tile), filled<FA_STAGES>(c.tile));
+    release(k_empty(c.tile));
+    await_turn(c.group);
+    pass_turn(c.group);
+    barrier_wait(v_full(c.tile), filled<FA_STAGES>(c.tile));
+    release(v_empty(c.tile));
+    c.tile++;
+}
+
+/* An item's steps; all consumers take as many turns. */
+FA_DEVICE void walk(const fa_args &args, const work &w, consumer &c, int tiles)
+{
+    float s[S_COUNT];
+    int   n = 0;
+    for (int end = same_for_all(blind_steps(args, w, c.group)); n < end; n++)
+        blind_step(c);
+    if (n == tiles) {
+        await_turn(c.group);
+        pass_turn(c.group);
+        release(q_empty());
+        return;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        c.q_unit[h] = q_note()[64 * c.group + fragment_row() + 8 * h];
+        c.rows.lost |= finite(c.q_unit[h]) ? 0 : 1u << h;
+    }
+    await_turn(c.group);
+    start_cut_scores(s, c, c.tile);
+    pass_turn(c.group);
+    wgmma_wait<0>();
+    hold(s);
+    for (; n < tiles - 1; n++)
+        step<true>(args, w, c, s, n);
+    release(q_empty());
+    step<false>(args, w, c, s, n);
+}
+
+FA_DEVICE void consume(const fa_args &args, int group)
+{
+    consumer c;
+    c.group = group;
+    c.tile  = 0;
+    if (group == CONSUMERS - 1) /* the round starts */
+        pass_turn(group);
+    for (unsigned item = 0;; item++) {
+        const work &w = work_at(item);
+        barrier_wait(q_full(), filled<1>(item));
+        int tiles = same_for_all(w.tiles);
+        if (tiles < 0)
+            break;
+        c.rows = no_rows();
+#pragma unroll
+        for (int i = 0; i < O_COUNT; i++)
+            c.o[i] = 0.0f;
+        if (tiles > 0)
+            walk(args, w, c, tiles);
+        else
+            release(q_empty());
+        far_rows far = store_result(args, w, c.o, c.rows, group);
+        if ((far.upper | far.lower) & 0x11111111u)
+            redo_far_rows(args, w, w.first_q + 64 * group + threadIdx.x % 128 / 32 * 16, far);
+        release(work_empty(item));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 1) forward_f32_sm90(const __grid_constant__ fa_args args)
+{
+    if (threadIdx.x == 0)
+        start_barriers();
+    __syncthreads(); /* the barriers are set up */
+    if (threadIdx.x < 128) {
+        registers_down<PRODUCER_REGISTERS>();
+        if (threadIdx.x == 0)
+            produce(args);
+    } else {
+        registers_up<CONSUMER_REGISTERS>();
+        consume(args, same_for_all(threadIdx.x / 128 - 1));
+    }
+}

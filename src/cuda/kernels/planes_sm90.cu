@@ -1,0 +1,170 @@
+/* Q, K and V of float32 cut into planes of float16 for forward_f32_sm90.cu (planes_sm90.cuh): a block a tile, first Q's, then K's, then V's. Bound by memory; a tile is read twice, the second
+ * time from L1. Rows that are nobody's become zeros. */
+#include "planes_sm90.cuh"
+#include "rows.cuh"
+
+constexpr int THREADS = 32 * FA_WARPS;
+
+/* Of a row's or tile's numbers: the largest's exponent is at most LARGEST then; the smallest exponent that is told from 0; how far rows of a tile may lie apart. */
+constexpr int LARGEST = 14, SMALLEST = -100, APART = 20;
+
+struct piece {
+    fa_view        view;
+    int            b, head, first;
+    int            begin, end; /* rows that count */
+    int            cols;
+    unsigned char *to;
+};
+
+/* |x| as an integer is in the order of the numbers, Inf and NaN at its end. */
+FA_DEVICE unsigned size_of(float x) { return __float_as_int(x) & 0x7FFFFFFF; }
+FA_DEVICE bool     is_finite_size(unsigned size) { return size < 0x7F800000u; }
+FA_DEVICE int      exponent_of(unsigned size) { return fa_max_int((int)(size >> 23) - 127, SMALLEST); }
+FA_DEVICE float    power_of_two(int e) { return float_of_bits((unsigned)(e + 127) << 23); }
+
+/* Eight columns of the tile's row `row` from `col` on; zeros where there are none. */
+template <class SOURCE> FA_DEVICE void load_eight(float (&x)[8], const piece &p, const SOURCE &rows, int row, int col)
+{
+    int j = p.first + row;
+#pragma unroll
+    for (int e = 0; e < 8; e++)
+        x[e] = 0.0f;
+    if (j < p.begin || j >= p.end)
+        return;
+    const float *from = rows.row(row) + col * p.view.stride[3];
+    if constexpr (FA_ALIGNED) {
+#pragma unroll
+        for (int e = 0; e < 8; e += 4)
+            if (col + e < p.cols)
+                *(float4 *)(x + e) = *(const float4 *)(from + e);
+    } else {
+#pragma unroll
+        for (int e = 0; e < 8; e++)
+            if (col + e < p.cols)
+                x[e] = from[e * p.view.stride[3]];
+    }
+}
+
+/* Of the largest of each row: the tile's, and the smallest that is not 0. */
+struct extremes {
+    unsigned most, least;
+};
+
+template <int ROWS> FA_DEVICE extremes extremes_of(const unsigned *largest)
+{
+    extremes all = {0, ~0u};
+    for (int row = threadIdx.x % 32; row < ROWS; row += 32) {
+        all.most  = max(all.most, largest[row]);
+        all.least = min(all.least, largest[row] - 1u); /* 0 becomes the largest */
+    }
+    for (int step = 16; step > 0; step /= 2) {
+        all.most  = max(all.most, __shfl_xor_sync(0xFFFFFFFFu, all.most, step));
+        all.least = min(all.least, __shfl_xor_sync(0xFFFFFFFFu, all.least, step));
+    }
+    return {all.most, all.least + 1};
+}
+
+/* A tile has an Inf or NaN, or rows too far apart. */
+FA_DEVICE bool is_lost(extremes all) { return all.most > 0 && (!is_finite_size(all.most) || exponent_of(all.most) - exponent_of(all.least) > APART); }
+
+/* BY_ROWS: each row has an exponent of its own. largest: shared memory, a word a row. */
+template <class TILE, int ROWS, int COLS, bool BY_ROWS, class SOURCE> FA_DEVICE void cut(const piece &p, const SOURCE &source, unsigned *largest)
+{
+    constexpr int CHUNKS = held_columns(COLS) / 8, LANES = CHUNKS <= 8 ? 8 : CHUNKS <= 16 ? 16 : 32, AT_ONCE = THREADS / LANES; /* rows */
+    static_assert(ROWS % AT_ONCE == 0, "no lane leaves the others");
+    int lane = threadIdx.x % LANES;
+#pragma unroll 4
+    for (int row = threadIdx.x / LANES; row < ROWS; row += AT_ONCE) {
+        float    x[8];
+        unsigned most = 0;
+        load_eight(x, p, source, row, 8 * lane);
+#pragma unroll
+        for (int e = 0; e < 8; e++)
+            most = max(most, size_of(x[e]));
+        for (int step = LANES / 2; step > 0; step /= 2)
+            most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, step));
+        if (lane == 0)
+            largest[row] = most;
+    }
+    __syncthreads();
+    extremes all  = extremes_of<ROWS>(largest);
+    bool     lost = !BY_ROWS && is_lost(all);
+    float   *note = (float *)(p.to + TILE::BYTES);
+#pragma unroll 4
+    for (int row = threadIdx.x / LANES; row < ROWS && lane < CHUNKS; row += AT_ONCE) {
+        unsigned size   = BY_ROWS ? largest[row] : all.most;
+        bool     counts = is_finite_size(size) && !lost;
+        int      e      = counts ? exponent_of(size) - LARGEST : 0;
+        float    x[8];
+        load_eight(x, p, source, row, 8 * lane);
+        unsigned high[4], low[4];
+#pragma unroll
+        for (int n = 0; n < 8; n += 2)
+            cut_two(high[n / 2], low[n / 2], counts ? x[n] * power_of_two(-e) : 0.0f, counts ? x[n + 1] * power_of_two(-e) : 0.0f);
+        unsigned char *to = p.to + lane / 8 * (ROWS * 128) + row * 128 + ((lane % 8 ^ row % 8) << 4);
+        *(uint4 *)to                 = make_uint4(high[0], high[1], high[2], high[3]);
+        *(uint4 *)(to + TILE::PLANE) = make_uint4(low[0], low[1], low[2], low[3]);
+        if (BY_ROWS && lane == 0)
+            note[row] = counts ? power_of_two(e) : float_of_bits(0x7FC00000u);
+        if (!BY_ROWS && threadIdx.x == 0) {
+            note[0] = power_of_two(e);
+            note[1] = lost ? 1.0f : 0.0f;
+        }
+    }
+}
+
+/* Rows of the tile's keys. */
+FA_DEVICE auto rows_of_keys(const fa_args &args, const piece &p, const sequence &s)
+{
+    const float *data = (const float *)p.view.data + p.head * p.view.stride[2];
+    if constexpr (FA_HAS_PAGED)
+        return rows_of_pages{data, args.page_table + p.b * args.page_row_stride, p.view.stride[0], p.view.stride[1], p.first, args.kv_rows, args.kv_entries, s.rows_k};
+    else
+        return rows_of{data + s.kv_entry * p.view.stride[0] + (fa_i64)(s.kv_row + p.first) * p.view.stride[1], p.view.stride[1]};
+}
+
+FA_DEVICE void cut_queries_of(const fa_args &args, unsigned n, unsigned *largest)
+{
+    piece      p  = {args.q};
+    tile_place at = place_of_queries(args, n % args.all_tiles_q);
+    sequence   s  = sequence_at(args, at.b);
+    p.first       = at.tile * FA_TILE_Q;
+    p.end         = s.seqlen_q;
+    p.cols        = args.head_dim;
+    p.to          = args.q_tiles + (fa_i64)n * cut_queries::APART;
+    if (p.first < 0 || p.first >= p.end)
+        return;
+    const float *data = (const float *)p.view.data + n / args.all_tiles_q * p.view.stride[2] + s.q_entry * p.view.stride[0];
+    cut<cut_queries, FA_TILE_Q, FA_HEAD_DIM, true>(p, rows_of{data + (fa_i64)(s.q_row + p.first) * p.view.stride[1], p.view.stride[1]}, largest);
+}
+
+/* A tile of K or of V. */
+template <class TILE, int COLS> FA_DEVICE void cut_keys_of(const fa_args &args, const fa_view &view, int cols, unsigned char *to, unsigned n, unsigned *largest)
+{
+    piece      p  = {view};
+    tile_place at = place_of_tile<FA_TILE_K>(args.cu_seqlens_k, args.kv_rows, args.tiles_k, args.batch, n % args.all_tiles_k);
+    sequence   s  = sequence_at(args, at.b);
+    p.b           = at.b;
+    p.head        = n / args.all_tiles_k;
+    p.first       = at.tile * FA_TILE_K;
+    p.begin       = s.key_begin;
+    p.end         = s.seqlen_k;
+    p.cols        = cols;
+    p.to          = to + (fa_i64)n * TILE::APART;
+    if (p.first >= 0 && p.first < p.end)
+        cut<TILE, FA_TILE_K, COLS, false>(p, rows_of_keys(args, p, s), largest);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) planes_sm90(const __grid_constant__ fa_args args)
+{
+    __shared__ unsigned largest[FA_TILE_Q > FA_TILE_K ? FA_TILE_Q : FA_TILE_K]; /* of each row */
+    unsigned n = blockIdx.x, of_q = args.all_tiles_q * args.heads_q, of_k = args.all_tiles_k * args.heads_k;
+    if (n == 0 && threadIdx.x == 0 && args.next_item)
+        *args.next_item = 0;
+    if (n < of_q)
+        cut_queries_of(args, n, largest);
+    else if (n < of_q + of_k)
+        cut_keys_of<cut_keys, FA_HEAD_DIM>(args, args.k, args.head_dim, args.k_tiles, n - of_q, largest);
+    else
+        cut_keys_of<cut_values, FA_HEAD_DIM_V>(args, args.v, args.head_dim_v, args.v_turned, n - of_q - of_k, largest);
+}

@@ -1,0 +1,39 @@
+/*
+ * How Hopper's forward for float32 sees Q, K and V: x = 2^e (high + low), two float16 of 11 bits each, which hold 22 of x's 24 bits and a sign more, so that
+ * a product is three of the tensor cores', high high + high low + low high, but for 2^-23 of it (three planes of bfloat16 take six: decisions 0043, 0085).
+ *
+ * float16 has few exponents, so e is chosen where numbers meet: of Q one for each row, of K and V one for each tile of keys, such that the largest is
+ * below 2^15. What is smaller than 2^-17 of that loses bits, all of it at 2^-40. A tile in which a row is smaller than 2^-20 of another, or which has an Inf or
+ * NaN, says so in its note, and the rows that meet it are computed again (far_rows.cuh); so is a row of Q with an Inf or NaN, whose 2^e is NaN.
+ *
+ * A tile in memory is as shared memory is to hold it: panels (panels_sm90.cuh) of `high`, then of `low`, then a note: of Q each row's 2^e, of K and V a tile's and
+ * whether rows are to be computed again (0 or 1). Tiles of a head are neighbours, numbered as in packed_sm90.cuh.
+ */
+#ifndef FA_PLANES_SM90_CUH
+#define FA_PLANES_SM90_CUH
+
+#include "packed_sm90.cuh"
+#include "panels_sm90.cuh"
+
+constexpr int NOTE_FLOATS = 32; /* of K and V: 128 bytes, of which the first 16 are fetched */
+
+template <int ROWS, int COLS, int FLOATS> struct cut_tile {
+    static constexpr int PLANE = ROWS * held_columns(COLS) * 2, BYTES = 2 * PLANE, NOTE = FLOATS * 4, APART = BYTES + NOTE;
+};
+using cut_queries = cut_tile<FA_TILE_Q, FA_HEAD_DIM, FA_TILE_Q>;
+using cut_keys    = cut_tile<FA_TILE_K, FA_HEAD_DIM, NOTE_FLOATS>;
+using cut_values  = cut_tile<FA_TILE_K, FA_HEAD_DIM_V, NOTE_FLOATS>;
+
+/* Two neighbours, no larger than 2^15. */
+FA_DEVICE void cut_two(unsigned &high, unsigned &low, float a, float b)
+{
+    high        = pack_f16(a, b);
+    float2 kept = unpack<FA_F16>(high);
+    low         = pack_f16(a - kept.x, b - kept.y);
+}
+
+/* The number of a sequence's first tile among a head's. */
+FA_DEVICE int first_tile_of_queries(const fa_args &args, int b) { return first_tile<FA_TILE_Q>(args.cu_seqlens_q, args.q_rows, args.tiles_q, b); }
+FA_DEVICE int first_tile_of_keys(const fa_args &args, int b) { return first_tile<FA_TILE_K>(args.cu_seqlens_k, args.kv_rows, args.tiles_k, b); }
+
+#endif

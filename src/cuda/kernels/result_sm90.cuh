@@ -1,0 +1,30 @@
+/* Hopper's forwards: what a consumer's 64 rows leave with. */
+#ifndef FA_RESULT_SM90_CUH
+#define FA_RESULT_SM90_CUH
+
+#include "rare_sm90.cuh"
+#include "softmax_sm90.cuh"
+#include "store_sm90.cuh"
+
+/* O = O / l, LSE = m + log l (lines 12-13); rows that saw nothing: 0 and -inf. Which rows are far. */
+FA_DEVICE far_rows store_result(const fa_args &args, const work &w, const float (&o)[O_COUNT], const row_state &rows, int group)
+{
+    int      first = w.first_q + 64 * group + fragment_row();
+    float    sink_log2 = sink_log2_of(args, w);
+    unsigned far[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        int     i   = first + 8 * h;
+        float   top = rows.max[h] * unit_of(args, w) - (FA_HAS_SOFTCAP ? 0.5f * args.cap_unit : 0.0f);
+        float   sum = quad_sum(rows.sum[h]);
+        row_end end = end_of_row(top - P_LOG2, sum, sink_log2, i >= w.seq.seqlen_q);
+        char   *to  = (char *)args.o.data + offset_of_o(args, w, i) * (FA_DTYPE_O == FA_F32 ? 4 : 2);
+        store_row<FA_DTYPE_O, FA_HEAD_DIM_V>(i < w.seq.rows_q ? to : nullptr, o, h, end.scale * factor_of_o(args, w), args.head_dim_v);
+        if (threadIdx.x % 4 == 0 && i < w.seq.rows_q)
+            store_lse(args, w, i, end.lse);
+        far[h] = __ballot_sync(0xFFFFFFFFu, threadIdx.x % 4 == 1 ? sum != 0.0f : is_far(top) || (rows.lost >> h & 1) || (FP8 && !(unit_of(args, w) > 0.0f)));
+    }
+    return {far[0], far[1]};
+}
+
+#endif
