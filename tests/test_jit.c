@@ -134,6 +134,28 @@ static void the_longest_key_line_fits(void **state)
     assert_true(strlen(line) < sizeof line - 1);
 }
 
+/* ---- texts ---- */
+
+static void built_in_texts_unpack_to_plain_text(void **state)
+{
+    (void)state;
+    int kernels = 0;
+    for (int i = 0; i < fa_num_texts; i++) {
+        char *text = fa_text_unpack(&fa_texts[i]);
+        assert_non_null(text);
+        assert_true(text[0] != '\0');
+        for (const char *at = text; *at; at++)
+            if (*at != '\n' && (*at < ' ' || *at > '~'))
+                fail_msg("%s has a byte %d", fa_texts[i].name, *at);
+        bool header = strstr(fa_texts[i].name, ".cu") == NULL || strstr(fa_texts[i].name, ".cuh") != NULL;
+        if (!header && !strstr(text, "extern \"C\" __global__ void"))
+            fail_msg("%s has no kernel", fa_texts[i].name);
+        kernels += !header;
+        free(text);
+    }
+    assert_in_range(kernels, 1, fa_num_texts);
+}
+
 /* ---- compiling ---- */
 
 static void a_kernel_is_compiled_and_its_report_is_read(void **state)
@@ -455,6 +477,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         TEST(every_field_of_a_key_changes_its_hash_line_and_constants),
         TEST(the_longest_key_line_fits),
+        TEST(built_in_texts_unpack_to_plain_text),
         TEST(a_kernel_is_compiled_and_its_report_is_read),
         TEST(an_edited_kernel_is_used_and_is_another_entry_of_the_cache),
         TEST(an_error_in_a_kernel_is_one_sentence_with_its_line),

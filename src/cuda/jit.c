@@ -52,7 +52,39 @@ static int find_text(const char *name)
     return -1;
 }
 
-static const char *text_at(const fa_jit *jit, int i) { return jit->edited[i] ? jit->edited[i] : fa_texts[i].text; }
+/* Write what packed bytes stand for, or with NULL only count it. Words use only shorter ones, so this ends. */
+static size_t unpack(const unsigned char *const *words, const unsigned char *from, char *to)
+{
+    size_t used = 0;
+    for (unsigned byte; (byte = *from++) != 0;) {
+        if (byte < 128) {
+            if (to)
+                to[used] = (char)byte;
+            used++;
+            continue;
+        }
+        unsigned word = byte - 128;
+        if (word >= FA_SHORT_WORDS)
+            word = FA_SHORT_WORDS + (word - FA_SHORT_WORDS) * FA_SECOND_BYTES + (*from++ - FA_SECOND_BYTE);
+        used += unpack(words, words[word], to ? to + used : NULL);
+    }
+    return used;
+}
+
+char *fa_text_unpack(const fa_text *text)
+{
+    const unsigned char *words[FA_MOST_WORDS], *end = fa_words + fa_words_bytes;
+    int                  count = 0;
+    for (const unsigned char *word = fa_words; word < end; word += strlen((const char *)word) + 1)
+        words[count++] = word;
+    char *plain = malloc(unpack(words, text->packed, NULL) + 1);
+    if (plain)
+        plain[unpack(words, text->packed, plain)] = '\0';
+    return plain;
+}
+
+/* Of texts that need_texts has seen. */
+static const char *text_at(const fa_jit *jit, int i) { return jit->edited[i] ? jit->edited[i] : jit->unpacked[i]; }
 
 static bool is_header(const char *name)
 {
@@ -93,16 +125,30 @@ static flash_attn_status read_edited(fa_jit *jit)
     return FLASH_ATTN_OK;
 }
 
+/* The text of one kernel and all headers, plain. */
+static flash_attn_status need_texts(fa_jit *jit, int main)
+{
+    for (int i = 0; i < fa_num_texts; i++) {
+        if ((i != main && !is_header(fa_texts[i].name)) || text_at(jit, i))
+            continue;
+        jit->unpacked[i] = fa_text_unpack(&fa_texts[i]);
+        if (!jit->unpacked[i])
+            return fa_fail(FLASH_ATTN_NO_MEMORY, "out of host memory for a kernel's text");
+    }
+    return FLASH_ATTN_OK;
+}
+
 flash_attn_status fa_jit_init(fa_jit *jit, const flash_attn_options *options, int driver_version)
 {
-    *jit        = (fa_jit){.cache = -1, .driver_version = driver_version};
-    jit->edited = calloc((size_t)fa_num_texts, sizeof *jit->edited);
+    *jit          = (fa_jit){.cache = -1, .driver_version = driver_version};
+    jit->edited   = calloc((size_t)fa_num_texts, sizeof *jit->edited);
+    jit->unpacked = calloc((size_t)fa_num_texts, sizeof *jit->unpacked);
     if (options && options->nvrtc_path)
         jit->nvrtc_path = strdup(options->nvrtc_path);
     if (options && options->kernel_folder)
         jit->folder = strdup(options->kernel_folder);
-    if (!jit->edited || (options && ((options->nvrtc_path && !jit->nvrtc_path) ||
-                                     (options->kernel_folder && !jit->folder)))) {
+    if (!jit->edited || !jit->unpacked || (options && ((options->nvrtc_path && !jit->nvrtc_path) ||
+                                                       (options->kernel_folder && !jit->folder)))) {
         fa_jit_free(jit);
         return fa_fail(FLASH_ATTN_NO_MEMORY, "out of host memory for a CUDA context");
     }
@@ -115,11 +161,17 @@ flash_attn_status fa_jit_init(fa_jit *jit, const flash_attn_options *options, in
     return FLASH_ATTN_OK;
 }
 
+static void free_texts(char **texts)
+{
+    for (int i = 0; texts && i < fa_num_texts; i++)
+        free(texts[i]);
+    free(texts);
+}
+
 void fa_jit_free(fa_jit *jit)
 {
-    for (int i = 0; jit->edited && i < fa_num_texts; i++)
-        free(jit->edited[i]);
-    free(jit->edited);
+    free_texts(jit->edited);
+    free_texts(jit->unpacked);
     free(jit->nvrtc_path);
     free(jit->folder);
     if (jit->cache >= 0)
@@ -131,14 +183,16 @@ void fa_jit_free(fa_jit *jit)
 
 enum { IDENTITY_BYTES = FA_KEY_LINE_BYTES + 256 };
 
-/* built_by: also the compiler and driver. A folder filled ahead leaves them out: its reader may have no compiler. */
+/* Built-in texts count as they are packed, which with the words says all: who finds the binary on disk unpacks nothing.
+ * built_by: also the compiler and driver. A folder filled ahead leaves them out: its reader may have no compiler. */
 static void identify(const fa_jit *jit, const fa_key *key, bool built_by, char identity[IDENTITY_BYTES])
 {
-    uint64_t hash[2] = {FA_HASH_START, ~FA_HASH_START};
+    uint64_t hash[2] = {fa_hash_bytes(FA_HASH_START, fa_words, fa_words_bytes),
+                        fa_hash_bytes(~FA_HASH_START, fa_words, fa_words_bytes)};
     for (int i = 0; i < fa_num_texts; i++) {
         if (!is_header(fa_texts[i].name) && strcmp(fa_texts[i].name, fa_kernels[key->kernel].file) != 0)
             continue;
-        const char *text = text_at(jit, i);
+        const char *text = jit->edited[i] ? jit->edited[i] : (const char *)fa_texts[i].packed;
         for (int h = 0; h < 2; h++) {
             hash[h] = fa_hash_bytes(hash[h], fa_texts[i].name, strlen(fa_texts[i].name) + 1);
             hash[h] = fa_hash_bytes(hash[h], text, strlen(text) + 1);
@@ -296,6 +350,7 @@ static flash_attn_status compile(fa_jit *jit, const fa_key *key, fa_binary *bina
     int         main = find_text(file);
     if (main < 0)
         return fa_fail(FLASH_ATTN_COMPILE, "kernel text %s is not in this library", file);
+    FA_TRY(need_texts(jit, main));
     size_t constants_bytes = (size_t)fa_key_constants(key, NULL, 0), text_bytes = strlen(text_at(jit, main));
     char  *source  = malloc(constants_bytes + text_bytes + 64);
     const char **headers = calloc(2 * (size_t)fa_num_texts, sizeof *headers), **names = headers + fa_num_texts;

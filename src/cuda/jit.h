@@ -12,12 +12,27 @@
 /* ---- the texts (generated at build from src/cuda/kernels and src/cuda/ladder) ---- */
 
 typedef struct fa_text {
-    const char *name; /* "forward_sm80.cu", "tile.cuh", "mask.h" */
-    const char *text;
+    const char          *name; /* "forward_sm80.cu", "tile.cuh", "mask.h" */
+    const unsigned char *packed;
 } fa_text;
 
 extern const fa_text fa_texts[];
 extern const int     fa_num_texts;
+
+/* Packed text is ASCII and codes of words, which are packed too. Words 0 to FA_SHORT_WORDS - 1 have a code of one byte,
+ * from 128 on; the others of two, the second from FA_SECOND_BYTE on (cmake/embed.cmake). */
+enum {
+    FA_SHORT_WORDS  = 40,
+    FA_SECOND_BYTE  = 11,
+    FA_SECOND_BYTES = 21,
+    FA_MOST_WORDS   = FA_SHORT_WORDS + (128 - FA_SHORT_WORDS) * FA_SECOND_BYTES
+};
+
+extern const unsigned char fa_words[]; /* each with a 0 at its end */
+extern const size_t        fa_words_bytes;
+
+/* As NVRTC gets it. The caller frees it; NULL: out of memory. */
+char *fa_text_unpack(const fa_text *text);
 
 /* ---- keys ---- */
 
@@ -58,6 +73,7 @@ typedef struct fa_jit {
     int      nvrtc_state; /* 0: not tried, 1: loaded */
     char    *nvrtc_path;  /* option; NULL: search */
     char   **edited;      /* [fa_num_texts] from FLASH_ATTN_KERNEL_DIR; NULL entry: the built-in text */
+    char   **unpacked;    /* [fa_num_texts] built-in texts that a compilation needed; NULL entry: not yet */
     char    *folder;      /* of cubins built ahead; NULL: none */
     int      cache;       /* descriptor of the private folder; -1: memory only */
     int      driver_version; /* part of the cache's key; 0 without a driver */
