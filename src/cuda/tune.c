@@ -177,6 +177,7 @@ const fa_tune_row fa_tune_rows[] = {
     /* float32 is two planes of float16, three products for one */
     {90, 90, FA_KERNEL_FORWARD_F32_SM90, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_PLANES, 0, 128, 128, 12, 2, 1, 0, 0, "two consumers; 161 KB of shared memory (decision 0085)"},
     {90, 90, FA_KERNEL_FORWARD_F32_SM90, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_PLANES, 0, 128, 64, 12, 2, 1, 0, 0, "two consumers; 193 KB of shared memory (decision 0085)"},
+    {90, 90, FA_KERNEL_FORWARD_F32_SM90, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_PLANES, 0, 128, 32, 12, 2, 1, 0, 0, "keys for which Q leaves memory: two stages of K, at 256 one of V (decision 0085)"},
 
     /* float32 is three planes of bfloat16, six products for one: three times the memory of a tile */
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_ANY, 256, 64, 32, 4, 1, 1, 0, 0, "48 KB of shared memory"},
@@ -254,11 +255,11 @@ static bool takes_few(const fa_tune_row *row, const fa_call *call, const fa_key 
            fa_map_fits(&call->v) && takes_packed(row, call, key);
 }
 
-/* What forward_f32_sm90 asks for: any strides and pages, for planes_sm90 reads them. A softcap's way through an exponential leaves too large an error for float32. */
+/* What forward_f32_sm90 asks for; pages may be of any size, for planes_sm90 reads them. A softcap's way through an exponential leaves too large an error for float32. */
 static bool takes_planes(const fa_call *call, const fa_key *key)
 {
     enum { SPLIT_QUERIES = 128 };
-    return call->max_seqlen_q > SPLIT_QUERIES && call->num_splits <= 1 && call->scale > 0 && !(key->has_softcap || key->has_bias || key->has_dropout || key->has_slices);
+    return key->aligned && call->o.dtype == FLASH_ATTN_F32 && call->max_seqlen_q > SPLIT_QUERIES && call->num_splits <= 1 && call->scale > 0 && !(key->has_softcap || key->has_bias || key->has_dropout || key->has_slices);
 }
 
 /* What forward_latent_sm90 asks for besides: V is the first columns of K's rows, of which there are more than 256. */

@@ -185,7 +185,7 @@ constexpr int PRODUCT_TYPE = FA_DTYPE == FA_F8E4M3 ? EMULATOR_E4M3 : FA_DTYPE ==
 template <int B_DOWN = 0, int A_DOWN = 0, int COUNT>
 FA_DEVICE void wgmma_shared(float (&c)[COUNT], matrix a, matrix b, int add)
 {
-    static_assert(COUNT == 12 || COUNT == 24 || COUNT == 32 || COUNT == 40 || COUNT == 48 || COUNT == 56 || COUNT == 64 || COUNT == 96 || COUNT == 128,
+    static_assert(COUNT == 12 || COUNT == 16 || COUNT == 24 || COUNT == 32 || COUNT == 40 || COUNT == 48 || COUNT == 56 || COUNT == 64 || COUNT == 96 || COUNT == 128,
                   "no such WGMMA here");
     const emulator_product product = {c, COUNT, PRODUCT_TYPE, add, nullptr, a.word(), b.word(), A_DOWN, B_DOWN};
     emulator.hopper->wgmma(&product);

@@ -12,7 +12,7 @@
  * P V of a tile has accumulators of its own: tensor cores cut off what they add up, which over a long sequence would add up too (decision 0043), and each tile of V has
  * an exponent of its own. Small products come before large ones for the same reason.
  *
- * Shared memory: Q, FA_STAGES tiles of K and of V, their notes, barriers, works.
+ * Shared memory: Q, K_STAGES tiles of K, V_STAGES of V, their notes, barriers, works.
  */
 #include "planes_sm90.cuh"
 #include "result_sm90.cuh"
@@ -25,9 +25,11 @@ static_assert(FA_DTYPE == FA_F32 && FA_HEAD_DIM % 32 == 0 && FA_HEAD_DIM_V % 32 
 /* Columns of P V that have accumulators at the same time. */
 constexpr int PV_COLS = FA_HEAD_DIM_V <= 128 ? FA_HEAD_DIM_V : 64, PV_COUNT = PV_COLS / 2, PV_PARTS = FA_HEAD_DIM_V / PV_COLS;
 
-constexpr int K_AT = cut_queries::BYTES, V_AT = K_AT + FA_STAGES * cut_keys::BYTES, NOTES_AT = V_AT + FA_STAGES * cut_values::BYTES;
-constexpr int KEY_NOTE = 16, BARRIERS_AT = NOTES_AT + cut_queries::NOTE + 2 * FA_STAGES * KEY_NOTE; /* of a tile of K or V */
-constexpr int BARRIERS = 2 + WORKS + 4 * FA_STAGES, WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
+/* V has one stage less where there is no memory: it is wanted half a turn later. */
+constexpr int K_STAGES = FA_STAGES, V_STAGES = FA_STAGES - (cut_queries::BYTES + FA_STAGES * (cut_keys::BYTES + cut_values::BYTES) > 225 * 1024);
+constexpr int K_AT = cut_queries::BYTES, V_AT = K_AT + K_STAGES * cut_keys::BYTES, NOTES_AT = V_AT + V_STAGES * cut_values::BYTES;
+constexpr int KEY_NOTE = 16, BARRIERS_AT = NOTES_AT + cut_queries::NOTE + (K_STAGES + V_STAGES) * KEY_NOTE; /* of a tile of K or V */
+constexpr int BARRIERS = 2 + WORKS + 2 * (K_STAGES + V_STAGES), WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
 
 extern "C" __constant__ int fa_shared_bytes = WORKS_AT + WORKS * (int)sizeof(work);
 extern __shared__ __align__(1024) char shared[];
@@ -40,10 +42,10 @@ FA_DEVICE unsigned barrier_at(int number) { return shared_address(shared) + BARR
 FA_DEVICE unsigned q_full() { return barrier_at(0); } /* the work is known too */
 FA_DEVICE unsigned q_empty() { return barrier_at(1); }
 FA_DEVICE unsigned work_empty(unsigned n) { return barrier_at(2 + n % WORKS); }
-FA_DEVICE unsigned k_full(unsigned n) { return barrier_at(2 + WORKS + n % FA_STAGES); }
-FA_DEVICE unsigned k_empty(unsigned n) { return k_full(n) + 8 * FA_STAGES; }
-FA_DEVICE unsigned v_full(unsigned n) { return k_full(n) + 16 * FA_STAGES; }
-FA_DEVICE unsigned v_empty(unsigned n) { return k_full(n) + 24 * FA_STAGES; }
+FA_DEVICE unsigned k_full(unsigned n) { return barrier_at(2 + WORKS + n % K_STAGES); }
+FA_DEVICE unsigned k_empty(unsigned n) { return k_full(n) + 8 * K_STAGES; }
+FA_DEVICE unsigned v_full(unsigned n) { return barrier_at(2 + WORKS + 2 * K_STAGES + n % V_STAGES); }
+FA_DEVICE unsigned v_empty(unsigned n) { return v_full(n) + 8 * V_STAGES; }
 
 FA_DEVICE void start_barriers()
 {
@@ -51,20 +53,22 @@ FA_DEVICE void start_barriers()
     barrier_init(q_empty(), 4 * CONSUMERS);
     for (int n = 0; n < WORKS; n++)
         barrier_init(work_empty(n), 4 * CONSUMERS);
-    for (int n = 0; n < FA_STAGES; n++) {
+    for (int n = 0; n < K_STAGES; n++) {
         barrier_init(k_full(n), 1);
         barrier_init(k_empty(n), 4 * CONSUMERS);
+    }
+    for (int n = 0; n < V_STAGES; n++) {
         barrier_init(v_full(n), 1);
         barrier_init(v_empty(n), 4 * CONSUMERS);
     }
     barrier_init_done();
 }
 
-FA_DEVICE unsigned k_tile(unsigned n) { return shared_address(shared) + K_AT + n % FA_STAGES * cut_keys::BYTES; }
-FA_DEVICE unsigned v_tile(unsigned n) { return shared_address(shared) + V_AT + n % FA_STAGES * cut_values::BYTES; }
+FA_DEVICE unsigned k_tile(unsigned n) { return shared_address(shared) + K_AT + n % K_STAGES * cut_keys::BYTES; }
+FA_DEVICE unsigned v_tile(unsigned n) { return shared_address(shared) + V_AT + n % V_STAGES * cut_values::BYTES; }
 FA_DEVICE const float *q_note() { return (const float *)(shared + NOTES_AT); }
-FA_DEVICE const float *k_note(unsigned n) { return (const float *)(shared + NOTES_AT + cut_queries::NOTE + n % FA_STAGES * KEY_NOTE); }
-FA_DEVICE const float *v_note(unsigned n) { return k_note(n) + FA_STAGES * KEY_NOTE / 4; }
+FA_DEVICE const float *k_note(unsigned n) { return (const float *)(shared + NOTES_AT + cut_queries::NOTE + n % K_STAGES * KEY_NOTE); }
+FA_DEVICE const float *v_note(unsigned n) { return (const float *)(shared + NOTES_AT + cut_queries::NOTE + (K_STAGES + n % V_STAGES) * KEY_NOTE); }
 
 #include "scores_sm90.cuh"
 
@@ -83,6 +87,7 @@ FA_DEVICE void produce(const fa_args &args)
 {
     unsigned n    = 0; /* tiles of keys asked for */
     bool     some = true;
+    wait_for_launch_before(); /* planes_sm90; what consumers do comes behind what they get from here */
     for (unsigned item = 0; some; item++) {
         work &w = work_at(item);
         barrier_wait(work_empty(item), freed<WORKS>(item));
@@ -95,9 +100,9 @@ FA_DEVICE void produce(const fa_args &args)
         fa_i64 q_tiles = (fa_i64)w.head * args.all_tiles_q + first_tile_of_queries(args, w.b), k_tiles = (fa_i64)w.kv_head * args.all_tiles_k + first_tile_of_keys(args, w.b);
         fetch<cut_queries>(shared_address(shared), q_note(), cut_queries::NOTE, args.q_tiles, q_tiles + w.first_q / FA_TILE_Q, q_full());
         for (int left = w.tiles, next = w.right; left > 0; left--, next--, n++) {
-            barrier_wait(k_empty(n), freed<FA_STAGES>(n));
+            barrier_wait(k_empty(n), freed<K_STAGES>(n));
             fetch<cut_keys>(k_tile(n), k_note(n), KEY_NOTE, args.k_tiles, k_tiles + next, k_full(n));
-            barrier_wait(v_empty(n), freed<FA_STAGES>(n));
+            barrier_wait(v_empty(n), freed<V_STAGES>(n));
             fetch<cut_values>(v_tile(n), v_note(n), KEY_NOTE, args.v_turned, k_tiles + next, v_full(n));
         }
     }
@@ -121,7 +126,7 @@ FA_DEVICE void pass_turn(int group) { named_arrive(1 + (group + 1) % CONSUMERS, 
 FA_DEVICE void start_cut_scores(float (&s)[S_COUNT], const consumer &c, unsigned tile)
 {
     matrix q = matrix_of(shared_address(shared) + c.group * (64 * 128), 0), k = matrix_of(k_tile(tile), 0);
-    barrier_wait(k_full(tile), filled<FA_STAGES>(tile));
+    barrier_wait(k_full(tile), filled<K_STAGES>(tile));
     hold(s);
     wgmma_fence();
 #pragma unroll
@@ -177,7 +182,7 @@ template <bool NEXT> FA_DEVICE void step(const fa_args &args, const work &w, con
     float pv[PV_COUNT];
     softmax_of_tile(args, w, c, s, n);
     await_turn(c.group);
-    barrier_wait(v_full(c.tile), filled<FA_STAGES>(c.tile));
+    barrier_wait(v_full(c.tile), filled<V_STAGES>(c.tile));
     float v_unit = v_note(c.tile)[0];
     if (v_note(c.tile)[1] != 0.0f)
         c.rows.lost = 3;
@@ -208,11 +213,11 @@ template <bool NEXT> FA_DEVICE void step(const fa_args &args, const work &w, con
 /* A step without work: only its stages and its turn are passed on. */
 FA_DEVICE void blind_step(consumer &c)
 {
-    barrier_wait(k_full(c.tile), filled<FA_STAGES>(c.tile));
+    barrier_wait(k_full(c.tile), filled<K_STAGES>(c.tile));
     release(k_empty(c.tile));
     await_turn(c.group);
     pass_turn(c.group);
-    barrier_wait(v_full(c.tile), filled<FA_STAGES>(c.tile));
+    barrier_wait(v_full(c.tile), filled<V_STAGES>(c.tile));
     release(v_empty(c.tile));
     c.tile++;
 }

@@ -1,5 +1,5 @@
-/* Q, K and V of float32 cut into planes of float16 for forward_f32_sm90.cu (planes_sm90.cuh): a block a tile, first Q's, then K's, then V's. Bound by memory; a tile is read twice, the second
- * time from L1. Rows that are nobody's become zeros. */
+/* Q, K and V of float32 cut into planes of float16 for forward_f32_sm90.cu (planes_sm90.cuh): a block a tile, first Q's, then K's, then V's. Bound by memory. Rows are
+ * aligned; those that are nobody's become zeros. */
 #include "planes_sm90.cuh"
 #include "rows.cuh"
 
@@ -25,24 +25,10 @@ FA_DEVICE float    power_of_two(int e) { return float_of_bits((unsigned)(e + 127
 /* Eight columns of the tile's row `row` from `col` on; zeros where there are none. */
 template <class SOURCE> FA_DEVICE void load_eight(float (&x)[8], const piece &p, const SOURCE &rows, int row, int col)
 {
-    int j = p.first + row;
+    bool counts = p.first + row >= p.begin && p.first + row < p.end;
 #pragma unroll
-    for (int e = 0; e < 8; e++)
-        x[e] = 0.0f;
-    if (j < p.begin || j >= p.end)
-        return;
-    const float *from = rows.row(row) + col * p.view.stride[3];
-    if constexpr (FA_ALIGNED) {
-#pragma unroll
-        for (int e = 0; e < 8; e += 4)
-            if (col + e < p.cols)
-                *(float4 *)(x + e) = *(const float4 *)(from + e);
-    } else {
-#pragma unroll
-        for (int e = 0; e < 8; e++)
-            if (col + e < p.cols)
-                x[e] = from[e * p.view.stride[3]];
-    }
+    for (int e = 0; e < 8; e += 4)
+        *(float4 *)(x + e) = counts && col + e < p.cols ? *(const float4 *)(rows.row(row) + col + e) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
 /* Of the largest of each row: the tile's, and the smallest that is not 0. */
@@ -67,48 +53,61 @@ template <int ROWS> FA_DEVICE extremes extremes_of(const unsigned *largest)
 /* A tile has an Inf or NaN, or rows too far apart. */
 FA_DEVICE bool is_lost(extremes all) { return all.most > 0 && (!is_finite_size(all.most) || exponent_of(all.most) - exponent_of(all.least) > APART); }
 
-/* BY_ROWS: each row has an exponent of its own. largest: shared memory, a word a row. */
+/* A tile. BY_ROWS: each row has an exponent of its own. largest: shared memory, a word a row. */
 template <class TILE, int ROWS, int COLS, bool BY_ROWS, class SOURCE> FA_DEVICE void cut(const piece &p, const SOURCE &source, unsigned *largest)
 {
     constexpr int CHUNKS = held_columns(COLS) / 8, LANES = CHUNKS <= 8 ? 8 : CHUNKS <= 16 ? 16 : 32, AT_ONCE = THREADS / LANES; /* rows */
-    static_assert(ROWS % AT_ONCE == 0, "no lane leaves the others");
-    int lane = threadIdx.x % LANES;
-#pragma unroll 4
-    for (int row = threadIdx.x / LANES; row < ROWS; row += AT_ONCE) {
-        float    x[8];
-        unsigned most = 0;
-        load_eight(x, p, source, row, 8 * lane);
+    constexpr int HELD = BY_ROWS ? 4 : ROWS / AT_ONCE; /* of a thread's rows in registers, in which the others' maxima are waited for */
+    static_assert(ROWS % (HELD * AT_ONCE) == 0, "no lane leaves the others");
+    int    lane = threadIdx.x % LANES;
+    float *note = (float *)(p.to + TILE::BYTES);
+#pragma unroll 1
+    for (int first = threadIdx.x / LANES; first < ROWS; first += HELD * AT_ONCE) {
+        float    x[HELD][8];
+        unsigned most[HELD];
 #pragma unroll
-        for (int e = 0; e < 8; e++)
-            most = max(most, size_of(x[e]));
-        for (int step = LANES / 2; step > 0; step /= 2)
-            most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, step));
-        if (lane == 0)
-            largest[row] = most;
-    }
-    __syncthreads();
-    extremes all  = extremes_of<ROWS>(largest);
-    bool     lost = !BY_ROWS && is_lost(all);
-    float   *note = (float *)(p.to + TILE::BYTES);
-#pragma unroll 4
-    for (int row = threadIdx.x / LANES; row < ROWS && lane < CHUNKS; row += AT_ONCE) {
-        unsigned size   = BY_ROWS ? largest[row] : all.most;
-        bool     counts = is_finite_size(size) && !lost;
-        int      e      = counts ? exponent_of(size) - LARGEST : 0;
-        float    x[8];
-        load_eight(x, p, source, row, 8 * lane);
-        unsigned high[4], low[4];
+        for (int n = 0; n < HELD; n++)
+            load_eight(x[n], p, source, first + n * AT_ONCE, 8 * lane);
 #pragma unroll
-        for (int n = 0; n < 8; n += 2)
-            cut_two(high[n / 2], low[n / 2], counts ? x[n] * power_of_two(-e) : 0.0f, counts ? x[n + 1] * power_of_two(-e) : 0.0f);
-        unsigned char *to = p.to + lane / 8 * (ROWS * 128) + row * 128 + ((lane % 8 ^ row % 8) << 4);
-        *(uint4 *)to                 = make_uint4(high[0], high[1], high[2], high[3]);
-        *(uint4 *)(to + TILE::PLANE) = make_uint4(low[0], low[1], low[2], low[3]);
-        if (BY_ROWS && lane == 0)
-            note[row] = counts ? power_of_two(e) : float_of_bits(0x7FC00000u);
-        if (!BY_ROWS && threadIdx.x == 0) {
-            note[0] = power_of_two(e);
-            note[1] = lost ? 1.0f : 0.0f;
+        for (int n = 0; n < HELD; n++) {
+            most[n] = 0;
+#pragma unroll
+            for (int e = 0; e < 8; e++)
+                most[n] = max(most[n], size_of(x[n][e]));
+            for (int step = LANES / 2; step > 0; step /= 2)
+                most[n] = max(most[n], __shfl_xor_sync(0xFFFFFFFFu, most[n], step));
+            if (!BY_ROWS && lane == 0)
+                largest[first + n * AT_ONCE] = most[n];
+        }
+        bool lost = false;
+        if constexpr (!BY_ROWS) {
+            __syncthreads();
+            extremes all = extremes_of<ROWS>(largest);
+            lost         = is_lost(all);
+#pragma unroll
+            for (int n = 0; n < HELD; n++)
+                most[n] = all.most;
+        }
+#pragma unroll
+        for (int n = 0; n < HELD; n++) {
+            int      row    = first + n * AT_ONCE;
+            bool     counts = is_finite_size(most[n]) && !lost;
+            int      e      = counts ? exponent_of(most[n]) - LARGEST : 0;
+            unsigned high[4], low[4];
+#pragma unroll
+            for (int i = 0; i < 8; i += 2)
+                cut_two(high[i / 2], low[i / 2], counts ? x[n][i] * power_of_two(-e) : 0.0f, counts ? x[n][i + 1] * power_of_two(-e) : 0.0f);
+            unsigned char *to = p.to + lane / 8 * (ROWS * 128) + row * 128 + ((lane % 8 ^ row % 8) << 4);
+            if (lane < CHUNKS) {
+                *(uint4 *)to                 = make_uint4(high[0], high[1], high[2], high[3]);
+                *(uint4 *)(to + TILE::PLANE) = make_uint4(low[0], low[1], low[2], low[3]);
+            }
+            if (BY_ROWS && lane == 0)
+                note[row] = counts ? power_of_two(e) : float_of_bits(0x7FC00000u);
+            if (!BY_ROWS && threadIdx.x == 0 && n == 0) {
+                note[0] = power_of_two(e);
+                note[1] = lost ? 1.0f : 0.0f;
+            }
         }
     }
 }
@@ -158,6 +157,7 @@ template <class TILE, int COLS> FA_DEVICE void cut_keys_of(const fa_args &args, 
 extern "C" __global__ void __launch_bounds__(THREADS) planes_sm90(const __grid_constant__ fa_args args)
 {
     __shared__ unsigned largest[FA_TILE_Q > FA_TILE_K ? FA_TILE_Q : FA_TILE_K]; /* of each row */
+    let_next_launch_begin();
     unsigned n = blockIdx.x, of_q = args.all_tiles_q * args.heads_q, of_k = args.all_tiles_k * args.heads_k;
     if (n == 0 && threadIdx.x == 0 && args.next_item)
         *args.next_item = 0;

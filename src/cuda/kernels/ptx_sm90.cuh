@@ -316,11 +316,12 @@ template <int A, int B> FA_DEVICE void hold(unsigned (&r)[A][B])
 #define FA_WGMMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 "
 #endif
 
-/* Operand lists: 12, 24, 32, 40, 48, 56, 64, 96, 128 accumulators. */
+/* Operand lists: 12, 16, 24, 32, 40, 48, 56, 64, 96, 128 accumulators. */
 #define FA_O8(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
 #define FA_O32(c, i) FA_O8(c, i), FA_O8(c, i + 8), FA_O8(c, i + 16), FA_O8(c, i + 24)
 #define FA_O24(c, i) FA_O8(c, i), FA_O8(c, i + 8), FA_O8(c, i + 16)
 #define FA_N12 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11"
+#define FA_N16 FA_N12 ", %12, %13, %14, %15"
 #define FA_N24 FA_N12 ", %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
 #define FA_N32 FA_N24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define FA_N40 FA_N32 ", %32, %33, %34, %35, %36, %37, %38, %39"
@@ -338,10 +339,14 @@ template <int A, int B> FA_DEVICE void hold(unsigned (&r)[A][B])
  * warpgroup holds rows 16 w + g (c[4 j], c[4 j + 1]) and 16 w + g + 8 (c[4 j + 2], c[4 j + 3]), columns 8 j + 2 t, + 1. */
 template <int B_DOWN = 0, int A_DOWN = 0, int COUNT> FA_DEVICE void wgmma_shared(float (&c)[COUNT], matrix a, matrix b, int add)
 {
-    static_assert(COUNT == 12 || COUNT == 24 || COUNT == 32 || COUNT == 40 || COUNT == 48 || COUNT == 56 || COUNT == 64 || COUNT == 96 || COUNT == 128, "no such WGMMA here");
+    static_assert(COUNT == 12 || COUNT == 16 || COUNT == 24 || COUNT == 32 || COUNT == 40 || COUNT == 48 || COUNT == 56 || COUNT == 64 || COUNT == 96 || COUNT == 128, "no such WGMMA here");
     if constexpr (COUNT == 12)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %14, 0; " FA_WGMMA(24) "{" FA_N12 "}, %12, %13, p, 1, 1" FA_TURNED("%16, %15") "; }"
                      : FA_O8(c, 0), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11])
+                     : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN), "n"(A_DOWN));
+    else if constexpr (COUNT == 16)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %18, 0; " FA_WGMMA(32) "{" FA_N16 "}, %16, %17, p, 1, 1" FA_TURNED("%20, %19") "; }"
+                     : FA_O8(c, 0), FA_O8(c, 8)
                      : "l"(a.word()), "l"(b.word()), "r"(add), "n"(B_DOWN), "n"(A_DOWN));
     else if constexpr (COUNT == 24)
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %26, 0; " FA_WGMMA(48) "{" FA_N24 "}, %24, %25, p, 1, 1" FA_TURNED("%28, %27") "; }"

@@ -12,7 +12,7 @@ template <int DTYPE, int COLS, int COUNT> FA_DEVICE void store_row(char *to, con
 #pragma unroll
     for (int j = 0; j < COLS / 8; j += DTYPE == FA_F32 ? 1 : 4) {
         if constexpr (DTYPE == FA_F32) {
-            if (to && 8 * j < cols)
+            if (to && 8 * j + (FA_DTYPE == FA_F32 ? 2 * lane : 0) < cols) /* of 16 bits rows are a multiple of eight */
                 *(float2 *)(to + (8 * j + 2 * lane) * 4) =
                     scale == 0.0f ? make_float2(0.0f, 0.0f) : make_float2(o[4 * j + 2 * h] * scale, o[4 * j + 2 * h + 1] * scale);
         } else {

@@ -1,0 +1,207 @@
+/* Hopper's own forward in float32 (planes of float16) against the reference, by its name, so that nothing else can answer; skipped, with the reason, where there is no GPU of
+ * compute capability 9.0. */
+#include "case_gpu.h"
+#include "harness.h"
+#include "sm90_shapes.h"
+
+#include <math.h>
+#include <string.h>
+
+static const case_memory  *memory;
+static const case_gpu     *gpu;
+static flash_attn_context *context;
+static char                why_not[300];
+static int                 part, parts = 1;
+static const char         *only_shapes = ""; /* whose names hold this */
+
+/* Softcap, bias and dropout are left to the portable kernel, and so are rows that are not aligned. */
+static bool is_taken(const test_case *shape)
+{
+    return !shape->softcap && !shape->bias && !shape->dropout && shape->head_dim % 4 == 0 && shape->head_dim_v % 4 == 0;
+}
+
+/* Columns of a row whose number is no multiple of eight, pages that are no multiple of anything, and all that forward_sm90 is held to. */
+static const test_case own[] = {
+    {.name = "36 and 44 columns", .batch = 2, .seqlen_q = 300, .seqlen_k = 333, .heads_q = 2, .head_dim = 36, .head_dim_v = 44, .mask = C},
+    {.name = "132 and 4 columns", .seqlen_q = 200, .seqlen_k = 300, .head_dim = 132, .head_dim_v = 4},
+    {.name = "pages of 7", .batch = 3, .seqlen_q = 200, .seqlen_k = 343, .heads_q = 4, .heads_k = 2, .page_size = 7, .seqused_k = LENGTHS_MIXED, .mask = C},
+    {.name = "pages of 300, ALiBi", .batch = 2, .seqlen_q = 200, .seqlen_k = 600, .page_size = 300, .alibi = true, .seqused_k = LENGTHS_MIXED, .head_dim = 64},
+    {.name = "cache, left padding, window", .batch = 4, .seqlen_q = 200, .seqlen_k = 400, .leftpad = true, .mask = W, .window_left = 150, .window_right = 3, .head_dim = 128},
+};
+
+/* Skipped counts as failed: the kernel is for all of these. */
+static int run_shape(test_case shape)
+{
+    char why[300];
+    shape.group             = "f32";
+    case_instance *instance = case_build(&shape, FLASH_ATTN_F32, 0, 1, why, sizeof why);
+    if (!instance)
+        fail_msg("%s: %s", shape.name, why);
+    case_device device = {.context = context, .device = {.type = FLASH_ATTN_CUDA}, .memory = memory};
+    case_result result = case_run(instance, &device);
+    if (result.verdict != CASE_PASSED) {
+        printf("  FAILED %s, head_dim %d: %s\n", shape.name, shape.head_dim, result.reason);
+        fflush(stdout);
+    }
+    case_free(instance);
+    return result.verdict != CASE_PASSED;
+}
+
+static int run_shapes(const test_case *all, int count, int *turn)
+{
+    int failed = 0;
+    for (int n = 0; n < count; n++)
+        for (int d = 64; d <= 256; d *= 2) {
+            test_case shape = all[n];
+            if (!strstr(shape.name, only_shapes) || !is_taken(&shape) || (shape.head_dim && d > 64) || (*turn)++ % parts != part)
+                continue;
+            if (!shape.head_dim)
+                shape.head_dim = d;
+            failed += run_shape(shape);
+        }
+    return failed;
+}
+
+static void every_shape_is_right(void **state)
+{
+    (void)state;
+    skip_unless(context != NULL, why_not);
+    int turn = 0, failed = run_shapes(own, sizeof own / sizeof *own, &turn);
+    assert_int_equal(failed + run_shapes(shapes, sizeof shapes / sizeof *shapes, &turn), 0);
+}
+
+/* ---- numbers of all sizes: each row of O as exact as if it were alone ---- */
+
+enum { LENGTH = 300, COLUMNS = 64, COUNT = LENGTH * COLUMNS };
+
+static float   host[4 * COUNT], lse[LENGTH], got[COUNT], got_lse[LENGTH];
+static float  *q = host, *k = host + COUNT, *v = host + 2 * COUNT, *o = host + 3 * COUNT;
+
+static void fill(uint32_t random)
+{
+    for (int i = 0; i < 3 * COUNT; i++) {
+        random  = random * 1664525u + 1013904223u;
+        host[i] = (float)(int32_t)random * 0x1p-31f;
+    }
+}
+
+static void scale_row(float *at, int row, float by)
+{
+    for (int c = 0; c < COLUMNS; c++)
+        at[row * COLUMNS + c] *= by;
+}
+
+static flash_attn_problem problem_at(void *at, float *its_lse, flash_attn_mask mask, flash_attn_device_type type)
+{
+    flash_attn_problem p = {.mask = mask, .device.type = type, .lse = {its_lse, FLASH_ATTN_F32, 0, {1, 1, LENGTH, 1}, {LENGTH, LENGTH, 1, 1}}};
+    flash_attn_tensor *all[] = {&p.q, &p.k, &p.v, &p.o};
+    for (int n = 0; n < 4; n++)
+        *all[n] = (flash_attn_tensor){(float *)at + n * COUNT, FLASH_ATTN_F32, 0, {1, LENGTH, 1, COLUMNS}, {COUNT, COLUMNS, COLUMNS, 1}};
+    return p;
+}
+
+/* Each row within a share of its own largest number; NaN and Inf where the reference has them. */
+static void expect_rows(const char *what, flash_attn_mask mask)
+{
+    char *device = gpu->alloc(sizeof host + sizeof lse);
+    assert_non_null(device);
+    flash_attn_problem want = problem_at(host, lse, mask, FLASH_ATTN_REFERENCE), p = problem_at(device, (float *)(device + sizeof host), mask, FLASH_ATTN_CUDA);
+    memset(o, 0x55, COUNT * sizeof *o);
+    assert_true(gpu->to_device(device, host, sizeof host));
+    expect_ok(flash_attn_forward(NULL, &want, NULL));
+    expect_ok(flash_attn_forward(context, &p, NULL));
+    assert_true(gpu->to_host(got, device + 3 * COUNT * sizeof *o, sizeof got) && gpu->to_host(got_lse, device + sizeof host, sizeof got_lse));
+    gpu->free(device);
+    for (int i = 0; i < LENGTH; i++) {
+        float most = 0;
+        for (int c = 0; c < COLUMNS; c++)
+            most = fmaxf(most, isfinite(o[i * COLUMNS + c]) ? fabsf(o[i * COLUMNS + c]) : 0);
+        for (int c = 0; c < COLUMNS; c++) {
+            float x = got[i * COLUMNS + c], expected = o[i * COLUMNS + c];
+            bool  same = isnan(expected) ? isnan(x) : isinf(expected) ? x == expected : fabsf(x - expected) <= 1e-5f * most;
+            if (!same)
+                fail_msg("%s, mask %d, row %d, column %d: %g, expected %g", what, (int)mask, i, c, (double)x, (double)expected);
+        }
+        bool same = isnan(lse[i]) ? isnan(got_lse[i]) : got_lse[i] == lse[i] || fabsf(got_lse[i] - lse[i]) <= 1e-5f * fmaxf(1, fabsf(lse[i]));
+        if (!same)
+            fail_msg("%s, mask %d, LSE of row %d: %g, expected %g", what, (int)mask, i, (double)got_lse[i], (double)lse[i]);
+    }
+}
+
+static void rows_of_all_sizes_are_exact(void **state)
+{
+    (void)state;
+    skip_unless(context != NULL, why_not);
+    fill(3);
+    for (int i = 0; i < LENGTH; i++) {
+        scale_row(q, i, ldexpf(1, 3 - i % 40)); /* each has an exponent of its own */
+        scale_row(v, i, ldexpf(1, -(i % 18)));  /* as far apart as a tile may have them */
+    }
+    for (int n = 0; n < 2; n++)
+        expect_rows("small apart", n ? FLASH_ATTN_CAUSAL : FLASH_ATTN_NONE);
+    fill(4);
+    for (int i = 0; i < 2 * COUNT; i++)
+        host[COUNT + i] *= 0x1p-90f; /* all of K and V small, and Q as large */
+    for (int i = 0; i < COUNT; i++)
+        q[i] *= 0x1p92f;
+    expect_rows("small K and V", FLASH_ATTN_NONE);
+    fill(5);
+    for (int i = 0; i < COUNT; i++)
+        v[i] *= 0x1p100f;
+    expect_rows("large V", FLASH_ATTN_CAUSAL);
+}
+
+/* What a query does not see may be as large as it likes, or not be a number. */
+static void hidden_keys_spoil_nothing(void **state)
+{
+    (void)state;
+    skip_unless(context != NULL, why_not);
+    static const float sizes[] = {1e30f, NAN, INFINITY};
+    for (int n = 0; n < 6; n++) {
+        fill(6);
+        for (int row = 40; row < LENGTH; row += 100)
+            scale_row(n % 2 ? k : v, row, sizes[n / 2]);
+        expect_rows(n % 2 ? "hidden keys" : "hidden values", FLASH_ATTN_CAUSAL);
+    }
+}
+
+static void nonfinite_queries_stay_in_their_rows(void **state)
+{
+    (void)state;
+    skip_unless(context != NULL, why_not);
+    fill(7);
+    q[10 * COLUMNS + 3] = NAN;
+    q[77 * COLUMNS]     = INFINITY;
+    q[299 * COLUMNS]    = -INFINITY;
+    for (int i = 0; i < LENGTH; i++)
+        k[i * COLUMNS] = 1; /* scores of row 77 are Inf, of row 299 -Inf */
+    expect_rows("queries", FLASH_ATTN_NONE);
+    expect_rows("queries", FLASH_ATTN_CAUSAL);
+}
+
+/* --part N/PARTS: each PARTS-th shape from the N-th (0 is the first) on. --shapes TEXT: those whose names hold it. Another argument: only tests of such a name. */
+int main(int argc, char **argv)
+{
+    for (int n = 1; n < argc; n++)
+        if (strcmp(argv[n], "--part") == 0 && n + 1 < argc) {
+            if (sscanf(argv[++n], "%d/%d", &part, &parts) != 2 || part < 0 || part >= parts)
+                return 2;
+        } else if (strcmp(argv[n], "--shapes") == 0 && n + 1 < argc)
+            only_shapes = argv[++n];
+        else
+            cmocka_set_test_filter(argv[n]);
+    memory = case_gpu_memory(0, why_not, sizeof why_not);
+    if (memory) {
+        gpu     = case_gpu_get();
+        context = case_gpu_hopper("forward_f32_sm90", why_not, sizeof why_not);
+    }
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_shape_is_right),
+        cmocka_unit_test(rows_of_all_sizes_are_exact),
+        cmocka_unit_test(hidden_keys_spoil_nothing),
+        cmocka_unit_test(nonfinite_queries_stay_in_their_rows),
+    };
+    int failed = cmocka_run_group_tests_name("cuda_f32", tests, NULL, NULL);
+    flash_attn_destroy(context);
+    return failed;
+}
