@@ -66,7 +66,7 @@ static fa_key wanted_key(const fa_call *call, int arch)
     return key;
 }
 
-static void use_row(fa_key *key, const fa_tune_row *row)
+void fa_plan_use_row(fa_key *key, const fa_tune_row *row)
 {
     key->kernel     = (int)row->kernel;
     key->tile_q     = row->tile_q;
@@ -235,19 +235,21 @@ static bool deals_tiles(const fa_call *call, const fa_plan *plan, const fa_key *
            key->mask == FA_MASK_CAUSAL && plan->args.tiles_q >= MANY_LENGTHS && items >= (int64_t)MANY_TILES * plan->chip.multiprocessors * key->min_blocks;
 }
 
-/* The launch that cuts Q, K and V for forward_f32_sm90, which has so many tiles of queries of a head. */
-static flash_attn_status add_planes(const fa_call *call, fa_plan *plan, const fa_key *main, int64_t tiles)
+flash_attn_status fa_plan_add_planes(const fa_call *call, fa_plan *plan, const fa_key *main)
 {
-    fa_key  planes    = fa_plan_helper_key(FA_KERNEL_PLANES_SM90, main);
-    int64_t tiles_k   = fa_plan_tiles_of_all(call, call->cu_seqlens_k, call->k.shape[1], main->tile_k, plan->args.tiles_k);
-    planes.dtype_o    = 0;
-    planes.even_d     = 0;
-    planes.tile_q     = main->tile_q;
-    planes.tile_k     = main->tile_k;
-    planes.has_paged  = main->has_paged;
-    plan->args.all_tiles_q = (int)tiles;
+    bool    backward = call->pass == FLASH_ATTN_BACKWARD;
+    fa_key  planes   = fa_plan_helper_key(FA_KERNEL_PLANES_SM90, main);
+    int64_t tiles_q  = fa_plan_tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], main->tile_q, plan->args.tiles_q);
+    int64_t tiles_k  = fa_plan_tiles_of_all(call, call->cu_seqlens_k, call->k.shape[1], main->tile_k, plan->args.tiles_k);
+    planes.dtype_o   = 0;
+    planes.even_d    = 0;
+    planes.tile_q    = main->tile_q;
+    planes.tile_k    = main->tile_k;
+    planes.has_paged = main->has_paged;
+    planes.variant   = backward;
+    plan->args.all_tiles_q = (int)tiles_q;
     plan->args.all_tiles_k = (int)tiles_k;
-    return fa_plan_add(plan, &planes, tiles * call->heads_q + 2 * tiles_k * call->heads_k);
+    return fa_plan_add(plan, &planes, (1 + backward) * tiles_q * call->heads_q + 2 * tiles_k * call->heads_k);
 }
 
 static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
@@ -274,7 +276,7 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
         FA_TRY(fa_plan_add(plan, &values, args->tiles_k * call->heads_k * call->batch));
     }
     if (planes)
-        FA_TRY(add_planes(call, plan, key, all));
+        FA_TRY(fa_plan_add_planes(call, plan, key));
     else if (has_next_item(plan, key)) {
         fa_key deal = fa_plan_small_key(FA_KERNEL_DEAL, key->arch);
         FA_TRY(fa_plan_add(plan, &deal, 1));
@@ -417,6 +419,18 @@ static int64_t bytes_of_planes(int columns)
     return PLANES * PANEL_BYTES * ceil_div(columns, PANEL_COLUMNS);
 }
 
+/* planes_sm90.cuh: tiles and their notes. */
+static void take_planes(const fa_call *call, const fa_key *key, fa_args *args, arena *a)
+{
+    enum { NOTE = 128 };
+    int64_t tiles_q = call->heads_q * args->all_tiles_q, tiles_k = call->heads_k * args->all_tiles_k, floats = key->tile_q * (int64_t)sizeof(float) + NOTE;
+    args->q_tiles  = take(a, tiles_q * (key->tile_q * bytes_of_planes(key->head_dim) + floats), 1);
+    args->k_tiles  = take(a, tiles_k * (key->tile_k * bytes_of_planes(key->head_dim) + NOTE), 1);
+    args->v_turned = take(a, tiles_k * (key->tile_k * bytes_of_planes(key->head_dim_v) + NOTE), 1);
+    if (call->pass == FLASH_ATTN_BACKWARD)
+        args->dout_tiles = take(a, tiles_q * (key->tile_q * bytes_of_planes(key->head_dim_v) + floats), 1);
+}
+
 void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
 {
     const fa_key *key    = &plan->launch[plan->main].key;
@@ -448,13 +462,8 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         plan->zero       = base ? base + begin : NULL;
         plan->zero_bytes = a.used - begin;
     }
-    if (key->kernel == FA_KERNEL_FORWARD_F32_SM90) { /* planes_sm90.cuh */
-        enum { NOTE_OF_KEYS = 128 };
-        int64_t tiles_q = call->heads_q * args->all_tiles_q, tiles_k = call->heads_k * args->all_tiles_k;
-        args->q_tiles  = take(&a, tiles_q * key->tile_q * (bytes_of_planes(key->head_dim) + (int64_t)sizeof(float)), 1);
-        args->k_tiles  = take(&a, tiles_k * (key->tile_k * bytes_of_planes(key->head_dim) + NOTE_OF_KEYS), 1);
-        args->v_turned = take(&a, tiles_k * (key->tile_k * bytes_of_planes(key->head_dim_v) + NOTE_OF_KEYS), 1);
-    }
+    if (key->kernel == FA_KERNEL_FORWARD_F32_SM90 || key->kernel == FA_KERNEL_BACKWARD_F32_SM90)
+        take_planes(call, key, args, &a);
     if (key->kernel == FA_KERNEL_FORWARD_SM90 || key->kernel == FA_KERNEL_FORWARD_F32_SM90)
         args->next_item = take(&a, has_next_item(plan, key), sizeof(int));
     if (key->kernel == FA_KERNEL_K1_SCORES)
@@ -486,6 +495,7 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         args->dk_accum   = take(&a, kv_rows * key->head_dim, sizeof(float));
         args->dv_accum   = take(&a, kv_rows * key->head_dim_v, sizeof(float));
         args->dbias.data = take(&a, floats_of_dbias(key, args), sizeof(float));
+        args->lost       = take(&a, key->kernel == FA_KERNEL_BACKWARD_F32_SM90, sizeof(int));
         args->dq_turn    = take(&a, key->deterministic ? call->batch * call->heads_q * args->tiles_q : 0, sizeof(int));
         plan->zero       = base ? base + begin : NULL;
         plan->zero_bytes = key->one_launch ? 0 : a.used - begin;
@@ -520,7 +530,7 @@ flash_attn_status fa_plan_make(const fa_call *call, int arch, const fa_chip *chi
     plan->rung = name ? fa_ladder_find(name) : NULL;
     plan->has_maps = plan->rung && plan->rung->has_maps;
     FA_TRY(plan->rung ? fa_ladder_choose(call, &key, plan->rung, &plan->row) : fa_tune_choose(call, &key, name, &plan->row));
-    use_row(&key, plan->row);
+    fa_plan_use_row(&key, plan->row);
     fill_tensors(call, &plan->args);
     fill_sizes(call, plan->row, &plan->args);
     fill_dbias(call, &key, &plan->args);

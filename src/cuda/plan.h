@@ -29,11 +29,17 @@ flash_attn_status fa_plan_add_clusters(fa_plan *plan, const fa_key *key, int64_t
 /* A helper of a pass: it shares with the main kernel only what it names here, so that few variants are built. */
 fa_key fa_plan_helper_key(enum fa_kernel_id kernel, const fa_key *main);
 
+/* A key's tiles and columns from a row of the table. */
+void fa_plan_use_row(fa_key *key, const fa_tune_row *row);
+
 /* All sequences have as many queries and as many keys. */
 bool fa_plan_is_alike(const fa_call *call);
 
 /* All sequences' tiles of one head, as packed_sm90.cuh numbers them. */
 int64_t fa_plan_tiles_of_all(const fa_call *call, const int32_t *cu_seqlens, int64_t rows, int tile, int64_t tiles);
+
+/* The launch that cuts Q, K, V and in a backward dO for the kernels of planes; sets args.all_tiles_q and all_tiles_k. */
+flash_attn_status fa_plan_add_planes(const fa_call *call, fa_plan *plan, const fa_key *main);
 
 flash_attn_status fa_plan_backward(const fa_call *call, fa_plan *plan, fa_key *key);
 

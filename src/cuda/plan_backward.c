@@ -221,11 +221,30 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     return add_dsinks(call, plan, key);
 }
 
+/* By planes of float16, and behind it the portable kernel, which does it where these do not hold the numbers. */
+static flash_attn_status plan_backward_f32(const fa_call *call, fa_plan *plan, const fa_key *key)
+{
+    const fa_tune_row *row;
+    fa_args           *args = &plan->args;
+    fa_key             any = *key, rowsum = fa_plan_helper_key(FA_KERNEL_BACKWARD_ROWSUM, key), convert = fa_plan_helper_key(FA_KERNEL_BACKWARD_CONVERT, key);
+    FA_TRY(fa_tune_choose(call, key, fa_kernels[FA_KERNEL_BACKWARD_SM80].name, &row));
+    fa_plan_use_row(&any, row);
+    FA_TRY(fa_plan_add(plan, &rowsum, ceil_div(call->max_seqlen_q, rowsum.tile_q) * call->heads_q * call->batch));
+    FA_TRY(fa_plan_add_planes(call, plan, key));
+    plan->main = plan->num_launches;
+    FA_TRY(fa_plan_add(plan, key, (int64_t)args->tiles_k * call->heads_k * call->batch));
+    FA_TRY(fa_plan_add(plan, &any, ceil_div(call->max_seqlen_k, any.tile_k) * call->heads_k * call->batch));
+    FA_TRY(fa_plan_add(plan, &convert, ceil_div(call->q.shape[0] * call->q.shape[1] * call->heads_q, convert.tile_q)));
+    return add_dsinks(call, plan, key);
+}
+
 flash_attn_status fa_plan_backward(const fa_call *call, fa_plan *plan, fa_key *key)
 {
     fa_args *args = &plan->args;
     if (key->kernel == FA_KERNEL_BACKWARD_SM90)
         return plan_backward_sm90(call, plan, key);
+    if (key->kernel == FA_KERNEL_BACKWARD_F32_SM90)
+        return plan_backward_f32(call, plan, key);
     choose_group_blocks(call, args);
     key->has_kv_accum = args->group_blocks > 1;
     key->one_launch   = is_small(call, key, args);

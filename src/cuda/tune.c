@@ -196,6 +196,8 @@ const fa_tune_row fa_tune_rows[] = {
     {86, 89, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 320, FA_ON_ANY, FA_FOR_ANY, 0, 16, 16, 4, 1, 1, 0, 0, "90 KB of shared memory, which do not hold more columns"},
     {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 576, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 8, 1, 1, 0, 0, "216 KB of shared memory"},
     {120, 129, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 320, FA_ON_ANY, FA_FOR_ANY, 0, 16, 16, 4, 1, 1, 0, 0, "90 KB of shared memory, which do not hold more columns"},
+    {90, 90, FA_KERNEL_BACKWARD_F32_SM90, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_PLANES, 0, 64, 128, 12, 2, 1, 0, 0, "two consumers of 64 keys (decision 0086)"},
+    {90, 90, FA_KERNEL_BACKWARD_F32_SM90, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_PLANES, 0, 64, 128, 12, 1, 1, 0, 0, "two consumers of 64 keys; 225 KB of shared memory (decision 0086)"},
     {90, 119, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_ANY, 0, 32, 64, 4, 1, 1, 0, 160, "four warps; 96 KB of shared memory (decision 0084)"},
     {80, 89, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 2, 1, 1, 0, 160, "64 KB of shared memory"},
     {120, 129, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 2, 1, 1, 0, 160, "64 KB of shared memory"},
@@ -219,7 +221,7 @@ int fa_tune_arch(int device_arch)
     return 0;
 }
 
-static bool is_backward(enum fa_kernel_id kernel) { return kernel == FA_KERNEL_BACKWARD_SM80 || kernel == FA_KERNEL_BACKWARD_SM90; }
+static bool is_backward(enum fa_kernel_id kernel) { return kernel == FA_KERNEL_BACKWARD_SM80 || kernel == FA_KERNEL_BACKWARD_SM90 || kernel == FA_KERNEL_BACKWARD_F32_SM90; }
 
 /* How far a row fits: the sentence of UNSUPPORTED comes from the row that came furthest. */
 enum fit { FIT_NO_KERNEL, FIT_NO_ARCH, FIT_NO_DTYPE, FIT_NO_HEAD_DIM, FIT_NO_MASK, FIT_WHOLLY };
@@ -255,11 +257,17 @@ static bool takes_few(const fa_tune_row *row, const fa_call *call, const fa_key 
            fa_map_fits(&call->v) && takes_packed(row, call, key);
 }
 
-/* What forward_f32_sm90 asks for; pages may be of any size, for planes_sm90 reads them. A softcap's way through an exponential leaves too large an error for float32. */
+/* What the kernels of planes ask for; pages may be of any size, for planes_sm90 reads them. A softcap's way through an exponential leaves too large an error for float32. The
+ * backward adds up dQ as it comes, and leaves few queries or keys to one launch. */
 static bool takes_planes(const fa_call *call, const fa_key *key)
 {
-    enum { SPLIT_QUERIES = 128 };
-    return key->aligned && call->o.dtype == FLASH_ATTN_F32 && call->max_seqlen_q > SPLIT_QUERIES && call->num_splits <= 1 && call->scale > 0 && !(key->has_softcap || key->has_bias || key->has_dropout || key->has_slices);
+    enum { FEW = 128 };
+    if (key->has_softcap || key->has_bias || key->has_dropout || key->has_slices || !key->aligned || call->o.dtype != FLASH_ATTN_F32)
+        return false;
+    if (call->pass == FLASH_ATTN_BACKWARD)
+        return !key->has_alibi && !call->deterministic && call->max_seqlen_q > FEW && call->max_seqlen_k > FEW && backward_takes_tma(call) && (!call->dk.data || call->dk.dtype == FLASH_ATTN_F32) &&
+               (!call->dv.data || call->dv.dtype == FLASH_ATTN_F32);
+    return call->max_seqlen_q > FEW && call->num_splits <= 1 && call->scale > 0;
 }
 
 /* What forward_latent_sm90 asks for besides: V is the first columns of K's rows, of which there are more than 256. */
@@ -361,7 +369,7 @@ void fa_tune_columns(const fa_tune_row *row, fa_key *key)
     static const int of_output[] = {64, 96, 128, 192, 256}; /* of O, as WGMMA is there (ptx_sm90.cuh) */
     static const int of_two_k[] = {192, 256}, of_two_v[] = {128, 192, 256}; /* backward: panels that two consumers share */
     bool forward = row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_FORWARD_F32_SM90, backward = row->kernel == FA_KERNEL_BACKWARD_SM90, latent = row->kernel == FA_KERNEL_FORWARD_LATENT_SM90;
-    if (!forward && !backward && !latent && row->kernel != FA_KERNEL_FORWARD_FEW_SM90)
+    if (!forward && !backward && !latent && row->kernel != FA_KERNEL_FORWARD_FEW_SM90 && row->kernel != FA_KERNEL_BACKWARD_F32_SM90)
         return;
     key->even_d = 0;
     if (forward && key->dtype != FLASH_ATTN_F8E4M3) {

@@ -13,6 +13,7 @@
     X(FORWARD_LATENT_SM90, "forward_latent_sm90", "forward_latent_sm90.cu") \
     X(BACKWARD_SM80, "backward_sm80", "backward_sm80.cu")           \
     X(BACKWARD_SM90, "backward_sm90", "backward_sm90.cu")           \
+    X(BACKWARD_F32_SM90, "backward_f32_sm90", "backward_f32_sm90.cu") \
     X(PLANES_SM90, "planes_sm90", "planes_sm90.cu")                 \
     X(VALUES_SM90, "values_sm90", "values_sm90.cu")                 \
     X(DEAL, "deal", "deal.cu")                                      \

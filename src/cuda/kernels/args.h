@@ -99,7 +99,7 @@ typedef struct fa_args {
     int all_items;                         /* forward_sm90: all_tiles_q of all heads, which are dealt; 0: each block knows its own */
     int apart_q, apart_k, apart_v, apart_dout; /* backward_sm90: rows from a batch entry to the next */
     unsigned char *q_tiles, *k_tiles;      /* K7, by k7_quantise.cu: [batch][heads][tiles][tile's rows * FA_HEAD_DIM], as v_turned; forward_f32_sm90, by planes_sm90.cu:
-                                              [heads][all tiles][planes and note (planes_sm90.cuh)] */
+                                              [heads][all tiles][planes and note (planes_sm90.cuh)]; backward_f32_sm90 too */
     float *largest;                        /* K7, by k7_largest: |x| of each head, batch * (heads_q + 2 heads_k); zeroed by launch.c */
     int run_parts;                         /* forward_sm80, few queries, forward_few_sm90: neighbouring parts that a block takes, one after the other; else 1 */
     float cap_slope, cap_unit;             /* Hopper's own with softcap: -2 scale_log2 / softcap; forward 2 softcap in log2 units (scores_sm90.cuh),
@@ -114,6 +114,9 @@ typedef struct fa_args {
     float bias_factor;                     /* forward_sm90: of a bias, in units of what its softmax takes */
     int dbias_direct;                      /* backward_sm90: dbias's elements have one term each, and are stored where the caller wants them */
     int share_blocks;                      /* backward_convert_sm90: blocks that add up dK and dV */
+    unsigned char *dout_tiles;             /* backward_f32_sm90: dO's tiles, as q_tiles */
+    int *lost;                             /* planes_sm90 of a backward: 1 where float16 does not hold a tile's numbers: then backward_f32_sm90 does nothing, else backward_sm80 behind
+                                              it; null: backward_sm80 is alone. Zeroed by launch.c */
     int dbias_terms[4];                    /* deterministic: dbias is stored for each (b, h, i, j), and backward_convert adds up so many along a dimension; else 1 */
 } fa_args;
 
@@ -133,7 +136,7 @@ typedef struct fa_args {
  *                       they do nothing), then with FA_HAS_KV_ACCUM heads_k * kv tokens rows of dk_accum, dv_accum -> dk, dv,
  *                       then with FA_HAS_DBIAS dbias_extent[0] * [1] * [2] rows of dbias -> dbias_out
  *   backward_dsinks     head: one block sums over all rows, in a fixed order
- *   planes_sm90         of Q, then of K, then of V: tile of all_tiles_q or all_tiles_k, head
+ *   planes_sm90         of Q, then of K, then of V, then with FA_VARIANT 1 of dO: tile of all_tiles_q or all_tiles_k, head
  *   values_sm90         tile of k, key head, entry = tiles_k * heads_k * batch
  *   fold                FOLD_ROWS rows a warp: tokens * heads_q rows
  *   combine             row_warps warps a row, or one for up to four rows, a grid's warps apart: tokens * heads_q rows

@@ -541,10 +541,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) backward_sm
 {
     extern __shared__ __align__(128) char shared_memory[];
     __shared__ work w; /* the same for all threads: in shared memory, registers are for S, dP, dK and dV */
+    if (FA_DTYPE == FA_F32 && args.lost && !*args.lost) /* backward_f32_sm90 has done it */
+        return;
     if (threadIdx.x == 0) {
-        grid_place at = {blockIdx.x % args.tiles_k, blockIdx.x / args.tiles_k};
+        unsigned   tiles = FA_DTYPE == FA_F32 ? (args.max_seqlen_k + FA_TILE_K - 1) / FA_TILE_K : args.tiles_k; /* behind backward_f32_sm90 args.tiles_k counts its */
+        grid_place at    = {blockIdx.x % tiles, blockIdx.x / tiles};
         if (!FA_ONE_LAUNCH) /* there the tiles of a head are a cluster, which has neighbouring numbers */
-            at = grid_place_of<FA_TILE_K>(blockIdx.x, args.tiles_k);
+            at = grid_place_of<FA_TILE_K>(blockIdx.x, tiles);
         w = work_of(args, at);
     }
     __syncthreads();

@@ -25,10 +25,11 @@ static_assert(FA_DTYPE == FA_F32 && FA_HEAD_DIM % 32 == 0 && FA_HEAD_DIM_V % 32 
 /* Columns of P V that have accumulators at the same time. */
 constexpr int PV_COLS = FA_HEAD_DIM_V <= 128 ? FA_HEAD_DIM_V : 64, PV_COUNT = PV_COLS / 2, PV_PARTS = FA_HEAD_DIM_V / PV_COLS;
 
+constexpr int Q_NOTE = 4 * FA_TILE_Q, KEY_NOTE = 16; /* of a tile of K or V */
 /* V has one stage less where there is no memory: it is wanted half a turn later. */
 constexpr int K_STAGES = FA_STAGES, V_STAGES = FA_STAGES - (cut_queries::BYTES + FA_STAGES * (cut_keys::BYTES + cut_values::BYTES) > 225 * 1024);
 constexpr int K_AT = cut_queries::BYTES, V_AT = K_AT + K_STAGES * cut_keys::BYTES, NOTES_AT = V_AT + V_STAGES * cut_values::BYTES;
-constexpr int KEY_NOTE = 16, BARRIERS_AT = NOTES_AT + cut_queries::NOTE + (K_STAGES + V_STAGES) * KEY_NOTE; /* of a tile of K or V */
+constexpr int BARRIERS_AT = NOTES_AT + Q_NOTE + (K_STAGES + V_STAGES) * KEY_NOTE;
 constexpr int BARRIERS = 2 + WORKS + 2 * (K_STAGES + V_STAGES), WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
 
 extern "C" __constant__ int fa_shared_bytes = WORKS_AT + WORKS * (int)sizeof(work);
@@ -67,21 +68,12 @@ FA_DEVICE void start_barriers()
 FA_DEVICE unsigned k_tile(unsigned n) { return shared_address(shared) + K_AT + n % K_STAGES * cut_keys::BYTES; }
 FA_DEVICE unsigned v_tile(unsigned n) { return shared_address(shared) + V_AT + n % V_STAGES * cut_values::BYTES; }
 FA_DEVICE const float *q_note() { return (const float *)(shared + NOTES_AT); }
-FA_DEVICE const float *k_note(unsigned n) { return (const float *)(shared + NOTES_AT + cut_queries::NOTE + n % K_STAGES * KEY_NOTE); }
-FA_DEVICE const float *v_note(unsigned n) { return (const float *)(shared + NOTES_AT + cut_queries::NOTE + (K_STAGES + n % V_STAGES) * KEY_NOTE); }
+FA_DEVICE const float *k_note(unsigned n) { return (const float *)(shared + NOTES_AT + Q_NOTE + n % K_STAGES * KEY_NOTE); }
+FA_DEVICE const float *v_note(unsigned n) { return (const float *)(shared + NOTES_AT + Q_NOTE + (K_STAGES + n % V_STAGES) * KEY_NOTE); }
 
 #include "scores_sm90.cuh"
 
 /* ---- producer: one thread ---- */
-
-/* Tile `number` of those at `tiles`. */
-template <class TILE> FA_DEVICE void fetch(unsigned to, const float *note, int note_bytes, const unsigned char *tiles, fa_i64 number, unsigned full)
-{
-    const unsigned char *from = tiles + number * TILE::APART;
-    barrier_expect(full, TILE::BYTES + note_bytes);
-    bulk_load(to, from, TILE::BYTES, full);
-    bulk_load(shared_address(note), from + TILE::BYTES, note_bytes, full);
-}
 
 FA_DEVICE void produce(const fa_args &args)
 {
@@ -98,12 +90,12 @@ FA_DEVICE void produce(const fa_args &args)
             continue;
         }
         fa_i64 q_tiles = (fa_i64)w.head * args.all_tiles_q + first_tile_of_queries(args, w.b), k_tiles = (fa_i64)w.kv_head * args.all_tiles_k + first_tile_of_keys(args, w.b);
-        fetch<cut_queries>(shared_address(shared), q_note(), cut_queries::NOTE, args.q_tiles, q_tiles + w.first_q / FA_TILE_Q, q_full());
+        fetch<cut_queries>(shared_address(shared), shared_address(q_note()), Q_NOTE, args.q_tiles, q_tiles + w.first_q / FA_TILE_Q, q_full());
         for (int left = w.tiles, next = w.right; left > 0; left--, next--, n++) {
             barrier_wait(k_empty(n), freed<K_STAGES>(n));
-            fetch<cut_keys>(k_tile(n), k_note(n), KEY_NOTE, args.k_tiles, k_tiles + next, k_full(n));
+            fetch<cut_keys>(k_tile(n), shared_address(k_note(n)), KEY_NOTE, args.k_tiles, k_tiles + next, k_full(n));
             barrier_wait(v_empty(n), freed<V_STAGES>(n));
-            fetch<cut_values>(v_tile(n), v_note(n), KEY_NOTE, args.v_turned, k_tiles + next, v_full(n));
+            fetch<cut_values>(v_tile(n), shared_address(v_note(n)), KEY_NOTE, args.v_turned, k_tiles + next, v_full(n));
         }
     }
 }
@@ -122,37 +114,11 @@ struct consumer {
 FA_DEVICE void await_turn(int group) { named_sync(1 + group, 256); }
 FA_DEVICE void pass_turn(int group) { named_arrive(1 + (group + 1) % CONSUMERS, 256); }
 
-/* s = Q K^T of planes, started here, finished by wgmma_wait. */
+/* s = Q K^T of a tile of keys. */
 FA_DEVICE void start_cut_scores(float (&s)[S_COUNT], const consumer &c, unsigned tile)
 {
-    matrix q = matrix_of(shared_address(shared) + c.group * (64 * 128), 0), k = matrix_of(k_tile(tile), 0);
     barrier_wait(k_full(tile), filled<K_STAGES>(tile));
-    hold(s);
-    wgmma_fence();
-#pragma unroll
-    for (int product = 0; product < 3; product++) {
-        matrix a = q.from(product == 0 ? cut_queries::PLANE : 0), b = k.from(product == 1 ? cut_keys::PLANE : 0);
-#pragma unroll
-        for (int step = 0; step < FA_HEAD_DIM / 16; step++)
-            wgmma_shared(s, a.from(step / 4 * (FA_TILE_Q * 128) + step % 4 * 32), b.from(step / 4 * (FA_TILE_K * 128) + step % 4 * 32), product + step > 0);
-    }
-    wgmma_commit();
-}
-
-/* Columns PV_COLS * part and up of P V, likewise. */
-FA_DEVICE void start_cut_output(float (&pv)[PV_COUNT], consumer &c, int part)
-{
-    matrix v = matrix_of(v_tile(c.tile) + part * (PV_COLS / 64) * (FA_TILE_K * 128), FA_TILE_K * 128);
-    hold(pv);
-    hold(c.p[0]);
-    hold(c.p[1]);
-    wgmma_fence();
-#pragma unroll
-    for (int product = 0; product < 3; product++)
-#pragma unroll
-        for (int step = 0; step < P_STEPS; step++)
-            wgmma_registers(pv, c.p[product == 0][step], v.from((product == 1 ? cut_values::PLANE : 0) + step * 2048), product + step > 0);
-    wgmma_commit();
+    start_cut_rows_by_rows<FA_TILE_Q, cut_queries::PLANE, FA_TILE_K, cut_keys::PLANE, FA_HEAD_DIM>(s, matrix_of(shared_address(shared) + c.group * (64 * 128), 0), matrix_of(k_tile(tile), 0));
 }
 
 /* Softmax of tile `n` of the item, whose products are in s; O is scaled where a row's maximum has moved. */
@@ -189,7 +155,7 @@ template <bool NEXT> FA_DEVICE void step(const fa_args &args, const work &w, con
 #pragma unroll
     for (int part = 0; part < PV_PARTS; part++) {
         bool last = part == PV_PARTS - 1;
-        start_cut_output(pv, c, part);
+        start_cut_registers<cut_values::PLANE>(pv, c.p, matrix_of(v_tile(c.tile) + part * (PV_COLS / 64) * (FA_TILE_K * 128), FA_TILE_K * 128));
         if (NEXT && last)
             start_cut_scores(s, c, c.tile + 1);
         if (last)

@@ -1,5 +1,5 @@
-/* Q, K and V of float32 cut into planes of float16 for forward_f32_sm90.cu (planes_sm90.cuh): a block a tile, first Q's, then K's, then V's. Bound by memory. Rows are
- * aligned; those that are nobody's become zeros. */
+/* Q, K and V of float32 cut into planes of float16 for forward_f32_sm90.cu (planes_sm90.cuh), with FA_VARIANT 1 dO too, for backward_f32_sm90.cu: a block a tile, first Q's, then K's,
+ * then V's, then dO's. Bound by memory. Rows are aligned; those that are nobody's become zeros. */
 #include "planes_sm90.cuh"
 #include "rows.cuh"
 
@@ -12,7 +12,7 @@ struct piece {
     fa_view        view;
     int            b, head, first;
     int            begin, end; /* rows that count */
-    int            cols;
+    int            cols, note; /* where the tile's exponent is */
     unsigned char *to;
 };
 
@@ -53,14 +53,17 @@ template <int ROWS> FA_DEVICE extremes extremes_of(const unsigned *largest)
 /* A tile has an Inf or NaN, or rows too far apart. */
 FA_DEVICE bool is_lost(extremes all) { return all.most > 0 && (!is_finite_size(all.most) || exponent_of(all.most) - exponent_of(all.least) > APART); }
 
-/* A tile. BY_ROWS: each row has an exponent of its own. largest: shared memory, a word a row. */
-template <class TILE, int ROWS, int COLS, bool BY_ROWS, class SOURCE> FA_DEVICE void cut(const piece &p, const SOURCE &source, unsigned *largest)
+constexpr bool FOR_BACKWARD = FA_VARIANT == 1;
+
+/* A tile; true: it is lost. BY_ROWS: each row has an exponent of its own. largest: shared memory, a word a row. */
+template <class TILE, int ROWS, int COLS, bool BY_ROWS, class SOURCE> FA_DEVICE bool cut(const piece &p, const SOURCE &source, unsigned *largest)
 {
     constexpr int CHUNKS = held_columns(COLS) / 8, LANES = CHUNKS <= 8 ? 8 : CHUNKS <= 16 ? 16 : 32, AT_ONCE = THREADS / LANES; /* rows */
     constexpr int HELD = BY_ROWS ? 4 : ROWS / AT_ONCE; /* of a thread's rows in registers, in which the others' maxima are waited for */
     static_assert(ROWS % (HELD * AT_ONCE) == 0, "no lane leaves the others");
     int    lane = threadIdx.x % LANES;
     float *note = (float *)(p.to + TILE::BYTES);
+    bool   lost = false;
 #pragma unroll 1
     for (int first = threadIdx.x / LANES; first < ROWS; first += HELD * AT_ONCE) {
         float    x[HELD][8];
@@ -79,7 +82,6 @@ template <class TILE, int ROWS, int COLS, bool BY_ROWS, class SOURCE> FA_DEVICE 
             if (!BY_ROWS && lane == 0)
                 largest[first + n * AT_ONCE] = most[n];
         }
-        bool lost = false;
         if constexpr (!BY_ROWS) {
             __syncthreads();
             extremes all = extremes_of<ROWS>(largest);
@@ -105,11 +107,12 @@ template <class TILE, int ROWS, int COLS, bool BY_ROWS, class SOURCE> FA_DEVICE 
             if (BY_ROWS && lane == 0)
                 note[row] = counts ? power_of_two(e) : float_of_bits(0x7FC00000u);
             if (!BY_ROWS && threadIdx.x == 0 && n == 0) {
-                note[0] = power_of_two(e);
-                note[1] = lost ? 1.0f : 0.0f;
+                note[p.note]     = power_of_two(e);
+                note[p.note + 1] = lost ? 1.0f : 0.0f;
             }
         }
     }
+    return lost;
 }
 
 /* Rows of the tile's keys. */
@@ -122,23 +125,33 @@ FA_DEVICE auto rows_of_keys(const fa_args &args, const piece &p, const sequence 
         return rows_of{data + s.kv_entry * p.view.stride[0] + (fa_i64)(s.kv_row + p.first) * p.view.stride[1], p.view.stride[1]};
 }
 
-FA_DEVICE void cut_queries_of(const fa_args &args, unsigned n, unsigned *largest)
+/* A tile of Q or of dO; for the backward with each row's LSE or delta. */
+template <class TILE, int COLS> FA_DEVICE bool cut_queries_of(const fa_args &args, const fa_view &view, int cols, unsigned char *to, unsigned n, unsigned *largest)
 {
-    piece      p  = {args.q};
-    tile_place at = place_of_queries(args, n % args.all_tiles_q);
-    sequence   s  = sequence_at(args, at.b);
-    p.first       = at.tile * FA_TILE_Q;
-    p.end         = s.seqlen_q;
-    p.cols        = args.head_dim;
-    p.to          = args.q_tiles + (fa_i64)n * cut_queries::APART;
+    piece      p    = {view};
+    tile_place at   = place_of_queries(args, n % args.all_tiles_q);
+    sequence   s    = sequence_at(args, at.b);
+    int        head = n / args.all_tiles_q;
+    p.first         = at.tile * FA_TILE_Q;
+    p.end           = s.seqlen_q;
+    p.cols          = cols;
+    p.note          = FA_TILE_Q;
+    p.to            = to + (fa_i64)n * TILE::APART;
     if (p.first < 0 || p.first >= p.end)
-        return;
-    const float *data = (const float *)p.view.data + n / args.all_tiles_q * p.view.stride[2] + s.q_entry * p.view.stride[0];
-    cut<cut_queries, FA_TILE_Q, FA_HEAD_DIM, true>(p, rows_of{data + (fa_i64)(s.q_row + p.first) * p.view.stride[1], p.view.stride[1]}, largest);
+        return false;
+    if constexpr (FOR_BACKWARD) {
+        int          i    = p.first + threadIdx.x;
+        const float *lse = (const float *)args.lse.data + s.q_entry * args.lse.stride[0] + head * args.lse.stride[1] + s.q_row * args.lse.stride[2];
+        fa_i64       token = ((fa_i64)head * args.q_entries + s.q_entry) * args.q_rows + s.q_row;
+        if (threadIdx.x < FA_TILE_Q)
+            ((float *)(p.to + TILE::BYTES))[threadIdx.x] = i >= p.end ? 0.0f : to == args.q_tiles ? lse[i * args.lse.stride[2]] : args.delta[token + i];
+    }
+    const float *data = (const float *)p.view.data + head * p.view.stride[2] + s.q_entry * p.view.stride[0];
+    return cut<TILE, FA_TILE_Q, COLS, !FOR_BACKWARD>(p, rows_of{data + (fa_i64)(s.q_row + p.first) * p.view.stride[1], p.view.stride[1]}, largest);
 }
 
 /* A tile of K or of V. */
-template <class TILE, int COLS> FA_DEVICE void cut_keys_of(const fa_args &args, const fa_view &view, int cols, unsigned char *to, unsigned n, unsigned *largest)
+template <class TILE, int COLS> FA_DEVICE bool cut_keys_of(const fa_args &args, const fa_view &view, int cols, unsigned char *to, unsigned n, unsigned *largest)
 {
     piece      p  = {view};
     tile_place at = place_of_tile<FA_TILE_K>(args.cu_seqlens_k, args.kv_rows, args.tiles_k, args.batch, n % args.all_tiles_k);
@@ -150,8 +163,7 @@ template <class TILE, int COLS> FA_DEVICE void cut_keys_of(const fa_args &args, 
     p.end         = s.seqlen_k;
     p.cols        = cols;
     p.to          = to + (fa_i64)n * TILE::APART;
-    if (p.first >= 0 && p.first < p.end)
-        cut<TILE, FA_TILE_K, COLS, false>(p, rows_of_keys(args, p, s), largest);
+    return p.first >= 0 && p.first < p.end && cut<TILE, FA_TILE_K, COLS, false>(p, rows_of_keys(args, p, s), largest);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) planes_sm90(const __grid_constant__ fa_args args)
@@ -161,10 +173,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) planes_sm90(const __grid_c
     unsigned n = blockIdx.x, of_q = args.all_tiles_q * args.heads_q, of_k = args.all_tiles_k * args.heads_k;
     if (n == 0 && threadIdx.x == 0 && args.next_item)
         *args.next_item = 0;
+    bool lost = false;
     if (n < of_q)
-        cut_queries_of(args, n, largest);
+        lost = cut_queries_of<cut_queries, FA_HEAD_DIM>(args, args.q, args.head_dim, args.q_tiles, n, largest);
     else if (n < of_q + of_k)
-        cut_keys_of<cut_keys, FA_HEAD_DIM>(args, args.k, args.head_dim, args.k_tiles, n - of_q, largest);
+        lost = cut_keys_of<cut_keys, FA_HEAD_DIM>(args, args.k, args.head_dim, args.k_tiles, n - of_q, largest);
+    else if (!FOR_BACKWARD || n < of_q + 2 * of_k)
+        lost = cut_keys_of<cut_values, FA_HEAD_DIM_V>(args, args.v, args.head_dim_v, args.v_turned, n - of_q - of_k, largest);
     else
-        cut_keys_of<cut_values, FA_HEAD_DIM_V>(args, args.v, args.head_dim_v, args.v_turned, n - of_q - of_k, largest);
+        lost = cut_queries_of<cut_dout, FA_HEAD_DIM_V>(args, args.dout, args.head_dim_v, args.dout_tiles, n - of_q - 2 * of_k, largest);
+    if (FOR_BACKWARD && lost && threadIdx.x == 0)
+        *args.lost = 1;
 }
