@@ -86,61 +86,99 @@ static void every_backward_shape_is_right(void **state)
     assert_int_equal(failed + run_shapes(backward_shapes, sizeof backward_shapes / sizeof *backward_shapes, &turn, true), 0);
 }
 
-/* ---- numbers of all sizes: each row of O as exact as if it were alone ---- */
+/* ---- numbers of all sizes: each row of a result as exact as if it were alone ---- */
 
-enum { LENGTH = 300, COLUMNS = 64, COUNT = LENGTH * COLUMNS };
+enum { LENGTH = 300, COLUMNS = 64, COUNT = LENGTH * COLUMNS, Q = 0, K, V, DOUT, O, DQ, DK, DV, TENSORS };
 
-static float   host[4 * COUNT], lse[LENGTH], got[COUNT], got_lse[LENGTH];
-static float  *q = host, *k = host + COUNT, *v = host + 2 * COUNT, *o = host + 3 * COUNT;
+typedef struct numbers {
+    float of[TENSORS][COUNT], lse[LENGTH];
+} numbers;
+
+static numbers host, got;
 
 static void fill(uint32_t random)
 {
-    for (int i = 0; i < 3 * COUNT; i++) {
-        random  = random * 1664525u + 1013904223u;
-        host[i] = (float)(int32_t)random * 0x1p-31f;
-    }
+    for (int tensor = 0; tensor < O; tensor++)
+        for (int i = 0; i < COUNT; i++) {
+            random             = random * 1664525u + 1013904223u;
+            host.of[tensor][i] = (float)(int32_t)random * 0x1p-31f;
+        }
 }
 
-static void scale_row(float *at, int row, float by)
+static void scale_row(int tensor, int row, float by)
 {
     for (int c = 0; c < COLUMNS; c++)
-        at[row * COLUMNS + c] *= by;
+        host.of[tensor][row * COLUMNS + c] *= by;
 }
 
-static flash_attn_problem problem_at(void *at, float *its_lse, flash_attn_mask mask, flash_attn_device_type type)
+static void scale_all(int tensor, float by)
 {
-    flash_attn_problem p = {.mask = mask, .device.type = type, .lse = {its_lse, FLASH_ATTN_F32, 0, {1, 1, LENGTH, 1}, {LENGTH, LENGTH, 1, 1}}};
-    flash_attn_tensor *all[] = {&p.q, &p.k, &p.v, &p.o};
-    for (int n = 0; n < 4; n++)
-        *all[n] = (flash_attn_tensor){(float *)at + n * COUNT, FLASH_ATTN_F32, 0, {1, LENGTH, 1, COLUMNS}, {COUNT, COLUMNS, COLUMNS, 1}};
+    for (int row = 0; row < LENGTH; row++)
+        scale_row(tensor, row, by);
+}
+
+static flash_attn_problem problem_at(numbers *at, flash_attn_mask mask, flash_attn_device_type type, flash_attn_grads *grads)
+{
+    flash_attn_problem p = {.mask = mask, .device.type = type, .lse = {at->lse, FLASH_ATTN_F32, 0, {1, 1, LENGTH, 1}, {LENGTH, LENGTH, 1, 1}}};
+    flash_attn_tensor *all[TENSORS] = {&p.q, &p.k, &p.v, &grads->dout, &p.o, &grads->dq, &grads->dk, &grads->dv};
+    *grads = (flash_attn_grads){0};
+    for (int n = 0; n < TENSORS; n++)
+        *all[n] = (flash_attn_tensor){at->of[n], FLASH_ATTN_F32, 0, {1, LENGTH, 1, COLUMNS}, {COUNT, COLUMNS, COLUMNS, 1}};
     return p;
 }
 
-/* Each row within a share of its own largest number; NaN and Inf where the reference has them. */
-static void expect_rows(const char *what, flash_attn_mask mask)
+/* The largest of some rows' finite numbers. */
+static float largest(int tensor, int row, int rows)
 {
-    char *device = gpu->alloc(sizeof host + sizeof lse);
-    assert_non_null(device);
-    flash_attn_problem want = problem_at(host, lse, mask, FLASH_ATTN_REFERENCE), p = problem_at(device, (float *)(device + sizeof host), mask, FLASH_ATTN_CUDA);
-    memset(o, 0x55, COUNT * sizeof *o);
-    assert_true(gpu->to_device(device, host, sizeof host));
-    expect_ok(flash_attn_forward(NULL, &want, NULL));
-    expect_ok(flash_attn_forward(context, &p, NULL));
-    assert_true(gpu->to_host(got, device + 3 * COUNT * sizeof *o, sizeof got) && gpu->to_host(got_lse, device + sizeof host, sizeof got_lse));
-    gpu->free(device);
-    for (int i = 0; i < LENGTH; i++) {
-        float most = 0;
-        for (int c = 0; c < COLUMNS; c++)
-            most = fmaxf(most, isfinite(o[i * COLUMNS + c]) ? fabsf(o[i * COLUMNS + c]) : 0);
-        for (int c = 0; c < COLUMNS; c++) {
-            float x = got[i * COLUMNS + c], expected = o[i * COLUMNS + c];
-            bool  same = isnan(expected) ? isnan(x) : isinf(expected) ? x == expected : fabsf(x - expected) <= 1e-5f * most;
-            if (!same)
-                fail_msg("%s, mask %d, row %d, column %d: %g, expected %g", what, (int)mask, i, c, (double)x, (double)expected);
-        }
-        bool same = isnan(lse[i]) ? isnan(got_lse[i]) : got_lse[i] == lse[i] || fabsf(got_lse[i] - lse[i]) <= 1e-5f * fmaxf(1, fabsf(lse[i]));
+    float most = 0;
+    for (int i = row * COLUMNS; i < (row + rows) * COLUMNS; i++)
+        most = fmaxf(most, isfinite(host.of[tensor][i]) ? fabsf(host.of[tensor][i]) : 0);
+    return most;
+}
+
+/* A row within a share of its own largest number, and dQ and dK where their terms cancel of these; NaN and Inf where the reference has them. */
+static void expect_row(const char *what, flash_attn_mask mask, int tensor, int row, float share)
+{
+    static const char *const names[] = {"Q", "K", "V", "dO", "O", "dQ", "dK", "dV"};
+    const float *wanted = host.of[tensor] + row * COLUMNS, *found = got.of[tensor] + row * COLUMNS;
+    float        most = largest(tensor, row, 1);
+    if (tensor == DQ)
+        most += largest(DOUT, row, 1) * largest(V, 0, LENGTH) * largest(K, 0, LENGTH) / 8;
+    if (tensor == DK)
+        most += largest(DOUT, 0, LENGTH) * largest(V, 0, LENGTH) * largest(Q, 0, LENGTH) / 8;
+    for (int c = 0; c < COLUMNS; c++) {
+        bool same = isnan(wanted[c]) ? isnan(found[c]) : isinf(wanted[c]) ? found[c] == wanted[c] : fabsf(found[c] - wanted[c]) <= share * most;
         if (!same)
-            fail_msg("%s, mask %d, LSE of row %d: %g, expected %g", what, (int)mask, i, (double)got_lse[i], (double)lse[i]);
+            fail_msg("%s, mask %d, %s, row %d, column %d: %g, expected %g", what, (int)mask, names[tensor], row, c, (double)found[c], (double)wanted[c]);
+    }
+}
+
+/* The forward's result, or with `backward` the gradients by the reference's O and LSE. */
+static void expect_rows(const char *what, flash_attn_mask mask, bool backward)
+{
+    numbers *device = gpu->alloc(sizeof host);
+    assert_non_null(device);
+    flash_attn_grads   want_grads, grads;
+    flash_attn_problem want = problem_at(&host, mask, FLASH_ATTN_REFERENCE, &want_grads), p = problem_at(device, mask, FLASH_ATTN_CUDA, &grads);
+    memset(host.of[O], 0x55, (TENSORS - O) * sizeof host.of[O]);
+    if (!backward)
+        assert_true(gpu->to_device(device, &host, sizeof host));
+    expect_ok(flash_attn_forward(NULL, &want, NULL));
+    if (backward) {
+        assert_true(gpu->to_device(device, &host, sizeof host));
+        expect_ok(flash_attn_backward(NULL, &want, &want_grads, NULL));
+        expect_ok(flash_attn_backward(backward_context, &p, &grads, NULL));
+    } else
+        expect_ok(flash_attn_forward(context, &p, NULL));
+    assert_true(gpu->to_host(&got, device, sizeof got));
+    gpu->free(device);
+    for (int row = 0; row < LENGTH; row++) {
+        for (int tensor = backward ? DQ : O; tensor <= (backward ? DV : O); tensor++)
+            expect_row(what, mask, tensor, row, backward ? 3e-5f : 1e-5f);
+        float wanted = host.lse[row], found = got.lse[row];
+        bool  same = isnan(wanted) ? isnan(found) : found == wanted || fabsf(found - wanted) <= 1e-5f * fmaxf(1, fabsf(wanted));
+        if (!same)
+            fail_msg("%s, mask %d, LSE of row %d: %g, expected %g", what, (int)mask, row, (double)found, (double)wanted);
     }
 }
 
@@ -150,34 +188,53 @@ static void rows_of_all_sizes_are_exact(void **state)
     skip_unless(context != NULL, why_not);
     fill(3);
     for (int i = 0; i < LENGTH; i++) {
-        scale_row(q, i, ldexpf(1, 3 - i % 40)); /* each has an exponent of its own */
-        scale_row(v, i, ldexpf(1, -(i % 18)));  /* as far apart as a tile may have them */
+        scale_row(Q, i, ldexpf(1, 3 - i % 40)); /* each has an exponent of its own */
+        scale_row(V, i, ldexpf(1, -(i % 18)));  /* as far apart as a tile may have them */
     }
     for (int n = 0; n < 2; n++)
-        expect_rows("small apart", n ? FLASH_ATTN_CAUSAL : FLASH_ATTN_NONE);
-    fill(4);
-    for (int i = 0; i < 2 * COUNT; i++)
-        host[COUNT + i] *= 0x1p-90f; /* all of K and V small, and Q as large */
-    for (int i = 0; i < COUNT; i++)
-        q[i] *= 0x1p92f;
-    expect_rows("small K and V", FLASH_ATTN_NONE);
-    fill(5);
-    for (int i = 0; i < COUNT; i++)
-        v[i] *= 0x1p100f;
-    expect_rows("large V", FLASH_ATTN_CAUSAL);
+        expect_rows("small apart", n ? FLASH_ATTN_CAUSAL : FLASH_ATTN_NONE, false);
+    for (int backward = 0; backward < 2; backward++) {
+        fill(4);
+        scale_all(K, 0x1p-60f);
+        scale_all(V, 0x1p-30f);
+        scale_all(Q, 0x1p62f);
+        expect_rows("small K and V", FLASH_ATTN_NONE, backward);
+        fill(5);
+        scale_all(V, 0x1p100f);
+        expect_rows("large V", FLASH_ATTN_CAUSAL, backward);
+    }
+}
+
+/* 18: planes hold them; 40: they do not. */
+static void gradients_of_all_sizes_are_exact(void **state)
+{
+    static const int apart[] = {18, 40};
+    (void)state;
+    skip_unless(context != NULL, why_not);
+    for (int n = 0; n < 8; n++) {
+        fill(8);
+        for (int i = 0; i < LENGTH; i++)
+            scale_row(n / 2 % 2 ? DOUT : V, i, ldexpf(1, -(i % apart[n / 4])));
+        expect_rows(n / 2 % 2 ? "rows of dO apart" : "rows of V apart", n % 2 ? FLASH_ATTN_CAUSAL : FLASH_ATTN_NONE, true);
+    }
 }
 
 /* What a query does not see may be as large as it likes, or not be a number. */
 static void hidden_keys_spoil_nothing(void **state)
 {
+    static const float sizes[] = {1e30f, NAN, INFINITY};
     (void)state;
     skip_unless(context != NULL, why_not);
-    static const float sizes[] = {1e30f, NAN, INFINITY};
     for (int n = 0; n < 6; n++) {
         fill(6);
         for (int row = 40; row < LENGTH; row += 100)
-            scale_row(n % 2 ? k : v, row, sizes[n / 2]);
-        expect_rows(n % 2 ? "hidden keys" : "hidden values", FLASH_ATTN_CAUSAL);
+            scale_row(n % 2 ? K : V, row, sizes[n / 2]);
+        expect_rows(n % 2 ? "hidden keys" : "hidden values", FLASH_ATTN_CAUSAL, false);
+    }
+    for (int n = 0; n < 2; n++) {
+        fill(9);
+        scale_row(n ? DOUT : K, n ? 20 : 280, NAN);
+        expect_rows(n ? "a NaN of dO" : "a hidden NaN of K", FLASH_ATTN_CAUSAL, true);
     }
 }
 
@@ -186,13 +243,13 @@ static void nonfinite_queries_stay_in_their_rows(void **state)
     (void)state;
     skip_unless(context != NULL, why_not);
     fill(7);
-    q[10 * COLUMNS + 3] = NAN;
-    q[77 * COLUMNS]     = INFINITY;
-    q[299 * COLUMNS]    = -INFINITY;
+    host.of[Q][10 * COLUMNS + 3] = NAN;
+    host.of[Q][77 * COLUMNS]     = INFINITY;
+    host.of[Q][299 * COLUMNS]    = -INFINITY;
     for (int i = 0; i < LENGTH; i++)
-        k[i * COLUMNS] = 1; /* scores of row 77 are Inf, of row 299 -Inf */
-    expect_rows("queries", FLASH_ATTN_NONE);
-    expect_rows("queries", FLASH_ATTN_CAUSAL);
+        host.of[K][i * COLUMNS] = 1; /* scores of row 77 are Inf, of row 299 -Inf */
+    expect_rows("queries", FLASH_ATTN_NONE, false);
+    expect_rows("queries", FLASH_ATTN_CAUSAL, false);
 }
 
 /* --part N/PARTS: each PARTS-th shape from the N-th (0 is the first) on. --shapes TEXT: those whose names hold it. Another argument: only tests of such a name. */
@@ -216,6 +273,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(every_shape_is_right),
         cmocka_unit_test(every_backward_shape_is_right),
         cmocka_unit_test(rows_of_all_sizes_are_exact),
+        cmocka_unit_test(gradients_of_all_sizes_are_exact),
         cmocka_unit_test(hidden_keys_spoil_nothing),
         cmocka_unit_test(nonfinite_queries_stay_in_their_rows),
     };

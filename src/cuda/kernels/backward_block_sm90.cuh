@@ -106,10 +106,6 @@ FA_DEVICE unsigned bias_empty() { return barrier_at(BARRIERS - 1); }
 FA_DEVICE unsigned ds_there(unsigned n) { return barrier_at(BARRIERS - 2 - 2 * DS_STAGES + n % DS_STAGES); } /* PASSES_DBIAS */
 FA_DEVICE unsigned ds_passed(unsigned n) { return barrier_at(BARRIERS - 2 - DS_STAGES + n % DS_STAGES); }
 
-/* Waiting for a ring to be filled for the n-th time and, with the other parity, for it to be free, which it is at first. */
-template <int COUNT> FA_DEVICE unsigned filled(unsigned n) { return n / COUNT & 1; }
-template <int COUNT> FA_DEVICE unsigned freed(unsigned n) { return filled<COUNT>(n) ^ 1; }
-
 constexpr bool INSPECTED = FA_MASK != FA_MASK_NONE;
 
 /* True of the delta of a query whose dO is not finite: it is not either, or, if the query sees no key, -0 (row_delta). */
