@@ -23,7 +23,7 @@ static bool is_taken(const test_case *shape)
 /* Few queries or keys are one launch of the portable kernel; ALiBi and what a forward alone has are left to it too. */
 static bool is_taken_backward(const test_case *shape)
 {
-    return is_taken(shape) && shape->head_dim <= 128 && shape->head_dim_v <= 128 && !shape->alibi && !shape->forward_only && !shape->cache_batch_idx && !shape->leftpad &&
+    return is_taken(shape) && !shape->alibi && !shape->forward_only && !shape->cache_batch_idx && !shape->leftpad &&
            shape->seqlen_q > 128 && shape->seqlen_k > 128 && shape->varlen_q != LENGTHS_ONES && shape->varlen_k != LENGTHS_ONES;
 }
 

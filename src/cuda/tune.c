@@ -198,6 +198,7 @@ const fa_tune_row fa_tune_rows[] = {
     {120, 129, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 320, FA_ON_ANY, FA_FOR_ANY, 0, 16, 16, 4, 1, 1, 0, 0, "90 KB of shared memory, which do not hold more columns"},
     {90, 90, FA_KERNEL_BACKWARD_F32_SM90, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_PLANES, 0, 64, 128, 12, 2, 1, 0, 0, "two consumers of 64 keys (decision 0086)"},
     {90, 90, FA_KERNEL_BACKWARD_F32_SM90, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_PLANES, 0, 64, 128, 12, 1, 1, 0, 0, "two consumers of 64 keys; 225 KB of shared memory (decision 0086)"},
+    {90, 90, FA_KERNEL_BACKWARD_F32_SM90, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_PLANES, 0, 32, 64, 12, 1, 1, 0, 0, "two consumers of the same keys, one dV, one dK; 217 KB of shared memory (decision 0086)"},
     {90, 119, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_ANY, 0, 32, 64, 4, 1, 1, 0, 160, "four warps; 96 KB of shared memory (decision 0084)"},
     {80, 89, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 2, 1, 1, 0, 160, "64 KB of shared memory"},
     {120, 129, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 2, 1, 1, 0, 160, "64 KB of shared memory"},
@@ -367,7 +368,7 @@ static int width_of(int columns, const int *widths)
 void fa_tune_columns(const fa_tune_row *row, fa_key *key)
 {
     static const int of_output[] = {64, 96, 128, 192, 256}; /* of O, as WGMMA is there (ptx_sm90.cuh) */
-    static const int of_two_k[] = {192, 256}, of_two_v[] = {128, 192, 256}; /* backward: panels that two consumers share */
+    static const int of_two_k[] = {192, 256}, of_two_v[] = {128, 192, 256}, of_panels[] = {64, 128, 192, 256}; /* backward: panels that two consumers share */
     bool forward = row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_FORWARD_F32_SM90, backward = row->kernel == FA_KERNEL_BACKWARD_SM90, latent = row->kernel == FA_KERNEL_FORWARD_LATENT_SM90;
     if (!forward && !backward && !latent && row->kernel != FA_KERNEL_FORWARD_FEW_SM90 && row->kernel != FA_KERNEL_BACKWARD_F32_SM90)
         return;
@@ -378,6 +379,9 @@ void fa_tune_columns(const fa_tune_row *row, fa_key *key)
     } else if (backward && row->head_dim > 128) {
         key->head_dim   = width_of(key->head_dim, of_two_k);
         key->head_dim_v = width_of(key->head_dim_v, of_two_v);
+    } else if (row->kernel == FA_KERNEL_BACKWARD_F32_SM90 && row->head_dim > 128) {
+        key->head_dim   = width_of(key->head_dim, of_panels);
+        key->head_dim_v = width_of(key->head_dim_v, of_panels);
     } else {
         key->head_dim   = row->head_dim;
         key->head_dim_v = latent ? FA_LATENT_COLUMNS_V : row->head_dim;
