@@ -420,7 +420,7 @@ static bool is_mask(const option *with) { return with->set == set_full || with->
  * spills more. */
 static bool has_masks(const fa_tune_row *row, const option *with)
 {
-    if (row->head_dim == 64 || row->kernel == FA_KERNEL_FORWARD_LATENT_SM90 || ((row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_FORWARD_F32_SM90) && row->head_dim == 128))
+    if (row->head_dim == 64 || row->kernel == FA_KERNEL_FORWARD_LATENT_SM90 || (row->kernel == FA_KERNEL_FORWARD_SM90 && row->head_dim == 128) || row->only == FA_FOR_PLANES)
         return true;
     return !is_backward(row) && row->only != FA_FOR_FEW && with->set == set_window;
 }
@@ -449,6 +449,8 @@ static bool is_built_with(const fa_tune_row *row, int arch, const option *with)
     bool slow = row->dtypes == FA_IN_F32 || is_backward(row), of_90 = row->arch_max >= 90 && row->arch_min <= 90;
     if (is_mask(with) && !has_masks(row, with))
         return false;
+    if (row->kernel == FA_KERNEL_BACKWARD_F32_SM90)
+        return with->set == set_nothing || is_mask(with) || with->set == set_few_heads_k || with->set == set_uneven;
     if (row->kernel == FA_KERNEL_FORWARD_F32_SM90)
         return with->set == set_nothing || is_mask(with) || with->set == set_alibi || with->set == set_paged || with->set == set_uneven;
     if (row->dtypes == FA_IN_F32)

@@ -221,21 +221,27 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     return add_dsinks(call, plan, key);
 }
 
+/* Rows of float sums that become the caller's gradients. */
+static int64_t rows_to_convert(const fa_call *call, const fa_key *key, const fa_args *args)
+{
+    int64_t rows = call->q.shape[0] * call->q.shape[1] * call->heads_q;
+    if (key->has_kv_accum)
+        rows += call->k.shape[0] * call->k.shape[1] * call->heads_k;
+    return rows + rows_of_dbias(key, args);
+}
+
 /* By planes of float16, and behind it the portable kernel, which does it where these do not hold the numbers. */
-static flash_attn_status plan_backward_f32(const fa_call *call, fa_plan *plan, const fa_key *key)
+static flash_attn_status add_f32(const fa_call *call, fa_plan *plan, const fa_key *key)
 {
     const fa_tune_row *row;
-    fa_args           *args = &plan->args;
-    fa_key             any = *key, rowsum = fa_plan_helper_key(FA_KERNEL_BACKWARD_ROWSUM, key), convert = fa_plan_helper_key(FA_KERNEL_BACKWARD_CONVERT, key);
+    fa_key             any = *key;
+    int64_t            heads = plan->args.group_blocks * call->heads_k * call->batch;
     FA_TRY(fa_tune_choose(call, key, fa_kernels[FA_KERNEL_BACKWARD_SM80].name, &row));
     fa_plan_use_row(&any, row);
-    FA_TRY(fa_plan_add(plan, &rowsum, ceil_div(call->max_seqlen_q, rowsum.tile_q) * call->heads_q * call->batch));
     FA_TRY(fa_plan_add_planes(call, plan, key));
     plan->main = plan->num_launches;
-    FA_TRY(fa_plan_add(plan, key, (int64_t)args->tiles_k * call->heads_k * call->batch));
-    FA_TRY(fa_plan_add(plan, &any, ceil_div(call->max_seqlen_k, any.tile_k) * call->heads_k * call->batch));
-    FA_TRY(fa_plan_add(plan, &convert, ceil_div(call->q.shape[0] * call->q.shape[1] * call->heads_q, convert.tile_q)));
-    return add_dsinks(call, plan, key);
+    FA_TRY(fa_plan_add(plan, key, plan->args.tiles_k * heads));
+    return fa_plan_add(plan, &any, ceil_div(call->max_seqlen_k, any.tile_k) * heads);
 }
 
 flash_attn_status fa_plan_backward(const fa_call *call, fa_plan *plan, fa_key *key)
@@ -243,23 +249,22 @@ flash_attn_status fa_plan_backward(const fa_call *call, fa_plan *plan, fa_key *k
     fa_args *args = &plan->args;
     if (key->kernel == FA_KERNEL_BACKWARD_SM90)
         return plan_backward_sm90(call, plan, key);
-    if (key->kernel == FA_KERNEL_BACKWARD_F32_SM90)
-        return plan_backward_f32(call, plan, key);
     choose_group_blocks(call, args);
     key->has_kv_accum = args->group_blocks > 1;
-    key->one_launch   = is_small(call, key, args);
+    bool planes       = key->kernel == FA_KERNEL_BACKWARD_F32_SM90;
+    key->one_launch   = !planes && is_small(call, key, args);
     plan->main        = plan->num_launches;
     if (key->one_launch)
         return fa_plan_add_clusters(plan, key, (int64_t)args->tiles_k * call->heads_k * call->batch, args->tiles_k);
     fa_key  rowsum = fa_plan_helper_key(FA_KERNEL_BACKWARD_ROWSUM, key), convert = fa_plan_helper_key(FA_KERNEL_BACKWARD_CONVERT, key);
     int64_t row_tiles = ceil_div(call->max_seqlen_q, rowsum.tile_q);
-    int64_t rows      = call->q.shape[0] * call->q.shape[1] * call->heads_q;
-    if (key->has_kv_accum)
-        rows += call->k.shape[0] * call->k.shape[1] * call->heads_k;
-    rows += rows_of_dbias(key, args);
     FA_TRY(fa_plan_add(plan, &rowsum, row_tiles * call->heads_q * call->batch));
-    plan->main = plan->num_launches;
-    FA_TRY(fa_plan_add(plan, key, (int64_t)args->tiles_k * args->group_blocks * call->heads_k * call->batch));
-    FA_TRY(fa_plan_add(plan, &convert, ceil_div(rows, convert.tile_q)));
+    if (planes)
+        FA_TRY(add_f32(call, plan, key));
+    else {
+        plan->main = plan->num_launches;
+        FA_TRY(fa_plan_add(plan, key, (int64_t)args->tiles_k * args->group_blocks * call->heads_k * call->batch));
+    }
+    FA_TRY(fa_plan_add(plan, &convert, ceil_div(rows_to_convert(call, key, args), convert.tile_q)));
     return add_dsinks(call, plan, key);
 }

@@ -90,10 +90,10 @@ FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, place at)
     c.n++;
 }
 
-FA_DEVICE void store_gradients(const fa_args &args, const work &w, const consumer &c, float factor)
+FA_DEVICE void store_gradients(const fa_args &args, const work &w, consumer &c, bool some)
 {
-    store_gradient<FA_HEAD_DIM>(args.dk, w, c.dk, c.group, args.scale * factor, args.head_dim);
-    store_gradient<FA_HEAD_DIM_V>(args.dv, w, c.dv, c.group, factor, args.head_dim_v);
+    store_dk(args, w, c.dk, c.group, some);
+    store_dv(args, w, c.dv, c.group, some);
 }
 
 FA_DEVICE void consume(const fa_args &args, const work &w, int group)
@@ -108,7 +108,7 @@ FA_DEVICE void consume(const fa_args &args, const work &w, int group)
     for (int i = 0; i < FA_HEAD_DIM_V / 2; i++)
         c.dv[i] = 0.0f;
     if (same_for_all(w.tiles.begin >= w.tiles.end)) { /* apart, or ptxas spills where it meets the other way */
-        store_gradients(args, w, c, 0.0f);
+        store_gradients(args, w, c, false);
         return;
     }
     barrier_wait(keys_full(), 0);
@@ -117,7 +117,7 @@ FA_DEVICE void consume(const fa_args &args, const work &w, int group)
         step(args, w, c, at);
         at = next_place(w, at);
     } while (inside(w, at));
-    store_gradients(args, w, c, 1.0f);
+    store_gradients(args, w, c, true);
 }
 
 #endif

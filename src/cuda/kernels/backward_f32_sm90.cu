@@ -193,17 +193,35 @@ template <class TILE, int COUNT> FA_DEVICE void add_product(float (&sum)[COUNT],
     }
 }
 
-/* Rows of dK or dV of this consumer's keys. */
-template <int COLS, int COUNT> FA_DEVICE void store_gradient(const fa_view &view, const work &w, const float (&sum)[COUNT], int group, float scale, int cols)
+/* Rows of dK or dV of this consumer's keys, times `factor`; where blocks share a key head, which have a share each of its query heads, they are added up in float at `shared_sum`. */
+template <int COLS, int COUNT>
+FA_DEVICE void store_gradient(const fa_args &args, const fa_view &view, float *shared_sum, const work &w, float (&sum)[COUNT], int group, float factor, int cols)
 {
     if (!view.data)
         return;
+    if constexpr (FA_HAS_KV_ACCUM) {
+        if (factor == 0.0f)
+            return;
+        int    first = w.first_k + 64 * group + threadIdx.x % 128 / 32 * 16;
+        fa_i64 row   = ((fa_i64)w.kv_head * args.kv_entries + w.seq.kv_entry) * args.kv_rows + w.seq.kv_row + first;
+        accumulate<1, COLS / 8>(shared_sum + row * COLS, COLS, reinterpret_cast<const float(&)[1][COLS / 8][4]>(sum), w.seq.rows_k - first);
+        return;
+    }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         int    j  = w.first_k + 64 * group + fragment_row() + 8 * h;
         float *to = (float *)view.data + w.seq.kv_entry * view.stride[0] + (fa_i64)(w.seq.kv_row + j) * view.stride[1] + w.kv_head * view.stride[2];
-        store_row<FA_F32, COLS>(j < w.seq.rows_k ? (char *)to : nullptr, sum, h, scale, cols);
+        store_row<FA_F32, COLS>(j < w.seq.rows_k ? (char *)to : nullptr, sum, h, factor, cols);
     }
+}
+
+FA_DEVICE void store_dk(const fa_args &args, const work &w, float (&dk)[FA_HEAD_DIM / 2], int group, bool some)
+{
+    store_gradient<FA_HEAD_DIM>(args, args.dk, args.dk_accum, w, dk, group, some ? args.scale : 0.0f, args.head_dim);
+}
+FA_DEVICE void store_dv(const fa_args &args, const work &w, float (&dv)[FA_HEAD_DIM_V / 2], int group, bool some)
+{
+    store_gradient<FA_HEAD_DIM_V>(args, args.dv, args.dv_accum, w, dv, group, some ? 1.0f : 0.0f, args.head_dim_v);
 }
 
 #if FA_HEAD_DIM > 128 || FA_HEAD_DIM_V > 128

@@ -110,8 +110,8 @@ FA_DEVICE void step_of_keys(const fa_args &args, const work &w, float (&dk)[FA_H
     add_dq(args, w, at, 1, unit);
 }
 
-/* A consumer's way through its tiles of queries; `step` adds to `sum`, which goes to `view`. */
-template <int COLS, class STEP> FA_DEVICE void walk(const fa_view &view, const work &w, float scale, int cols, const STEP &step)
+/* A consumer's way through its tiles of queries; `step` adds to a sum, which `store` stores. */
+template <int COLS, class STEP, class STORE> FA_DEVICE void walk(const work &w, const STEP &step, const STORE &store)
 {
     float    sum[COLS / 2];
     unsigned n = 0;
@@ -119,7 +119,7 @@ template <int COLS, class STEP> FA_DEVICE void walk(const fa_view &view, const w
     for (int i = 0; i < COLS / 2; i++)
         sum[i] = 0.0f;
     if (same_for_all(w.tiles.begin >= w.tiles.end)) {
-        store_gradient<COLS>(view, w, sum, 0, 0.0f, cols);
+        store(sum, false);
         return;
     }
     barrier_wait(keys_full(), 0);
@@ -128,15 +128,17 @@ template <int COLS, class STEP> FA_DEVICE void walk(const fa_view &view, const w
         step(sum, n++, at);
         at = next_place(w, at);
     } while (inside(w, at));
-    store_gradient<COLS>(view, w, sum, 0, scale, cols);
+    store(sum, true);
 }
 
 FA_DEVICE void consume(const fa_args &args, const work &w, int group)
 {
+    using dv_sum = float[FA_HEAD_DIM_V / 2];
+    using dk_sum = float[FA_HEAD_DIM / 2];
     if (group == 0)
-        walk<FA_HEAD_DIM_V>(args.dv, w, 1.0f, args.head_dim_v, [&](float(&dv)[FA_HEAD_DIM_V / 2], unsigned n, place at) { step_of_values(args, w, dv, n, at); });
+        walk<FA_HEAD_DIM_V>(w, [&](dv_sum &dv, unsigned n, place at) { step_of_values(args, w, dv, n, at); }, [&](dv_sum &dv, bool some) { store_dv(args, w, dv, 0, some); });
     else
-        walk<FA_HEAD_DIM>(args.dk, w, args.scale, args.head_dim, [&](float(&dk)[FA_HEAD_DIM / 2], unsigned n, place at) { step_of_keys(args, w, dk, n, at); });
+        walk<FA_HEAD_DIM>(w, [&](dk_sum &dk, unsigned n, place at) { step_of_keys(args, w, dk, n, at); }, [&](dk_sum &dk, bool some) { store_dk(args, w, dk, 0, some); });
 }
 
 #endif
