@@ -85,7 +85,19 @@ static const asked calls[] = {
     {"dropout, bias", BACKWARD, OWN_B, .bias = true, .dropout = true, .own_to = 128},
     {"block mask", BACKWARD, ANY_B, .slices = true},
     {"dO in float32", BACKWARD, ANY_B, .f32_dout = true},
-    {"float32", BACKWARD, ANY_B, .f32 = true},
+    {"float32", FORWARD, FA_KERNEL_FORWARD_F32_SM90, .f32 = true},
+    {"float32, window, varlen, ALiBi, sinks", FORWARD, FA_KERNEL_FORWARD_F32_SM90, .mask = FLASH_ATTN_WINDOW, .varlen = true, .alibi = true, .sinks = true, .f32 = true},
+    {"float32, pages", FORWARD, FA_KERNEL_FORWARD_F32_SM90, .pages = true, .f32 = true},
+    {"float32, parts", FORWARD, ANY_F, .splits = 2, .f32 = true},
+    {"float32, softcap", FORWARD, ANY_F, .softcap = 30, .f32 = true},
+    {"float32, bias", FORWARD, ANY_F, .bias = true, .f32 = true},
+    {"float32, dropout", FORWARD, ANY_F, .dropout = true, .f32 = true},
+    {"float32, block mask", FORWARD, ANY_F, .slices = true, .f32 = true},
+    {"float32", BACKWARD, FA_KERNEL_BACKWARD_F32_SM90, .f32 = true},
+    {"float32, causal, groups, varlen, sinks", BACKWARD, FA_KERNEL_BACKWARD_F32_SM90, .mask = FLASH_ATTN_CAUSAL, .heads_k = 2, .varlen = true, .sinks = true, .f32 = true},
+    {"float32, few queries", BACKWARD, ANY_B, .queries = 128, .f32 = true},
+    {"float32, deterministic", BACKWARD, ANY_B, .deterministic = true, .f32 = true},
+    {"float32, ALiBi", BACKWARD, ANY_B, .alibi = true, .f32 = true},
 };
 
 static int32_t                numbers[64]; /* an address; never read */
