@@ -2,7 +2,7 @@
 """Time flashattn and its peers on one GPU over the FlashAttention papers' grid, in one run, and check every answer.
 
     make && python3 bench/gpu.py [--json FILE] [--head-dims 64,192:128,256] [--seqlens 512,...,16384] [--passes forward] [--quick]
-                                 [--heads 32:8] [--tokens 16384] [--math] [--flex] [--varlen] [--deterministic] [--portable] [--fp8] [--float32]
+                                 [--heads 32:8] [--tokens 16384] [--math] [--flex] [--varlen] [--deterministic] [--portable] [--fp8] [--float32] [--errors]
                                  [--window 1024] [--softcap 30] [--alibi] [--bias heads [--dbias]] [--pages 64] [--dropout 0.1] [--fa3 LIBRARY]
     make && python3 bench/gpu.py --decode [--head-dims 128,64] [--queries 1,4,16] [--batches 1,8,64] [--seqlens 1024,...,131072] [--fa3 LIBRARY]
 
@@ -13,7 +13,8 @@ the peers have enable_gqa, but for `efficient`, which is left out. --tokens are 
 --varlen sequences are packed (cu_seqlens), the longest as long as said and the others of random lengths, and the peers are the calls that take such:
 PyTorch's varlen_attn (flash) and cuDNN's. With --deterministic the backward's sums have a fixed order, ours and the peers' that can. --portable adds
 our kernels for any GPU, --fp8 our forward with FP8 inputs; then all have the same inputs, numbers that FP8 holds. With --float32 all is float32, PyTorch's products too (TF32 is
-off, as it is by default), and the peer is `efficient`, for the others have none. --fa3 adds FlashAttention-3 from
+off, as it is by default), and the peer is `efficient`, for the others have none. --errors shows the largest relative L2 error
+of each pass's results, of one head, in place of its speed. --fa3 adds FlashAttention-3 from
 its library (fa3.py says where to get one). With --window a query sees so many keys, itself the last of them (no mask: itself in their middle); operations
 are those of pairs that are seen, and the peers are the two that have windows, flash and fa3.
 --softcap and --alibi are options of ours and FlexAttention's alone, Q then 4 times as large; --pages, of
@@ -386,6 +387,11 @@ def bench_pass(cell, backward, runs, groups):
     return row
 
 
+def errors_of(cell, backward, runs):
+    """{name: the largest relative L2 error of O, or of dQ, dK and dV; None where it has no kernel}"""
+    return {name: cell.wrong(pair[backward](), 1 if backward else 0, -1.0) if pair and pair[backward] else None for name, pair in runs.items()}
+
+
 def heads_of(text):
     """(query heads, key heads) of "32" or "32:8", written as head dims are, None of None; ValueError if it is neither."""
     if text is None:
@@ -416,6 +422,7 @@ def parser_of_words():
     parser.add_argument("--portable", action="store_true", help="our kernels for any GPU too")
     parser.add_argument("--fp8", action="store_true", help="our forward with FP8 inputs too")
     parser.add_argument("--float32", action="store_true", help="float32 in place of bfloat16")
+    parser.add_argument("--errors", action="store_true", help="errors in place of speeds")
     parser.add_argument("--window", type=int, default=0, help="keys that a query sees; all")
     parser.add_argument("--softcap", type=float, default=0.0, help="scores become X tanh(score / X)")
     parser.add_argument("--alibi", action="store_true", help="ALiBi, slopes of 2^-8/h to 2^-8")
@@ -450,6 +457,8 @@ def refuse(parser, options):
         parser.error(f"--tokens {options.tokens}: at least 1")
     if options.float32 and (options.fp8 or options.varlen or options.decode or options.window or options.fa3 or grouped(options)):
         parser.error("--float32 is for plain calls: leave out --fp8, --varlen, --decode, --window, --fa3 and the key heads of --heads, for which it has no peer")
+    if options.errors and (options.decode or options.dropout):
+        parser.error("--errors is not for --decode and --dropout")
     if options.window < 0 or (options.window and (own_options or options.math or options.flex or options.fp8 or options.decode)):
         parser.error("--window is at least 0, and not for --math, --softcap, --alibi, --bias, --pages, --dropout, --flex, --fp8 and --decode")
     if options.decode and (options.heads or options.tokens):
@@ -492,12 +501,12 @@ def names_of(options):
     return [name for name, wanted in chosen.items() if wanted and (not (own_terms or options.bias) or name in taking)]
 
 
-def show(cell, backward, names, row):
-    """Prints the line and returns what ours has over flash, if both are right; in float32 over the best of the others."""
+def show(cell, backward, names, row, form="9.1f"):
+    """Prints the line, numbers in this form, and returns what ours has over flash, if both are right; in float32 over the best of the others."""
     speeds = {n: x for n, x in row.items() if isinstance(x, float)}
     best = max((x for n, x in speeds.items() if n not in ("ours", "portable", "fp8", "whole")), default=None)
     over = [speeds["ours"] / x if "ours" in speeds and x else None for x in (speeds.get("flash"), best)]
-    shown = [f"{x:9.1f}" if isinstance(x, float) else f"{x or '-':>9}" for x in (row.get(n) for n in names)]
+    shown = [format(x, form) if isinstance(x, float) else f"{x or '-':>9}" for x in (row.get(n) for n in names)]
     print(f"{'backward' if backward else 'forward':8} {head_dims.title((cell.d, cell.d_v)):>7} {str(cell.causal):6} {cell.seqlen:5} | " + " ".join(shown) +
           " | " + "  ".join(f"{x:5.2f}" if x else "    -" for x in over), flush=True)
     return over[1 if cell.float32 else 0]
@@ -515,12 +524,16 @@ def grid(options, write):
         cell = Cell(d, seqlen, causal, options, d_v)
         runs = runs_of(cell, [n for n in names if n != "math" or seqlen <= 2048])
         for backward in {"forward": [False], "backward": [True], "both": [False, True]}[options.passes]:
-            row = bench_pass(cell, backward, runs, options.groups)
-            ratios.append(show(cell, backward, names, row))
             rows.append({"pass": "backward" if backward else "forward", "head_dim": d, "head_dim_v": d_v, "causal": causal, "seqlen": seqlen,
                          "heads": cell.heads, "heads_k": cell.heads_k, "tokens": cell.tokens,
                          "varlen": options.varlen, "window": options.window, "deterministic": options.deterministic, "float32": options.float32, "softcap": options.softcap, "alibi": options.alibi, "bias": options.bias, "dbias": options.dbias,
-                         "pages": options.pages, "dropout": options.dropout, "tflops": row})
+                         "pages": options.pages, "dropout": options.dropout})
+            if options.errors:
+                rows[-1]["errors"] = row = errors_of(cell, backward, runs)
+                show(cell, backward, names, row, "9.1e")
+            else:
+                rows[-1]["tflops"] = row = bench_pass(cell, backward, runs, options.groups)
+                ratios.append(show(cell, backward, names, row))
             write(rows)
         del cell, runs
     return rows, [ratio for ratio in ratios if ratio]
@@ -546,7 +559,7 @@ def main():
     else:
         rows, ratios = grid(options, write)
     print(f"after: {card.state()}")
-    wrong = sum(isinstance(x, str) for row in rows for x in row["gigabytes_per_second" if options.decode else "tflops"].values())
+    wrong = sum(isinstance(x, str) for row in rows for x in row.get("gigabytes_per_second" if options.decode else "tflops", {}).values())
     over = f"ours over {'the best peer' if options.float32 else 'flash'}: geometric mean {statistics.geometric_mean(ratios):.3f}, least {min(ratios):.3f}, {len(ratios)} cells; " if ratios else ""
     print(f"{over}{wrong} wrong answers")
     return 1 if wrong else 0

@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import sys
@@ -529,6 +530,19 @@ def test_the_gpu_bench_times_grouped_heads(gpu, flash_attn_3, monkeypatch, tmp_p
         assert set(row["tflops"]) == {"ours", "flex"} | ({"flash", "cudnn"} | more if words != ["--alibi"] else set())  # no `efficient`
         assert all(isinstance(speed, float) and speed > 0 for speed in row["tflops"].values()), (row, shown)
     assert len(rows) == (4 if words[0] in ("--math", "--alibi") else 2) and "0 wrong answers" in shown
+
+
+@pytest.mark.parametrize("errors", [False, True])
+def test_the_gpu_bench_has_float32(gpu, monkeypatch, tmp_path, capsys, errors):
+    file = tmp_path / "gpu.json"
+    words = ["--float32", "--math", "--head-dims", "32", "--seqlens", "64", "--groups", "1", "--tokens", "128", *(["--errors"] if errors else [])]
+    assert run(gpu, monkeypatch, *words, "--json", file) == 0
+    rows, shown = json.loads(file.read_text())["rows"], capsys.readouterr().out
+    assert len(rows) == 4 and "0 wrong answers" in shown and ("best peer" in shown) != errors
+    for row in rows:
+        found = row["errors" if errors else "tflops"]
+        assert row["float32"] and set(found) == {"ours", "math", "efficient"}
+        assert all(0 < x < (1e-5 if errors else math.inf) for x in found.values()), row
 
 
 def test_the_gpu_bench_packs_grouped_heads(gpu, monkeypatch, tmp_path):
