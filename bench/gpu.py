@@ -505,7 +505,7 @@ def show(cell, backward, names, row, form="9.1f"):
     """Prints the line, numbers in this form, and returns what ours has over flash, if both are right; in float32 over the best of the others."""
     speeds = {n: x for n, x in row.items() if isinstance(x, float)}
     best = max((x for n, x in speeds.items() if n not in ("ours", "portable", "fp8", "whole")), default=None)
-    over = [speeds["ours"] / x if "ours" in speeds and x else None for x in (speeds.get("flash"), best)]
+    over = [speeds["ours"] / x if "ours" in speeds and x and form == "9.1f" else None for x in (speeds.get("flash"), best)]
     shown = [format(x, form) if isinstance(x, float) else f"{x or '-':>9}" for x in (row.get(n) for n in names)]
     print(f"{'backward' if backward else 'forward':8} {head_dims.title((cell.d, cell.d_v)):>7} {str(cell.causal):6} {cell.seqlen:5} | " + " ".join(shown) +
           " | " + "  ".join(f"{x:5.2f}" if x else "    -" for x in over), flush=True)

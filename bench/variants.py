@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Compare texts of the GPU kernels on one GPU: folders whose files take the place of those in src/cuda/kernels (FLASH_ATTN_KERNEL_DIR).
 
-    make && python3 bench/variants.py --passes backward --cells 128c2048,64n512 before=FOLDER now=src/cuda/kernels [--cycles] [--fa3 LIBRARY] [--fp8] [--varlen] [--window 1024] [--heads 32:8] [--tokens 16384]
+    make && python3 bench/variants.py --passes backward --cells 128c2048,64n512 before=FOLDER now=src/cuda/kernels [--cycles] [--fa3 LIBRARY] [--fp8] [--float32] [--varlen] [--window 1024] [--heads 32:8] [--tokens 16384]
 
-A cell is a head_dim (192:128: V has its own), c (causal) or n (no mask) and a length; bfloat16, or with --fp8 the forward's FP8 inputs, hidden dimension 2048, 16384 tokens, as in gpu.py, which has the last five options too. TFLOP/s by turns, each answer compared
+A cell is a head_dim (192:128: V has its own), c (causal) or n (no mask) and a length; bfloat16, or with --fp8 the forward's FP8 inputs, hidden dimension 2048, 16384 tokens, as in gpu.py, which has the last six options too. TFLOP/s by turns, each answer compared
 with float64 on one head first; WRONG makes the exit status 1. They move by 3% from minute to minute on a card at its power limit: with --cycles Nsight Compute (ncu)
 counts the cycles of one call instead, which repeat within 0.5%: those of its longest kernel and, in brackets, of the small ones beside it, in millions. Clocks are
 left as they are. One folder alone has no peer: the texts of the library itself are NAME= without a folder.
@@ -71,6 +71,7 @@ def main():
     parser.add_argument("--cycles", action="store_true", help="count cycles by Nsight Compute")
     parser.add_argument("--fa3", metavar="LIBRARY", help="FlashAttention-3 too: see fa3.py")
     parser.add_argument("--fp8", action="store_true", help="FP8 inputs; forward only, without FlashAttention-3")
+    parser.add_argument("--float32", action="store_true", help="float32 in place of bfloat16")
     parser.add_argument("--varlen", action="store_true", help="packed sequences")
     parser.add_argument("--window", type=int, help="keys that a query sees")
     parser.add_argument("--heads", help="of each cell, of Q and of K and V")
@@ -79,6 +80,8 @@ def main():
     cells = options.cells.split(",")
     if any(not re.fullmatch(CELL, cell) for cell in cells) or any("=" not in v for v in options.variants):
         parser.error("a cell is like 128c2048, a variant NAME=FOLDER")
+    if options.float32 and (options.fa3 or options.fp8 or options.varlen or options.window):
+        parser.error("--float32 is without --fa3, --fp8, --varlen and --window")
     if options.fp8 and (options.fa3 or options.passes == "backward"):
         parser.error("--fp8 has neither a backward nor --fa3")
     folders = dict(v.split("=", 1) for v in options.variants)
@@ -99,9 +102,9 @@ def main():
     if options.fa3:
         fa3.load(options.fa3)
     contexts = {name: context_of(card, folder) for name, folder in folders.items()}
-    switches = [f"--{name}" for name in ("fp8", "varlen") if getattr(options, name)]
+    switches = [f"--{name}" for name in ("fp8", "varlen", "float32") if getattr(options, name)]
     plain = gpu.parse(switches + [f"--{name}={getattr(options, name)}" for name in ("window", "heads", "tokens") if getattr(options, name) is not None])
-    made, bound = (gpu.fp8, 5e-2) if options.fp8 else (gpu.ours, 1e-2)
+    made, bound = (gpu.fp8, 5e-2) if options.fp8 else (gpu.ours, 2e-5 if options.float32 else 1e-2)
     backward, wrong = options.passes == "backward", 0
     torch.manual_seed(0)
     if not options.cycles:
