@@ -450,9 +450,9 @@ static bool is_built_with(const fa_tune_row *row, int arch, const option *with)
     if (is_mask(with) && !has_masks(row, with))
         return false;
     if (row->kernel == FA_KERNEL_BACKWARD_F32_SM90)
-        return with->set == set_nothing || is_mask(with) || with->set == set_few_heads_k || with->set == set_uneven;
+        return with->set == set_nothing || is_mask(with) || with->set == set_few_heads_k || with->set == set_uneven || with->set == set_bias || with->set == set_alibi || with->set == set_dropout;
     if (row->kernel == FA_KERNEL_FORWARD_F32_SM90)
-        return with->set == set_nothing || is_mask(with) || with->set == set_alibi || with->set == set_paged || with->set == set_uneven;
+        return with->set == set_nothing || is_mask(with) || with->set == set_alibi || with->set == set_paged || with->set == set_uneven || with->set == set_bias || with->set == set_dropout;
     if (row->dtypes == FA_IN_F32)
         return arch == (of_90 ? 90 : row->arch_min) && is_built_in_f32(row, arch, with);
     if (arch != (of_90 ? 90 : row->arch_min)) /* 12.0 gives a thread more registers: 254 of 255 with dropout */

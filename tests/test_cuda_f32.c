@@ -14,16 +14,16 @@ static char                why_not[300];
 static int                 part, parts = 1;
 static const char         *only_shapes = ""; /* whose names hold this */
 
-/* Softcap, bias and dropout are left to the portable kernel, and so are rows that are not aligned. */
+/* Softcap is left to the portable kernel, and so are rows that are not aligned. */
 static bool is_taken(const test_case *shape)
 {
-    return !shape->softcap && !shape->bias && !shape->dropout && shape->head_dim % 4 == 0 && shape->head_dim_v % 4 == 0;
+    return !shape->softcap && shape->head_dim % 4 == 0 && shape->head_dim_v % 4 == 0;
 }
 
-/* Few queries or keys are one launch of the portable kernel; ALiBi and what a forward alone has are left to it too. */
+/* Few queries or keys are one launch of the portable kernel; the bias's gradient and what a forward alone has are left to it too. */
 static bool is_taken_backward(const test_case *shape)
 {
-    return is_taken(shape) && !shape->alibi && !shape->forward_only && !shape->cache_batch_idx && !shape->leftpad &&
+    return is_taken(shape) && (!shape->bias || shape->bias & BIAS_CONSTANT) && !shape->forward_only && !shape->cache_batch_idx && !shape->leftpad &&
            shape->seqlen_q > 128 && shape->seqlen_k > 128 && shape->varlen_q != LENGTHS_ONES && shape->varlen_k != LENGTHS_ONES;
 }
 

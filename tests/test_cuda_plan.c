@@ -90,14 +90,15 @@ static const asked calls[] = {
     {"float32, pages", FORWARD, FA_KERNEL_FORWARD_F32_SM90, .pages = true, .f32 = true},
     {"float32, parts", FORWARD, ANY_F, .splits = 2, .f32 = true},
     {"float32, softcap", FORWARD, ANY_F, .softcap = 30, .f32 = true},
-    {"float32, bias", FORWARD, ANY_F, .bias = true, .f32 = true},
-    {"float32, dropout", FORWARD, ANY_F, .dropout = true, .f32 = true},
+    {"float32, bias, dropout", FORWARD, FA_KERNEL_FORWARD_F32_SM90, .bias = true, .dropout = true, .f32 = true},
     {"float32, block mask", FORWARD, ANY_F, .slices = true, .f32 = true},
     {"float32", BACKWARD, FA_KERNEL_BACKWARD_F32_SM90, .f32 = true},
     {"float32, causal, groups, varlen, sinks", BACKWARD, FA_KERNEL_BACKWARD_F32_SM90, .mask = FLASH_ATTN_CAUSAL, .heads_k = 2, .varlen = true, .sinks = true, .f32 = true},
     {"float32, few queries", BACKWARD, ANY_B, .queries = 128, .f32 = true},
     {"float32, deterministic", BACKWARD, ANY_B, .deterministic = true, .f32 = true},
-    {"float32, ALiBi", BACKWARD, ANY_B, .alibi = true, .f32 = true},
+    {"float32, bias, ALiBi, dropout", BACKWARD, FA_KERNEL_BACKWARD_F32_SM90, .bias = true, .alibi = true, .dropout = true, .f32 = true},
+    {"float32, bias's gradient", BACKWARD, ANY_B, .bias = true, .dbias = true, .f32 = true},
+    {"float32, softcap", BACKWARD, ANY_B, .softcap = 30, .f32 = true},
 };
 
 static int32_t                numbers[64]; /* an address; never read */

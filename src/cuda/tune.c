@@ -197,7 +197,7 @@ const fa_tune_row fa_tune_rows[] = {
     {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 576, FA_ON_ANY, FA_FOR_ANY, 0, 32, 16, 8, 1, 1, 0, 0, "216 KB of shared memory"},
     {120, 129, FA_KERNEL_FORWARD_SM80, FA_IN_F32, 320, FA_ON_ANY, FA_FOR_ANY, 0, 16, 16, 4, 1, 1, 0, 0, "90 KB of shared memory, which do not hold more columns"},
     {90, 90, FA_KERNEL_BACKWARD_F32_SM90, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_PLANES, 0, 64, 128, 12, 2, 1, 0, 0, "two consumers of 64 keys (decision 0086)"},
-    {90, 90, FA_KERNEL_BACKWARD_F32_SM90, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_PLANES, 0, 64, 128, 12, 1, 1, 0, 0, "two consumers of 64 keys; 225 KB of shared memory (decision 0086)"},
+    {90, 90, FA_KERNEL_BACKWARD_F32_SM90, FA_IN_F32, 128, FA_ON_ANY, FA_FOR_PLANES, 0, 64, 128, 12, 1, 1, 0, 128, "two consumers of 64 keys; 225 KB of shared memory; dropout spills (decision 0086)"},
     {90, 90, FA_KERNEL_BACKWARD_F32_SM90, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_PLANES, 0, 32, 64, 12, 1, 1, 0, 0, "two consumers of the same keys, one dV, one dK; 217 KB of shared memory (decision 0086)"},
     {90, 119, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_ANY, 0, 32, 64, 4, 1, 1, 0, 160, "four warps; 96 KB of shared memory (decision 0084)"},
     {80, 89, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 2, 1, 1, 0, 160, "64 KB of shared memory"},
@@ -258,15 +258,16 @@ static bool takes_few(const fa_tune_row *row, const fa_call *call, const fa_key 
            fa_map_fits(&call->v) && takes_packed(row, call, key);
 }
 
-/* What the kernels of planes ask for; pages may be of any size, for planes_sm90 reads them. A softcap's way through an exponential leaves too large an error for float32. The
- * backward adds up dQ as it comes, and leaves few queries or keys to one launch. */
+/* What the kernels of planes ask for; pages may be of any size, for planes_sm90 reads them, and a bias any, by a scale that has a reciprocal. A softcap's way through an exponential leaves
+ * too large an error for float32. The backward adds up dQ as it comes, and leaves few queries or keys to one launch. */
 static bool takes_planes(const fa_call *call, const fa_key *key)
 {
     enum { FEW = 128 };
-    if (key->has_softcap || key->has_bias || key->has_dropout || key->has_slices || !key->aligned || call->o.dtype != FLASH_ATTN_F32)
+    float smallest = 1e-30f;
+    if (key->has_softcap || key->has_slices || !key->aligned || call->o.dtype != FLASH_ATTN_F32 || (key->has_bias && !(call->scale > smallest)))
         return false;
     if (call->pass == FLASH_ATTN_BACKWARD)
-        return !key->has_alibi && !call->deterministic && call->max_seqlen_q > FEW && call->max_seqlen_k > FEW && backward_takes_tma(call) && (!call->dk.data || call->dk.dtype == FLASH_ATTN_F32) &&
+        return !key->has_dbias && !call->deterministic && call->max_seqlen_q > FEW && call->max_seqlen_k > FEW && backward_takes_tma(call) && (!call->dk.data || call->dk.dtype == FLASH_ATTN_F32) &&
                (!call->dv.data || call->dv.dtype == FLASH_ATTN_F32);
     return call->max_seqlen_q > FEW && call->num_splits <= 1 && call->scale > 0;
 }

@@ -77,7 +77,7 @@ enum fa_row_for {
     FA_FOR_FEW,     /* with FA_ALIGNED, without bias (but one of all heads in tiles of 16 rows), ALiBi, dropout and slices: queries of all heads of a key
                        head in tiles of tile_q rows, where these are fewer than the heads; of 16 rows only if one holds them */
     FA_FOR_FEW_TMA, /* as FA_FOR_FEW, with strides that a tensor map describes, a scale above 0, without softcap: more than eight rows in all, of up to 64 in one tile (takes_few) */
-    FA_FOR_PLANES,  /* with FA_ALIGNED, more than 128 queries and a scale above 0, without softcap, bias, dropout, slices and parts (takes_planes) */
+    FA_FOR_PLANES,  /* with FA_ALIGNED, more than 128 queries and a scale above 0, without softcap, slices and parts; backward more than 128 keys, no dbias and no fixed order (takes_planes) */
     FA_FOR_TMA,     /* and with what forward_sm90 asks for besides: fa_tune_takes_tma */
     FA_FOR_SHORT_TMA, /* and with no more keys than max_queries */
     FA_FOR_LONG_TMA,  /* and with more queries than max_queries, neither packed nor with a cache index */

@@ -62,20 +62,22 @@ FA_DEVICE void add_dq(const fa_args &args, const work &w, const consumer &c, pla
 
 FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, place at)
 {
-    float s[S_COUNT], dp[S_COUNT];
+    float   s[S_COUNT], dp[S_COUNT];
+    dropped dropped = dropped_of(args, w, at, c.group);
     barrier_wait(q_full(c.n), filled<FA_STAGES>(c.n));
     start_cut_rows_by_rows<FA_TILE_K, cut_keys::PLANE, FA_TILE_Q, cut_queries::PLANE, FA_HEAD_DIM>(s, matrix_of(k_tile() + c.group * (64 * 128), 0), matrix_of(q_tile(c.n), 0));
     barrier_wait(dout_full(c.n), filled<FA_STAGES>(c.n));
     start_cut_rows_by_rows<FA_TILE_K, cut_values::PLANE, FA_TILE_Q, cut_dout::PLANE, FA_HEAD_DIM_V>(dp, matrix_of(v_tile() + c.group * (64 * 128), 0), matrix_of(dout_tile(c.n), 0));
     wgmma_wait<1>();
     hold(s);
-    exponentials(args, s, c.n);
+    exponentials(args, w, s, c.n, at, c.group);
     wgmma_wait<0>();
     hold(dp);
-    gradients_of_scores(s, dp, c.n);
+    gradients_of_scores(args, s, dp, c.n, dropped);
+    drop(s, dropped);
     if (!clean_tile(args, w, at.tile)) {
-        mask_elements(args, w, s, at.tile, c.group);
-        mask_elements(args, w, dp, at.tile, c.group);
+        mask_elements(args, w, s, at, c.group);
+        mask_elements(args, w, dp, at, c.group);
     }
     c.ds_unit = unit_of_largest(dp, c.group);
     cut_operand(c.p, s, P_FACTOR);

@@ -17,6 +17,7 @@
  */
 #include "backward_work.cuh"
 #include "accumulate.cuh"
+#include "dropout_sm90.cuh"
 #include "planes_sm90.cuh"
 #include "store_sm90.cuh"
 
@@ -86,41 +87,85 @@ FA_DEVICE void produce(const fa_args &args, const work &w)
 
 /* ---- consumers. Elements as in warpgroup.cuh, keys down and queries across ---- */
 
+/* What bias and ALiBi add to a score. */
+FA_DEVICE float score_addition(const fa_args &args, const work &w, const char *bias, float slope, int q, int k)
+{
+    float sum = 0.0f;
+    if (FA_HAS_BIAS && q < w.seq.seqlen_q && k < w.seq.seqlen_k)
+        sum = load_element(bias, q * args.bias.stride[2] + k * args.bias.stride[3], FA_DTYPE_BIAS);
+    return sum - slope * fabsf((float)(q + w.seq.diagonal - k));
+}
+
+/* Keys and queries of this thread's elements: the first ones. */
+FA_DEVICE int first_key(const work &w, int group) { return w.first_k + 64 * group + fragment_row(); }
+FA_DEVICE int first_query(place at) { return at.tile * FA_TILE_Q + threadIdx.x % 4 * 2; }
+
 /* P^T from S^T, in place. */
-FA_DEVICE void exponentials(const fa_args &args, float (&s)[S_COUNT], unsigned n)
+FA_DEVICE void exponentials(const fa_args &args, const work &w, float (&s)[S_COUNT], unsigned n, place at, int group)
 {
     const float *note = q_note(n);
-    float        unit = note[FA_TILE_Q] * k_note()[0] * args.scale;
+    const char  *bias = score_terms_of(args, w.b, at.head).bias;
+    float        unit = note[FA_TILE_Q] * k_note()[0] * args.scale, slope = 0.0f;
+    if (FA_HAS_ALIBI)
+        slope = ((const float *)args.alibi_slopes.data)[w.b * args.alibi_slopes.stride[0] + at.head * args.alibi_slopes.stride[1]];
 #pragma unroll
     for (int j = 0; j < S_COUNT / 4; j++) {
         float2 lse = *(const float2 *)(note + 8 * j + threadIdx.x % 4 * 2);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; i++) /* the difference first: a large LSE in log2 would be rounded */
-            s[i] = exp2_fast((s[i] * unit - (i % 2 ? lse.y : lse.x)) * FA_LOG2E);
+        for (int i = 4 * j; i < 4 * j + 4; i++) { /* the difference first: a large LSE in log2 would be rounded */
+            float score = s[i] * unit;
+            if (FA_HAS_BIAS || FA_HAS_ALIBI)
+                score += score_addition(args, w, bias, slope, first_query(at) + 8 * j + i % 2, first_key(w, group) + i / 2 % 2 * 8);
+            s[i] = exp2_fast((score - (i % 2 ? lse.y : lse.x)) * FA_LOG2E);
+        }
     }
 }
 
+/* What dropout drops of a thread's pairs. */
+struct dropped {
+    dropped_bits<S_COUNT> bits;
+
+    __device__ __forceinline__ bool at(int i) const { return bits.word[i / 32] >> (i / 2 % 16 + i % 2 * 16) & 1; }
+};
+
+FA_DEVICE dropped dropped_of(const fa_args &args, const work &w, place at, int group)
+{
+    dropped of;
+    if constexpr (FA_HAS_DROPOUT)
+        find_dropped<S_COUNT>(args, of.bits, w.b * args.heads_q + at.head, at.tile * (FA_TILE_Q / 16), (w.first_k + 64 * group) / 16 + threadIdx.x % 128 / 32);
+    return of;
+}
+
+/* P^T as dV takes it. */
+FA_DEVICE void drop(float (&p)[S_COUNT], const dropped &dropped)
+{
+    if constexpr (FA_HAS_DROPOUT)
+#pragma unroll
+        for (int i = 0; i < S_COUNT; i++)
+            p[i] = dropped.at(i) ? 0.0f : p[i];
+}
+
 /* dS^T from P^T and dP^T, in place. */
-FA_DEVICE void gradients_of_scores(const float (&p)[S_COUNT], float (&dp)[S_COUNT], unsigned n)
+FA_DEVICE void gradients_of_scores(const fa_args &args, const float (&p)[S_COUNT], float (&dp)[S_COUNT], unsigned n, const dropped &dropped)
 {
     const float *note = dout_note(n);
-    float        unit = note[FA_TILE_Q] * v_note()[0];
+    float        unit = note[FA_TILE_Q] * v_note()[0] * (FA_HAS_DROPOUT ? args.dropout.keep_scale : 1.0f);
 #pragma unroll
     for (int j = 0; j < S_COUNT / 4; j++) {
         float2 delta = *(const float2 *)(note + 8 * j + threadIdx.x % 4 * 2);
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; i++)
-            dp[i] = p[i] * (dp[i] * unit - (i % 2 ? delta.y : delta.x));
+            dp[i] = p[i] * ((FA_HAS_DROPOUT && dropped.at(i) ? 0.0f : dp[i] * unit) - (i % 2 ? delta.y : delta.x));
     }
 }
 
 /* What a key is not seen by is 0. */
-FA_DEVICE void mask_elements(const fa_args &args, const work &w, float (&x)[S_COUNT], int tile, int group)
+FA_DEVICE void mask_elements(const fa_args &args, const work &w, float (&x)[S_COUNT], place at, int group)
 {
-    int col = tile * FA_TILE_Q + threadIdx.x % 4 * 2;
+    int col = first_query(at);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        row_limits limits = query_limits(args, w, w.first_k + 64 * group + fragment_row() + 8 * h);
+        row_limits limits = query_limits(args, w, first_key(w, group) + 8 * h);
         int        first = limits.first - col, last = limits.last - col;
 #pragma unroll
         for (int j = 0; j < S_COUNT / 4; j++)
@@ -209,7 +254,7 @@ FA_DEVICE void store_gradient(const fa_args &args, const fa_view &view, float *s
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        int    j  = w.first_k + 64 * group + fragment_row() + 8 * h;
+        int    j  = first_key(w, group) + 8 * h;
         float *to = (float *)view.data + w.seq.kv_entry * view.stride[0] + (fa_i64)(w.seq.kv_row + j) * view.stride[1] + w.kv_head * view.stride[2];
         store_row<FA_F32, COLS>(j < w.seq.rows_k ? (char *)to : nullptr, sum, h, factor, cols);
     }
@@ -221,7 +266,7 @@ FA_DEVICE void store_dk(const fa_args &args, const work &w, float (&dk)[FA_HEAD_
 }
 FA_DEVICE void store_dv(const fa_args &args, const work &w, float (&dv)[FA_HEAD_DIM_V / 2], int group, bool some)
 {
-    store_gradient<FA_HEAD_DIM_V>(args, args.dv, args.dv_accum, w, dv, group, some ? 1.0f : 0.0f, args.head_dim_v);
+    store_gradient<FA_HEAD_DIM_V>(args, args.dv, args.dv_accum, w, dv, group, !some ? 0.0f : FA_HAS_DROPOUT ? args.dropout.keep_scale : 1.0f, args.head_dim_v);
 }
 
 #if FA_HEAD_DIM > 128 || FA_HEAD_DIM_V > 128

@@ -65,14 +65,15 @@ FA_DEVICE void step_of_values(const fa_args &args, const work &w, float (&dv)[FA
     start_cut_rows_by_rows<FA_TILE_K, cut_keys::PLANE, FA_TILE_Q, cut_queries::PLANE, FA_HEAD_DIM>(s, matrix_of(k_tile(), 0), matrix_of(q_tile(n), 0));
     wgmma_wait<0>();
     hold(s);
-    exponentials(args, s, n);
+    exponentials(args, w, s, n, at, 0);
     release(q_empty(n));
     if (!clean_tile(args, w, at.tile))
-        mask_elements(args, w, s, at.tile, 0);
+        mask_elements(args, w, s, at, 0);
 #pragma unroll
     for (int i = 0; i < S_COUNT; i++)
         own_p()[128 * i] = s[i];
     named_arrive(P_IS_THERE, 256);
+    drop(s, dropped_of(args, w, at, 0));
     cut_operand(p, s, P_FACTOR);
     barrier_wait(dout_full(n), filled<FA_STAGES>(n));
     add_product<cut_dout>(dv, p, dout_tile(n), dout_note(n)[FA_TILE_Q] / P_FACTOR);
@@ -93,10 +94,10 @@ FA_DEVICE void step_of_keys(const fa_args &args, const work &w, float (&dk)[FA_H
 #pragma unroll
     for (int i = 0; i < S_COUNT; i++)
         s[i] = own_p()[128 * i];
-    gradients_of_scores(s, dp, n);
+    gradients_of_scores(args, s, dp, n, dropped_of(args, w, at, 0));
     release(dout_empty(n));
     if (!clean_tile(args, w, at.tile))
-        mask_elements(args, w, dp, at.tile, 0);
+        mask_elements(args, w, dp, at, 0);
     float unit = unit_of_largest(dp, 1);
     cut_operand(ds, dp, 1.0f / unit);
     store_ds(ds_tile(0), ds);

@@ -14,6 +14,7 @@
  *
  * Shared memory: Q, K_STAGES tiles of K, V_STAGES of V, their notes, barriers, works.
  */
+#include "dropout_sm90.cuh"
 #include "planes_sm90.cuh"
 #include "result_sm90.cuh"
 
@@ -121,6 +122,19 @@ FA_DEVICE void start_cut_scores(float (&s)[S_COUNT], const consumer &c, unsigned
     start_cut_rows_by_rows<FA_TILE_Q, cut_queries::PLANE, FA_TILE_K, cut_keys::PLANE, FA_HEAD_DIM>(s, matrix_of(shared_address(shared) + c.group * (64 * 128), 0), matrix_of(k_tile(tile), 0));
 }
 
+/* From memory, element by element, while the other consumer multiplies. */
+FA_DEVICE void add_loaded_bias(const fa_args &args, const work &w, float (&s)[S_COUNT], int group, int n)
+{
+    const char *bias = score_terms_of(args, w.b, w.head).bias;
+    int         col = first_column(w, n), row = w.first_q + 64 * group + fragment_row();
+#pragma unroll
+    for (int i = 0; i < S_COUNT; i++) {
+        int q = row + i / 2 % 2 * 8, k = col + i / 4 * 8 + i % 2;
+        if (q < w.seq.seqlen_q && k < w.seq.seqlen_k)
+            s[i] += load_element(bias, q * args.bias.stride[2] + k * args.bias.stride[3], FA_DTYPE_BIAS) * args.bias_factor;
+    }
+}
+
 /* Softmax of tile `n` of the item, whose products are in s; O is scaled where a row's maximum has moved. */
 FA_DEVICE void softmax_of_tile(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], int n)
 {
@@ -134,9 +148,13 @@ FA_DEVICE void softmax_of_tile(const fa_args &args, const work &w, consumer &c, 
 #pragma unroll
     for (int i = 0; i < S_COUNT; i++)
         s[i] *= unit[i / 2 % 2];
+    if constexpr (FA_HAS_BIAS)
+        add_loaded_bias(args, w, s, c.group, n);
     finish_scores(args, w, s, c.group, n, is_masked(w, n), c.tile);
     if (softmax_step<true>(s, c.rows, alpha, unit_of(args, w)))
         scale_output(c.o, alpha);
+    if constexpr (FA_HAS_DROPOUT) /* the sum knows nothing of it; what it leaves is made larger on the way out */
+        drop_elements(args, s, w.b * args.heads_q + w.head, w.first_q / 16 + c.group * 4 + threadIdx.x / 32 % 4, same_for_all(w.right - n) * (FA_TILE_K / 16));
 #pragma unroll
     for (int i = 0; i < S_COUNT / 2; i++)
         cut_two(c.p[0][i / 4][i % 4], c.p[1][i / 4][i % 4], s[2 * i], s[2 * i + 1]);

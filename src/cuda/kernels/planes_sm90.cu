@@ -143,8 +143,10 @@ template <class TILE, int COLS> FA_DEVICE bool cut_queries_of(const fa_args &arg
         int          i    = p.first + threadIdx.x;
         const float *lse = (const float *)args.lse.data + s.q_entry * args.lse.stride[0] + head * args.lse.stride[1] + s.q_row * args.lse.stride[2];
         fa_i64       token = ((fa_i64)head * args.q_entries + s.q_entry) * args.q_rows + s.q_row;
-        if (threadIdx.x < FA_TILE_Q)
-            ((float *)(p.to + TILE::BYTES))[threadIdx.x] = i >= p.end ? 0.0f : to == args.q_tiles ? lse[i * args.lse.stride[2]] : args.delta[token + i];
+        if (threadIdx.x < FA_TILE_Q) {
+            float x = i >= p.end ? 0.0f : to == args.q_tiles ? lse[i * args.lse.stride[2]] : args.delta[token + i];
+            ((float *)(p.to + TILE::BYTES))[threadIdx.x] = to == args.q_tiles && x == -infinity() ? infinity() : x; /* all of a row's scores are -inf: P is 0 */
+        }
     }
     const float *data = (const float *)p.view.data + head * p.view.stride[2] + s.q_entry * p.view.stride[0];
     return cut<TILE, FA_TILE_Q, COLS, !FOR_BACKWARD>(p, rows_of{data + (fa_i64)(s.q_row + p.first) * p.view.stride[1], p.view.stride[1]}, largest);

@@ -30,7 +30,7 @@ FA_DEVICE void cap_scores(float (&s)[S_COUNT], float slope_log2)
 /* The first of this thread's columns in step `step` of its rows' walk. */
 FA_DEVICE int first_column(const work &w, int step) { return (w.right - step) * FA_TILE_K + threadIdx.x % 4 * 2; }
 
-#if FA_HAS_BIAS
+#if FA_HAS_BIAS && FA_DTYPE != FA_F32 /* which has it from memory (forward_f32_sm90.cu) */
 /* In 16 bits a thread's elements of S lie as ldmatrix hands them out. tile: of keys, counted since the kernel began. */
 FA_DEVICE void add_bias(const fa_args &args, float (&s)[S_COUNT], int group, unsigned tile)
 {
@@ -114,7 +114,7 @@ FA_DEVICE void finish_scores(const fa_args &args, const work &w, float (&s)[S_CO
             mask_scores(args, w, s, group, step);
         cap_scores(s, args.cap_slope);
     }
-#if FA_HAS_BIAS
+#if FA_HAS_BIAS && FA_DTYPE != FA_F32
     add_bias(args, s, group, tile);
 #endif
     if constexpr (FA_HAS_ALIBI)
