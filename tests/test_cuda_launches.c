@@ -209,6 +209,41 @@ static void the_workspace_has_room_for_every_piece(void **state)
     assert_true(some_shared);
 }
 
+/* Tiles of two float16 for each number, of whole panels of 64 columns, and their notes. */
+static void planes_have_room_for_every_tile(void **state)
+{
+    (void)state;
+    for (int n = 0; n < 8; n++) {
+        fa_call            call;
+        fa_plan            plan;
+        bool               backward = n & 1, varlen = n & 2;
+        shape              s        = {3, 300, 700, 8, 2, n & 4 ? 200 : 72};
+        flash_attn_problem p        = problem_of(s, FLASH_ATTN_F32, FLASH_ATTN_CAUSAL);
+        if (varlen)
+            make_varlen(&p, 700);
+        plan_it(&p, backward ? FLASH_ATTN_BACKWARD : FLASH_ATTN_FORWARD, 90, &call, &plan);
+        char *base = (char *)(uintptr_t)4096;
+        fa_plan_place(&call, &plan, base);
+        const fa_args *a       = &plan.args;
+        const fa_key  *key     = &main_of(&plan)->key;
+        int64_t        columns = s.head_dim == 200 ? 256 : 128, tiles_q = varlen ? 900 / key->tile_q + 3 : 3 * tiles_of(300, key->tile_q), tiles_k = varlen ? 2100 / key->tile_k + 3 : 3 * tiles_of(700, key->tile_k);
+        int64_t        of_q = s.heads_q * tiles_q * (key->tile_q * (columns + 1) * 4 + 128), of_k = s.heads_k * tiles_k * (key->tile_k * columns * 4 + 128), rows = 3 * s.seqlen_q * s.heads_q;
+        const piece    pieces[] = {{a->q_tiles, of_q}, {a->k_tiles, of_k}, {a->v_turned, of_k}, {a->dout_tiles, of_q}, {a->lost, sizeof *a->lost},
+                                   {a->delta, rows * 4}, {a->dq_accum, rows * key->head_dim * 4}, {a->next_item, sizeof *a->next_item}};
+        expect_apart(pieces, sizeof pieces / sizeof *pieces, base, plan.workspace_bytes);
+        assert_int_equal(key->kernel, backward ? FA_KERNEL_BACKWARD_F32_SM90 : FA_KERNEL_FORWARD_F32_SM90);
+        assert_true(a->q_tiles && a->k_tiles && a->v_turned && (a->dout_tiles != NULL) == backward && (a->lost != NULL) == backward);
+        int planes = plan.main - 1; /* before the kernel that reads them */
+        assert_int_equal(plan.launch[planes].key.kernel, FA_KERNEL_PLANES_SM90);
+        assert_int_equal(plan.launch[planes].blocks, (1 + backward) * tiles_q * s.heads_q + 2 * tiles_k * s.heads_k);
+        if (backward) { /* it is cleared, and who does what planes cannot hold stands behind */
+            assert_true((char *)a->lost >= (char *)plan.zero && (char *)a->lost < (char *)plan.zero + plan.zero_bytes);
+            assert_int_equal(plan.launch[plan.main + 1].key.kernel, FA_KERNEL_BACKWARD_SM80);
+            assert_int_equal(plan.launch[plan.main + 1].key.has_kv_accum, key->has_kv_accum);
+        }
+    }
+}
+
 /* ---- what is refused and what goes to Hopper's kernels ---- */
 
 static void more_blocks_than_cuda_has_are_refused(void **state)
@@ -489,6 +524,7 @@ int main(void)
         cmocka_unit_test(a_value_of_fp8_is_turned_for_every_tile_of_keys),
         cmocka_unit_test(parts_cover_all_keys),
         cmocka_unit_test(the_workspace_has_room_for_every_piece),
+        cmocka_unit_test(planes_have_room_for_every_tile),
         cmocka_unit_test(more_blocks_than_cuda_has_are_refused),
         cmocka_unit_test(what_a_tensor_map_cannot_describe_is_not_for_it),
         cmocka_unit_test(a_gradient_that_no_map_can_describe_is_stored_without),
