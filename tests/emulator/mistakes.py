@@ -3,7 +3,7 @@
 
     mistakes.py TEST EMULATOR_FOLDER KERNEL_FOLDER [WORDS]
 
-TEST: test_cuda_sm90, beside which test_cuda_latent and test_cuda_few lie; WORDS: only mistakes whose names hold them. Exit status 1 if one is not found, or a text no longer
+TEST: test_cuda_sm90, beside which test_cuda_latent, test_cuda_few and test_cuda_f32 lie; WORDS: only mistakes whose names hold them. Exit status 1 if one is not found, or a text no longer
 has the lines that a mistake changes.
 """
 import os
@@ -17,7 +17,8 @@ WIDE, ROWS, BLOCK, CONVERT = "backward_wide_sm90.cuh", "backward_rows.cuh", "bac
 LATENT, LATENT_BLOCK, LATENT_PRODUCER = "forward_latent_sm90.cu", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
 SCORES, BIAS, FAR, ROWSUM, DBIAS = "scores_sm90.cuh", "bias_sm90.cuh", "far_rows.cuh", "backward_rowsum.cu", "backward_dbias_sm90.cuh"
 FEW, FOLD, GROUPED = "forward_few_sm90.cu", "fold.cu", "grouped_sm90.cuh"
-PROGRAMS = dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few")  # else TEST
+F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES = "forward_f32_sm90.cu", "backward_f32_sm90.cu", "backward_f32_narrow_sm90.cuh", "backward_f32_wide_sm90.cuh", "planes_sm90.cu"
+PROGRAMS = dict.fromkeys((F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES), "test_cuda_f32") | dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few")  # else TEST
 
 # Which shapes of which test show it.
 WHOLE = ("whole tiles", "every_shape*")
@@ -83,7 +84,7 @@ MISTAKES = [
     ("a turn is passed on to nobody", FORWARD, "(group + 1) % CONSUMERS + zero", "group + zero", LONG),
     ("nobody waits for the other's dS", PRODUCTS, "        if (OWN_FIRST && !THIRD_SHARED && step == 4)\n            named_sync(DS_IS_THERE, 128 * CONSUMERS);\n", "",
      WHOLE_BACK),
-    ("nobody waits for the other's dS of the step before", BACKWARD, "        named_sync(step_is_over(1 - c.group, c.n - 1), 128 * CONSUMERS);\n    share_ds", "        ;\n    share_ds", WHOLE_BACK),
+    ("nobody waits for the other's dS of the step before", BACKWARD, "        named_sync(step_is_over(1 - c.group, c.n - 1), 128 * CONSUMERS);\n    wait_for_passed_ds(c.n);", "        ;\n    wait_for_passed_ds(c.n);", WHOLE_BACK),
     ("nobody waits for the other's dS of the last step", BACKWARD, "    named_sync(step_is_over(1 - c.group, c.n - 1), 128 * CONSUMERS);\n    start_dq", "    start_dq", WHOLE_BACK),
     ("dO given back before dV is there", BACKWARD, WAIT_FOR_DV + GIVE_DOUT, GIVE_DOUT + WAIT_FOR_DV, WHOLE_BACK),
     ("Q given back before dK is there", BACKWARD, WAIT_FOR_DK + GIVE_Q, GIVE_Q + WAIT_FOR_DK, WHOLE_BACK),
@@ -177,6 +178,22 @@ MISTAKES = [
     ("dbias that nobody sees left as it was", ROWS, "i2 >= s.seqlen_q || j < seen.first || j > seen.last", "false", GRADIENT_OF_EACH),
     ("deterministic dbias of one term", ROWS, "b < terms[0]", "b < 1", GRADIENT),
     ("a bias that is -inf for all keys", ROWSUM, "lse == -infinity() ? infinity() : ", "", ("bias, -inf, groups", "every_backward*")),
+    ("float32: K overwritten before it is read", F32, "            barrier_wait(k_empty(n), freed<K_STAGES>(n));\n", "", WHOLE),
+    ("float32: V overwritten before it is read", F32, "            barrier_wait(v_empty(n), freed<V_STAGES>(n));\n", "", WHOLE),
+    ("float32: Q overwritten before it is read", F32, "        barrier_wait(q_empty(), freed<1>(item));\n", "", MANY),
+    ("float32: a work overwritten before its rows are out", F32, "        barrier_wait(work_empty(item), freed<WORKS>(item));\n", "", MANY),
+    ("float32: nobody waits for V", F32, "    await_turn(c.group);\n    barrier_wait(v_full(c.tile), filled<V_STAGES>(c.tile));\n    float v_unit", "    await_turn(c.group);\n    float v_unit", WHOLE),
+    ("float32: V given back while it is multiplied", F32, "        if (NEXT && last)\n            wgmma_wait<1>();\n", "        if (NEXT && last)\n            wgmma_wait<2>();\n", WHOLE),
+    ("float32: another's exponent of V", F32, "float v_unit = v_note(c.tile)[0];", "float v_unit = k_note(c.tile)[0];", ("", "rows_of_all*")),
+    ("float32: rows whose numbers are lost", PLANES, "> APART); }", "> 1000); }", ("", "hidden_keys*")),
+    ("float32: a lost tile of a backward that nobody hears of", PLANES, "        *args.lost = 1;\n", "        ;\n", ("", "gradients_of_all*")),
+    ("float32: dS overwritten before it is read", F32_BACK, "    consumer_barrier(group); /* and all warps' products with dS of the step before are over */\n", "", WHOLE_BACK),
+    ("float32: dS multiplied before it is there", F32_NARROW, "    store_ds(ds_tile(c.group), ds);\n    consumer_barrier(c.group);\n", "    store_ds(ds_tile(c.group), ds);\n", WHOLE_BACK),
+    ("float32: Q given back before dK", F32_NARROW, "    add_dk(c, dk_unit);\n    release(q_empty(c.n));\n", "    release(q_empty(c.n));\n    add_dk(c, dk_unit);\n", WHOLE_BACK),
+    ("float32: P that the other consumer has not written", F32_WIDE, "    named_sync(P_IS_THERE, 256); /*", "    named_arrive(P_IS_THERE, 256); /*", WIDE_BACK),
+    ("float32: dS that the other consumer has not written", F32_WIDE, "    named_sync(DS_IS_THERE, 256);\n", "    named_arrive(DS_IS_THERE, 256);\n", WIDE_BACK),
+    ("float32: shares of a key head stored over each other", F32_BACK, "    if constexpr (FA_HAS_KV_ACCUM) {", "    if constexpr (false) {", SHARED_BACK),
+    ("float32: a NaN of LSE's -inf", PLANES, "(sees ? x : infinity())", "x", ("bias, -inf, groups", "every_backward*")),
     ("a block's first tile dealt to another too", BLOCK, " + (begins_by_itself(args) ? gridDim.x : 0)", "", ("tails", "every_backward*")),
 ]
 

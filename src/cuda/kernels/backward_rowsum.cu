@@ -38,13 +38,6 @@ template <typename STORE> FA_DEVICE void delta_of_tile(const fa_args &args, cons
     }
 }
 
-/* By the window: Hopper's kernels have no other mask. */
-FA_DEVICE bool sees_a_key(const fa_args &args, const sequence &s, int i)
-{
-    fa_range seen = fa_keys_seen(args.window, s.diagonal, {i, i + 1}, {s.key_begin, s.seqlen_k});
-    return seen.begin < seen.end;
-}
-
 /* Of a query for which a bias is -inf everywhere P is 0 too. */
 FA_DEVICE float lse_log2(float lse) { return lse == -infinity() ? infinity() : lse * FA_LOG2E; }
 

@@ -36,4 +36,11 @@ FA_DEVICE tile_place place_of_queries(const fa_args &args, int n)
     return place_of_tile<FA_TILE_Q>(args.cu_seqlens_q, args.q_rows, args.tiles_q, args.batch, n);
 }
 
+/* By the window: Hopper's kernels have no other mask. */
+FA_DEVICE bool sees_a_key(const fa_args &args, const sequence &s, int i)
+{
+    fa_range seen = fa_keys_seen(args.window, s.diagonal, {i, i + 1}, {s.key_begin, s.seqlen_k});
+    return seen.begin < seen.end;
+}
+
 #endif

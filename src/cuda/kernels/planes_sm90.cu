@@ -14,6 +14,7 @@ struct piece {
     int            begin, end; /* rows that count */
     int            cols, note; /* where the tile's exponent is */
     unsigned char *to;
+    const unsigned *seeing;    /* not null: 0 for rows that do not count either */
 };
 
 /* |x| as an integer is in the order of the numbers, Inf and NaN at its end. */
@@ -25,7 +26,7 @@ FA_DEVICE float    power_of_two(int e) { return float_of_bits((unsigned)(e + 127
 /* Eight columns of the tile's row `row` from `col` on; zeros where there are none. */
 template <class SOURCE> FA_DEVICE void load_eight(float (&x)[8], const piece &p, const SOURCE &rows, int row, int col)
 {
-    bool counts = p.first + row >= p.begin && p.first + row < p.end;
+    bool counts = p.first + row >= p.begin && p.first + row < p.end && (!p.seeing || p.seeing[row]);
 #pragma unroll
     for (int e = 0; e < 8; e += 4)
         *(float4 *)(x + e) = counts && col + e < p.cols ? *(const float4 *)(rows.row(row) + col + e) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -139,14 +140,18 @@ template <class TILE, int COLS> FA_DEVICE bool cut_queries_of(const fa_args &arg
     p.to            = to + (fa_i64)n * TILE::APART;
     if (p.first < 0 || p.first >= p.end)
         return false;
-    if constexpr (FOR_BACKWARD) {
-        int          i    = p.first + threadIdx.x;
-        const float *lse = (const float *)args.lse.data + s.q_entry * args.lse.stride[0] + head * args.lse.stride[1] + s.q_row * args.lse.stride[2];
+    if constexpr (FOR_BACKWARD) { /* a query that sees no key, perhaps a sink, or whose scores are all -inf has no P, whatever its dO holds */
+        int          i     = p.first + threadIdx.x;
+        const float *lse   = (const float *)args.lse.data + s.q_entry * args.lse.stride[0] + head * args.lse.stride[1] + s.q_row * args.lse.stride[2];
         fa_i64       token = ((fa_i64)head * args.q_entries + s.q_entry) * args.q_rows + s.q_row;
         if (threadIdx.x < FA_TILE_Q) {
-            float x = i >= p.end ? 0.0f : to == args.q_tiles ? lse[i * args.lse.stride[2]] : args.delta[token + i];
-            ((float *)(p.to + TILE::BYTES))[threadIdx.x] = to == args.q_tiles && x == -infinity() ? infinity() : x; /* all of a row's scores are -inf: P is 0 */
+            float x    = i < p.end ? lse[i * args.lse.stride[2]] : -infinity();
+            bool  sees = x != -infinity() && sees_a_key(args, s, i);
+            ((float *)(p.to + TILE::BYTES))[threadIdx.x] = to == args.q_tiles ? (sees ? x : infinity()) : sees ? args.delta[token + i] : 0.0f;
+            largest[threadIdx.x]                         = sees;
         }
+        p.seeing = largest;
+        __syncthreads();
     }
     const float *data = (const float *)p.view.data + head * p.view.stride[2] + s.q_entry * p.view.stride[0];
     return cut<TILE, FA_TILE_Q, COLS, !FOR_BACKWARD>(p, rows_of{data + (fa_i64)(s.q_row + p.first) * p.view.stride[1], p.view.stride[1]}, largest);
@@ -161,8 +166,9 @@ template <class TILE, int COLS> FA_DEVICE bool cut_keys_of(const fa_args &args, 
     p.b           = at.b;
     p.head        = n / args.all_tiles_k;
     p.first       = at.tile * FA_TILE_K;
-    p.begin       = s.key_begin;
-    p.end         = s.seqlen_k;
+    fa_range seen = fa_keys_seen(args.window, s.diagonal, {0, s.seqlen_q}, {s.key_begin, s.seqlen_k}); /* no query sees the others, whatever they hold */
+    p.begin       = seen.begin;
+    p.end         = s.seqlen_q > 0 ? seen.end : 0;
     p.cols        = cols;
     p.to          = to + (fa_i64)n * TILE::APART;
     return p.first >= 0 && p.first < p.end && cut<TILE, FA_TILE_K, COLS, false>(p, rows_of_keys(args, p, s), largest);
