@@ -285,11 +285,25 @@ static void add_key(key_list *list, const fa_key *key, int spills)
         list_key(list, key, spills);
 }
 
+/* The portable kernel behind a backward of planes, of which nothing is even: a row of its own accepts what it spills. */
+static bool stands_behind(const fa_plan *plan, int i) { return i > plan->main && plan->launch[i].key.kernel == FA_KERNEL_BACKWARD_SM80; }
+
 /* What the row accepts is for its own kernel, not for those beside it. */
 static void add_plan(key_list *list, const fa_plan *plan)
 {
     for (int i = 0; i < plan->num_launches; i++)
-        add_key(list, &plan->launch[i].key, i == plan->main ? plan->row->max_spill_bytes : 0);
+        if (!stands_behind(plan, i))
+            add_key(list, &plan->launch[i].key, i == plan->main ? plan->row->max_spill_bytes : 0);
+}
+
+static void add_who_stands_behind(key_list *list, const fa_call *call, const fa_plan *plan)
+{
+    const fa_tune_row *row;
+    for (int i = 0; i < plan->num_launches; i++)
+        if (stands_behind(plan, i)) {
+            assert_int_equal(fa_tune_choose(call, &plan->launch[plan->main].key, fa_kernels[FA_KERNEL_BACKWARD_SM80].name, &row), FLASH_ATTN_OK);
+            add_key(list, &plan->launch[i].key, row->max_spill_bytes);
+        }
 }
 
 /* Portable rows stand behind Hopper's own on 9.0, which calls with other strides pass by; asked for by name they are found. Rows
@@ -387,6 +401,7 @@ static void every_row_builds_cleanly_for_every_architecture(void **state)
                 assert_int_equal(call_for(row, (flash_attn_dtype)dtype, &options[0], &call), FLASH_ATTN_OK);
                 assert_int_equal(fa_plan_make(&call, archs[a], NULL, kernel_of(row), &plan), FLASH_ATTN_OK);
                 add_plan(&list, &plan);
+                add_who_stands_behind(&list, &call, &plan);
                 add_combine(&list, row, (flash_attn_dtype)dtype, archs[a]);
             }
     for (int a = 0; a < NUM_ARCHS && !skips(archs[a]); a++) {
