@@ -435,7 +435,7 @@ static bool is_mask(const option *with) { return with->set == set_full || with->
  * spills more. */
 static bool has_masks(const fa_tune_row *row, const option *with)
 {
-    if (row->head_dim == 64 || row->kernel == FA_KERNEL_FORWARD_LATENT_SM90 || (row->kernel == FA_KERNEL_FORWARD_SM90 && row->head_dim == 128) || row->only == FA_FOR_PLANES)
+    if (row->head_dim == 64 || row->kernel == FA_KERNEL_FORWARD_LATENT_SM90 || ((row->kernel == FA_KERNEL_FORWARD_SM90 || row->only == FA_FOR_PLANES) && row->head_dim == 128))
         return true;
     return !is_backward(row) && row->only != FA_FOR_FEW && with->set == set_window;
 }
@@ -464,10 +464,10 @@ static bool is_built_with(const fa_tune_row *row, int arch, const option *with)
     bool slow = row->dtypes == FA_IN_F32 || is_backward(row), of_90 = row->arch_max >= 90 && row->arch_min <= 90;
     if (is_mask(with) && !has_masks(row, with))
         return false;
-    if (row->kernel == FA_KERNEL_BACKWARD_F32_SM90)
-        return with->set == set_nothing || is_mask(with) || with->set == set_few_heads_k || with->set == set_uneven || with->set == set_bias || with->set == set_alibi || with->set == set_dropout;
-    if (row->kernel == FA_KERNEL_FORWARD_F32_SM90)
-        return with->set == set_nothing || is_mask(with) || with->set == set_alibi || with->set == set_paged || with->set == set_uneven || with->set == set_bias || with->set == set_dropout;
+    if (row->only == FA_FOR_PLANES && row->head_dim == 128) /* which is short of registers */
+        return with->set == set_nothing || is_mask(with) || with->set == set_bias || with->set == set_alibi || with->set == set_dropout;
+    if (row->only == FA_FOR_PLANES)
+        return with->set == set_nothing || (row->head_dim == 64 ? with->set == set_paged && !is_backward(row) : with->set == set_uneven || (with->set == set_few_heads_k && is_backward(row)));
     if (row->dtypes == FA_IN_F32)
         return arch == (of_90 ? 90 : row->arch_min) && is_built_in_f32(row, arch, with);
     if (arch != (of_90 ? 90 : row->arch_min)) /* 12.0 gives a thread more registers: 254 of 255 with dropout */
