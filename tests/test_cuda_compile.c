@@ -285,7 +285,8 @@ static void add_key(key_list *list, const fa_key *key, int spills)
         list_key(list, key, spills);
 }
 
-/* The portable kernel behind a backward of planes, of which nothing is even: a row of its own accepts what it spills. */
+/* The portable kernel behind a backward of planes, of which nothing is even: a row of its own accepts what it spills. At 256 it takes half a minute, and differs from that row's own in bounds
+ * of its loads alone. */
 static bool stands_behind(const fa_plan *plan, int i) { return i > plan->main && plan->launch[i].key.kernel == FA_KERNEL_BACKWARD_SM80; }
 
 /* What the row accepts is for its own kernel, not for those beside it. */
@@ -300,7 +301,7 @@ static void add_who_stands_behind(key_list *list, const fa_call *call, const fa_
 {
     const fa_tune_row *row;
     for (int i = 0; i < plan->num_launches; i++)
-        if (stands_behind(plan, i)) {
+        if (stands_behind(plan, i) && plan->row->head_dim < 256) {
             assert_int_equal(fa_tune_choose(call, &plan->launch[plan->main].key, fa_kernels[FA_KERNEL_BACKWARD_SM80].name, &row), FLASH_ATTN_OK);
             add_key(list, &plan->launch[i].key, row->max_spill_bytes);
         }
@@ -465,7 +466,7 @@ static bool is_built_with(const fa_tune_row *row, int arch, const option *with)
     if (is_mask(with) && !has_masks(row, with))
         return false;
     if (row->only == FA_FOR_PLANES && row->head_dim == 128) /* which is short of registers */
-        return with->set == set_nothing || is_mask(with) || with->set == set_bias || with->set == set_alibi || with->set == set_dropout;
+        return with->set == set_nothing || is_mask(with) || with->set == set_bias || with->set == set_dropout;
     if (row->only == FA_FOR_PLANES)
         return with->set == set_nothing || (row->head_dim == 64 ? with->set == set_paged && !is_backward(row) : with->set == set_uneven || (with->set == set_few_heads_k && is_backward(row)));
     if (row->dtypes == FA_IN_F32)
