@@ -104,7 +104,7 @@ def main():
     contexts = {name: context_of(card, folder) for name, folder in folders.items()}
     switches = [f"--{name}" for name in ("fp8", "varlen", "float32") if getattr(options, name)]
     plain = gpu.parse(switches + [f"--{name}={getattr(options, name)}" for name in ("window", "heads", "tokens") if getattr(options, name) is not None])
-    made, bound = (gpu.fp8, 5e-2) if options.fp8 else (gpu.ours, 2e-5 if options.float32 else 1e-2)
+    made, bound = (gpu.fp8, 5e-2) if options.fp8 else (gpu.ours, None)
     backward, wrong = options.passes == "backward", 0
     torch.manual_seed(0)
     if not options.cycles:

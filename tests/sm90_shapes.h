@@ -1,8 +1,29 @@
-/* test_cuda_sm90.c: the shapes that Hopper's own forward and backward are held to. */
+/* test_cuda_sm90.c, test_cuda_f32.c: the shapes that Hopper's own forward and backward are held to, and which of them a run takes. */
 #ifndef SM90_SHAPES_H
 #define SM90_SHAPES_H
 
 #include "cases.h"
+#include "harness.h"
+
+#include <string.h>
+
+static int         part, parts = 1;
+static const char *only_shapes = ""; /* whose names hold this */
+
+/* --part N/PARTS: each PARTS-th shape from the N-th (0 is the first) on. --shapes TEXT: those whose names hold it. Another argument: only tests of such
+ * a name. False: a part that is none. */
+static inline bool choose_shapes(int argc, char **argv)
+{
+    for (int n = 1; n < argc; n++)
+        if (strcmp(argv[n], "--part") == 0 && n + 1 < argc) {
+            if (sscanf(argv[++n], "%d/%d", &part, &parts) != 2 || part < 0 || part >= parts)
+                return false;
+        } else if (strcmp(argv[n], "--shapes") == 0 && n + 1 < argc)
+            only_shapes = argv[++n];
+        else
+            cmocka_set_test_filter(argv[n]);
+    return true;
+}
 
 #define C FLASH_ATTN_CAUSAL
 #define W FLASH_ATTN_WINDOW

@@ -11,8 +11,6 @@ static const case_memory  *memory;
 static const case_gpu     *gpu;
 static flash_attn_context *context, *backward_context;
 static char                why_not[300];
-static int                 part, parts = 1;
-static const char         *only_shapes = ""; /* whose names hold this */
 
 /* Softcap is left to the portable kernel, and so are rows that are not aligned. */
 static bool is_taken(const test_case *shape)
@@ -252,17 +250,11 @@ static void nonfinite_queries_stay_in_their_rows(void **state)
     expect_rows("queries", FLASH_ATTN_CAUSAL, false);
 }
 
-/* --part N/PARTS: each PARTS-th shape from the N-th (0 is the first) on. --shapes TEXT: those whose names hold it. Another argument: only tests of such a name. */
+/* Options: sm90_shapes.h. */
 int main(int argc, char **argv)
 {
-    for (int n = 1; n < argc; n++)
-        if (strcmp(argv[n], "--part") == 0 && n + 1 < argc) {
-            if (sscanf(argv[++n], "%d/%d", &part, &parts) != 2 || part < 0 || part >= parts)
-                return 2;
-        } else if (strcmp(argv[n], "--shapes") == 0 && n + 1 < argc)
-            only_shapes = argv[++n];
-        else
-            cmocka_set_test_filter(argv[n]);
+    if (!choose_shapes(argc, argv))
+        return 2;
     memory = case_gpu_memory(0, why_not, sizeof why_not);
     if (memory) {
         gpu     = case_gpu_get();

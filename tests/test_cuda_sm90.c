@@ -11,8 +11,6 @@ static const case_memory   *memory;
 static const case_gpu      *gpu;
 static flash_attn_context  *context, *backward_context, *portable_context; /* the latter for who has 32 columns */
 static char                 why_not[300];
-static int                  part, parts = 1;
-static const char          *only_shapes = ""; /* whose names hold this */
 
 enum { NUM_SHAPES = sizeof shapes / sizeof *shapes };
 
@@ -459,18 +457,11 @@ static void find_hopper(void)
     portable_context = context ? case_gpu_hopper("backward_sm80", why_not, sizeof why_not) : NULL;
 }
 
-/* --part N/PARTS: each PARTS-th shape from the N-th (0 is the first) on, and some widths of the other tests. --shapes TEXT: those whose names hold it. Another argument: only tests of such
- * a name. */
+/* Options: sm90_shapes.h; a part has some widths of the other tests too. */
 int main(int argc, char **argv)
 {
-    for (int n = 1; n < argc; n++)
-        if (strcmp(argv[n], "--part") == 0 && n + 1 < argc) {
-            if (sscanf(argv[++n], "%d/%d", &part, &parts) != 2 || part < 0 || part >= parts)
-                return 2;
-        } else if (strcmp(argv[n], "--shapes") == 0 && n + 1 < argc)
-            only_shapes = argv[++n];
-        else
-            cmocka_set_test_filter(argv[n]);
+    if (!choose_shapes(argc, argv))
+        return 2;
     find_hopper();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_shape_is_right),

@@ -22,15 +22,7 @@ FA_DEVICE void share_ds(const consumer &c, const float (&x)[S_COUNT])
 /* part = of dS^T Q or, DOWN, of dS K, 64 columns of Q or K: their rows from `y` on are a plane's, the other plane's Y_PLANE behind. */
 template <int DOWN, int Y_PLANE> FA_DEVICE void multiply_ds(float (&part)[32], const consumer &c, unsigned y)
 {
-    matrix ds = matrix_of(ds_tile(c.group), 0), b = matrix_of(y, 0);
-    hold(part);
-    wgmma_fence();
-#pragma unroll
-    for (int product = 0; product < 3; product++)
-#pragma unroll
-        for (int step = 0; step < 4; step++)
-            wgmma_shared<1, DOWN>(part, ds.from((product == 0 ? DS_PLANE : 0) + step * (DOWN ? 2048 : 32)), b.from((product == 1 ? Y_PLANE : 0) + step * 2048), product + step > 0);
-    wgmma_commit();
+    start_cut_down<DOWN, DS_PLANE, Y_PLANE, STEPS>(part, matrix_of(ds_tile(c.group), 0), matrix_of(y, 0)); /* as many steps of keys as of queries */
     wgmma_wait<0>();
     hold(part);
 }

@@ -19,17 +19,9 @@ FA_DEVICE float *ds_unit() { return (float *)(shared + LARGEST_AT); } /* consume
 /* dQ^T = K^T dS^T, 64 columns of K by all queries, to rows of dq_accum: a lane and the next row's have four neighbours of its order (accumulate.cuh) of two queries. */
 FA_DEVICE void add_panel_of_dq(const work &w, int panel, float unit, float *to, int rows)
 {
-    float  part[S_COUNT];
-    int    lane = threadIdx.x % 32, odd = lane / 4 % 2, col = 64 * panel + threadIdx.x % 128 / 32 * 16 + lane / 8 * 4;
-    matrix k = matrix_of(k_tile() + panel * (FA_TILE_K * 128), 0), ds = matrix_of(ds_tile(0), 0);
-    hold(part);
-    wgmma_fence();
-#pragma unroll
-    for (int product = 0; product < 3; product++)
-#pragma unroll
-        for (int step = 0; step < FA_TILE_K / 16; step++)
-            wgmma_shared<1, 1>(part, k.from((product == 0 ? cut_keys::PLANE : 0) + step * 2048), ds.from((product == 1 ? DS_PLANE : 0) + step * 2048), product + step > 0);
-    wgmma_commit();
+    float part[S_COUNT];
+    int   lane = threadIdx.x % 32, odd = lane / 4 % 2, col = 64 * panel + threadIdx.x % 128 / 32 * 16 + lane / 8 * 4;
+    start_cut_down<1, cut_keys::PLANE, DS_PLANE, FA_TILE_K / 16>(part, matrix_of(k_tile() + panel * (FA_TILE_K * 128), 0), matrix_of(ds_tile(0), 0));
     wgmma_wait<0>();
     hold(part);
 #pragma unroll

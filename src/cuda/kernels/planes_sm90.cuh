@@ -66,6 +66,19 @@ template <int A_ROWS, int A_PLANE, int B_ROWS, int B_PLANE, int COLS, int COUNT>
     wgmma_commit();
 }
 
+/* c = A B over 16 STEPS rows of B, down which it lies; A's rows along memory's or, with A_DOWN, down them too. Both in one panel of columns. */
+template <int A_DOWN, int A_PLANE, int B_PLANE, int STEPS, int COUNT> FA_DEVICE void start_cut_down(float (&c)[COUNT], matrix a, matrix b)
+{
+    hold(c);
+    wgmma_fence();
+#pragma unroll
+    for (int product = 0; product < 3; product++)
+#pragma unroll
+        for (int step = 0; step < STEPS; step++)
+            wgmma_shared<1, A_DOWN>(c, a.from((product == 0 ? A_PLANE : 0) + step * (A_DOWN ? 2048 : 32)), b.from((product == 1 ? B_PLANE : 0) + step * 2048), product + step > 0);
+    wgmma_commit();
+}
+
 /* c = A B, A's planes, high and low, in registers; b: down the rows of a tile. */
 template <int B_PLANE, int STEPS, int COUNT> FA_DEVICE void start_cut_registers(float (&c)[COUNT], unsigned (&a)[2][STEPS][4], matrix b)
 {
