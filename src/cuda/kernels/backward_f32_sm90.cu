@@ -87,35 +87,42 @@ FA_DEVICE void produce(const fa_args &args, const work &w)
 
 /* ---- consumers. Elements as in warpgroup.cuh, keys down and queries across ---- */
 
-/* What bias and ALiBi add to a score. */
-FA_DEVICE float score_addition(const fa_args &args, const work &w, const char *bias, float slope, int q, int k)
-{
-    float sum = 0.0f;
-    if (FA_HAS_BIAS && q < w.seq.seqlen_q && k < w.seq.seqlen_k)
-        sum = load_element(bias, q * args.bias.stride[2] + k * args.bias.stride[3], FA_DTYPE_BIAS);
-    return sum - slope * fabsf((float)(q + w.seq.diagonal - k));
-}
-
 /* Keys and queries of this thread's elements: the first ones. */
 FA_DEVICE int first_key(const work &w, int group) { return w.first_k + 64 * group + fragment_row(); }
 FA_DEVICE int first_query(place at) { return at.tile * FA_TILE_Q + threadIdx.x % 4 * 2; }
+
+/* The bias of a thread's elements, from memory, of any strides: all loads are on their way before the first is used. Queries and keys beyond the last have the last one's. */
+FA_DEVICE void load_bias(const fa_args &args, const work &w, float (&bias)[S_COUNT], place at, int group)
+{
+    static_assert(!FA_HAS_BIAS || FA_DTYPE_BIAS == FA_F32, "float");
+    const float *from = (const float *)score_terms_of(args, w.b, at.head).bias, *keys[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        keys[h] = from + min(first_key(w, group) + 8 * h, w.seq.seqlen_k - 1) * args.bias.stride[3];
+#pragma unroll
+    for (int i = 0; i < S_COUNT; i++)
+        bias[i] = keys[i / 2 % 2][min(first_query(at) + i / 4 * 8 + i % 2, w.seq.seqlen_q - 1) * args.bias.stride[2]];
+}
 
 /* P^T from S^T, in place. */
 FA_DEVICE void exponentials(const fa_args &args, const work &w, float (&s)[S_COUNT], unsigned n, place at, int group)
 {
     const float *note = q_note(n);
-    const char  *bias = score_terms_of(args, w.b, at.head).bias;
-    float        unit = note[FA_TILE_Q] * k_note()[0] * args.scale, slope = 0.0f;
+    float        bias[S_COUNT], unit = note[FA_TILE_Q] * k_note()[0] * args.scale, slope = 0.0f;
     if (FA_HAS_ALIBI)
         slope = ((const float *)args.alibi_slopes.data)[w.b * args.alibi_slopes.stride[0] + at.head * args.alibi_slopes.stride[1]];
+    if (FA_HAS_BIAS)
+        load_bias(args, w, bias, at, group);
 #pragma unroll
     for (int j = 0; j < S_COUNT / 4; j++) {
         float2 lse = *(const float2 *)(note + 8 * j + threadIdx.x % 4 * 2);
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; i++) { /* the difference first: a large LSE in log2 would be rounded */
             float score = s[i] * unit;
-            if (FA_HAS_BIAS || FA_HAS_ALIBI)
-                score += score_addition(args, w, bias, slope, first_query(at) + 8 * j + i % 2, first_key(w, group) + i / 2 % 2 * 8);
+            if (FA_HAS_BIAS)
+                score += bias[i];
+            if (FA_HAS_ALIBI)
+                score -= slope * fabsf((float)(first_query(at) + 8 * j + i % 2 + w.seq.diagonal - first_key(w, group) - i / 2 % 2 * 8));
             s[i] = exp2_fast((score - (i % 2 ? lse.y : lse.x)) * FA_LOG2E);
         }
     }

@@ -23,6 +23,8 @@ constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS 
 static_assert(FA_TILE_Q == 64 * CONSUMERS && CONSUMERS > 1, "a consumer owns 64 rows, and takes turns with another");
 static_assert(FA_DTYPE == FA_F32 && FA_HEAD_DIM % 32 == 0 && FA_HEAD_DIM_V % 32 == 0, "planes of float32");
 
+constexpr int BIAS_COUNT = FA_HAS_BIAS ? FA_TILE_K / 2 : 1; /* of a thread */
+
 /* Columns of P V that have accumulators at the same time. */
 constexpr int PV_COLS = FA_HEAD_DIM_V <= 128 ? FA_HEAD_DIM_V : 64, PV_COUNT = PV_COLS / 2, PV_PARTS = FA_HEAD_DIM_V / PV_COLS;
 
@@ -122,21 +124,37 @@ FA_DEVICE void start_cut_scores(float (&s)[S_COUNT], const consumer &c, unsigned
     start_cut_rows_by_rows<FA_TILE_Q, cut_queries::PLANE, FA_TILE_K, cut_keys::PLANE, FA_HEAD_DIM>(s, matrix_of(shared_address(shared) + c.group * (64 * 128), 0), matrix_of(k_tile(tile), 0));
 }
 
-/* From memory, element by element, while the other consumer multiplies. */
-FA_DEVICE void add_loaded_bias(const fa_args &args, const work &w, float (&s)[S_COUNT], int group, int n)
+/*
+ * The bias of a thread's scores of step `n`, from memory, of any strides and alignment: all loads are on their way before the first is used. Rows and keys beyond the last have
+ * the last one's; the mask hides these keys, and nobody stores these rows.
+ */
+FA_DEVICE void load_bias(const fa_args &args, const work &w, float (&bias)[BIAS_COUNT], int group, int n)
 {
-    const char *bias = score_terms_of(args, w.b, w.head).bias;
-    int         col = first_column(w, n), row = w.first_q + 64 * group + fragment_row();
+    if constexpr (!FA_HAS_BIAS)
+        return;
+    static_assert(!FA_HAS_BIAS || FA_DTYPE_BIAS == FA_F32, "float");
+    const float *from = (const float *)score_terms_of(args, w.b, w.head).bias, *rows[2];
+    int          col = first_column(w, n), row = w.first_q + 64 * group + fragment_row(), last = w.seq.seqlen_k - 1;
+    bool         pairs = args.bias.stride[3] == 1 && (((fa_i64)from | 4 * args.bias.stride[2]) & 7) == 0 && (w.right - n + 1) * FA_TILE_K <= w.seq.seqlen_k;
 #pragma unroll
-    for (int i = 0; i < S_COUNT; i++) {
-        int q = row + i / 2 % 2 * 8, k = col + i / 4 * 8 + i % 2;
-        if (q < w.seq.seqlen_q && k < w.seq.seqlen_k)
-            s[i] += load_element(bias, q * args.bias.stride[2] + k * args.bias.stride[3], FA_DTYPE_BIAS) * args.bias_factor;
+    for (int h = 0; h < 2; h++)
+        rows[h] = from + min(row + 8 * h, w.seq.seqlen_q - 1) * args.bias.stride[2];
+    if (same_for_all(pairs)) {
+#pragma unroll
+        for (int i = 0; i < BIAS_COUNT; i += 2) {
+            float2 two  = *(const float2 *)(rows[i / 2 % 2] + col + i / 4 * 8);
+            bias[i]     = two.x;
+            bias[i + 1] = two.y;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < BIAS_COUNT; i++)
+            bias[i] = rows[i / 2 % 2][min(col + i / 4 * 8 + i % 2, last) * args.bias.stride[3]];
     }
 }
 
-/* Softmax of tile `n` of the item, whose products are in s; O is scaled where a row's maximum has moved. */
-FA_DEVICE void softmax_of_tile(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], int n)
+/* Softmax of tile `n` of the item, whose products are in s, and whose bias in `bias`; O is scaled where a row's maximum has moved. */
+FA_DEVICE void softmax_of_tile(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], const float (&bias)[BIAS_COUNT], int n)
 {
     float unit[2], alpha[2], k_unit = k_note(c.tile)[0];
     if (k_note(c.tile)[1] != 0.0f)
@@ -147,9 +165,7 @@ FA_DEVICE void softmax_of_tile(const fa_args &args, const work &w, consumer &c, 
         unit[h] = c.q_unit[h] * k_unit;
 #pragma unroll
     for (int i = 0; i < S_COUNT; i++)
-        s[i] *= unit[i / 2 % 2];
-    if constexpr (FA_HAS_BIAS)
-        add_loaded_bias(args, w, s, c.group, n);
+        s[i] = FA_HAS_BIAS ? s[i] * unit[i / 2 % 2] + bias[i % BIAS_COUNT] * args.bias_factor : s[i] * unit[i / 2 % 2];
     finish_scores(args, w, s, c.group, n, is_masked(w, n), c.tile);
     if (softmax_step<true>(s, c.rows, alpha, unit_of(args, w)))
         scale_output(c.o, alpha);
@@ -161,10 +177,10 @@ FA_DEVICE void softmax_of_tile(const fa_args &args, const work &w, consumer &c, 
 }
 
 /* Step n: NEXT: the scores of the next tile too. */
-template <bool NEXT> FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], int n)
+template <bool NEXT> FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], float (&bias)[BIAS_COUNT], int n)
 {
     float pv[PV_COUNT];
-    softmax_of_tile(args, w, c, s, n);
+    softmax_of_tile(args, w, c, s, bias, n);
     await_turn(c.group);
     barrier_wait(v_full(c.tile), filled<V_STAGES>(c.tile));
     float v_unit = v_note(c.tile)[0];
@@ -189,6 +205,8 @@ template <bool NEXT> FA_DEVICE void step(const fa_args &args, const work &w, con
         for (int i = 0; i < PV_COUNT; i++)
             c.o[part * PV_COUNT + i] += pv[i] * v_unit;
     }
+    if (NEXT)
+        load_bias(args, w, bias, c.group, n + 1);
     wgmma_wait<0>();
     hold(s);
     c.tile++;
@@ -209,7 +227,7 @@ FA_DEVICE void blind_step(consumer &c)
 /* An item's steps; all consumers take as many turns. */
 FA_DEVICE void walk(const fa_args &args, const work &w, consumer &c, int tiles)
 {
-    float s[S_COUNT];
+    float s[S_COUNT], bias[BIAS_COUNT];
     int   n = 0;
     for (int end = same_for_all(blind_steps(args, w, c.group)); n < end; n++)
         blind_step(c);
@@ -227,12 +245,13 @@ FA_DEVICE void walk(const fa_args &args, const work &w, consumer &c, int tiles)
     await_turn(c.group);
     start_cut_scores(s, c, c.tile);
     pass_turn(c.group);
+    load_bias(args, w, bias, c.group, n);
     wgmma_wait<0>();
     hold(s);
     for (; n < tiles - 1; n++)
-        step<true>(args, w, c, s, n);
+        step<true>(args, w, c, s, bias, n);
     release(q_empty());
-    step<false>(args, w, c, s, n);
+    step<false>(args, w, c, s, bias, n);
 }
 
 FA_DEVICE void consume(const fa_args &args, int group)
