@@ -98,10 +98,10 @@ FA_DEVICE void load_bias(const fa_args &args, const work &w, float (&bias)[S_COU
     const float *from = (const float *)score_terms_of(args, w.b, at.head).bias, *keys[2];
 #pragma unroll
     for (int h = 0; h < 2; h++)
-        keys[h] = from + min(first_key(w, group) + 8 * h, w.seq.seqlen_k - 1) * args.bias.stride[3];
+        keys[h] = from + min(first_key(w, group) + 8 * h, last_of(w.seq.seqlen_k)) * args.bias.stride[3];
 #pragma unroll
     for (int i = 0; i < S_COUNT; i++)
-        bias[i] = keys[i / 2 % 2][min(first_query(at) + i / 4 * 8 + i % 2, w.seq.seqlen_q - 1) * args.bias.stride[2]];
+        bias[i] = keys[i / 2 % 2][min(first_query(at) + i / 4 * 8 + i % 2, last_of(w.seq.seqlen_q)) * args.bias.stride[2]];
 }
 
 /* P^T from S^T, in place. */

@@ -134,11 +134,11 @@ FA_DEVICE void load_bias(const fa_args &args, const work &w, float (&bias)[BIAS_
         return;
     static_assert(!FA_HAS_BIAS || FA_DTYPE_BIAS == FA_F32, "float");
     const float *from = (const float *)score_terms_of(args, w.b, w.head).bias, *rows[2];
-    int          col = first_column(w, n), row = w.first_q + 64 * group + fragment_row(), last = w.seq.seqlen_k - 1;
+    int          col = first_column(w, n), row = w.first_q + 64 * group + fragment_row(), last = last_of(w.seq.seqlen_k);
     bool         pairs = args.bias.stride[3] == 1 && (((fa_i64)from | 4 * args.bias.stride[2]) & 7) == 0 && (w.right - n + 1) * FA_TILE_K <= w.seq.seqlen_k;
 #pragma unroll
     for (int h = 0; h < 2; h++)
-        rows[h] = from + min(row + 8 * h, w.seq.seqlen_q - 1) * args.bias.stride[2];
+        rows[h] = from + min(row + 8 * h, last_of(w.seq.seqlen_q)) * args.bias.stride[2];
     if (same_for_all(pairs)) {
 #pragma unroll
         for (int i = 0; i < BIAS_COUNT; i += 2) {

@@ -55,15 +55,17 @@ FA_DEVICE float capped_score(const fa_args &args, float dot, float &capped)
     return args.softcap * capped;
 }
 
-/* The bias in units of log2; 0 outside the lengths. */
+FA_DEVICE int last_of(int length) { return max(length, 1) - 1; }
+
+/* The bias in units of log2; outside the lengths the last one's, for behind a test each load would wait for the one before. */
 FA_DEVICE float bias_of(const fa_args &args, const score_terms &terms, const sequence &s, int i, int j)
 {
-    if (!FA_HAS_BIAS || i >= s.seqlen_q || j >= s.seqlen_k)
+    if (!FA_HAS_BIAS)
         return 0.0f;
-    return load_element(terms.bias, i * args.bias.stride[2] + j * args.bias.stride[3], FA_DTYPE_BIAS) * FA_LOG2E;
+    return load_element(terms.bias, min(i, last_of(s.seqlen_q)) * args.bias.stride[2] + min(j, last_of(s.seqlen_k)) * args.bias.stride[3], FA_DTYPE_BIAS) * FA_LOG2E;
 }
 
-/* The score in units of log2, where MODIFIED. Positions outside the lengths give something finite. */
+/* The score in units of log2, where MODIFIED. */
 FA_DEVICE float modified_score(const fa_args &args, const score_terms &terms, const sequence &s, float dot, int i, int j, float bias, float &capped)
 {
     dot *= terms.descale;
