@@ -480,7 +480,7 @@ static bool is_built_with(const fa_tune_row *row, int arch, const option *with)
     if (row->kernel == FA_KERNEL_FORWARD_FEW_SM90)
         return (with->rows == FEW_ROWS && with->set != set_bias_of_all_heads) || with->set == set_nothing || with->set == set_split || with->set == set_paged || (is_mask(with) && row->head_dim == 64);
     if (with->set == set_bias_of_all_heads)
-        return row->only == FA_FOR_FEW && row->tile_q == 16 && row->head_dim <= 128;
+        return row->only == FA_FOR_FEW;
     if (with->rows == FEW_ROWS)
         return false;
     if (arch == 90)

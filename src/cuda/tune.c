@@ -81,16 +81,16 @@ const fa_tune_row fa_tune_rows[] = {
      "few queries: as on 9.0 in less shared memory (decision 0058)"},
     {120, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_FEW, 16, 16, 128, 4, 2, 3, 9, 0,
      "few queries: as on 9.0 in less shared memory (decision 0058)"},
-    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_FEW, 64, 64, 128, 4, 2, 2, 5, 0,
-     "few queries: the heads of a key head in tiles of 64, two warps a row (decision 0058)"},
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_FEW, 64, 64, 128, 4, 2, 2, 5, 640,
+     "few queries: the heads of a key head in tiles of 64, two warps a row (decision 0058); a bias spills, and is five times as fast as with a tile a head (0083)"},
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_PLAIN, 64, 64, 64, 4, 2, 4, 1, 16,
      "few queries: one tile of 64 with Q in registers, four blocks a multiprocessor"},
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_CAUSAL | FA_ON_WINDOW, FA_FOR_PLAIN, 1024, 64, 64, 4, 2, 4, 1, 16,
      "short and masked: 64 rows waste less of the diagonal than 128 (decision 0042)"},
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_PLAIN, 0, 128, 128, 4, 1, 2, 0, 64,
      "head_dim 64: four warps of 32 rows, and 128 keys, which halve the steps (decision 0042)"},
-    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_ALIGNED, 0, 128, 64, 4, 2, 1, 0, 0,
-     "head_dim 64 with options: four warps of 32 rows; 128 keys would spill (decision 0041)"},
+    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_ALIGNED, 0, 128, 64, 4, 2, 1, 0, 128,
+     "head_dim 64 with options: four warps of 32 rows; 128 keys would spill (decision 0041); with a bias 20 bytes are on 9.0, 118 on 12.0"},
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_ANY, 0, 64, 64, 4, 2, 1, 0, 0,
      "head_dim 64, rows not aligned: loads by element take registers, so four warps of 16 rows"},
     {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 128, FA_ON_ANY, FA_FOR_FEW, 16, 16, 64, 4, 3, 2, 9, 0,
@@ -99,8 +99,8 @@ const fa_tune_row fa_tune_rows[] = {
      "few queries: as on 9.0 in less shared memory (decision 0058)"},
     {120, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 128, FA_ON_ANY, FA_FOR_FEW, 16, 16, 64, 4, 2, 3, 9, 0,
      "few queries: as on 9.0 in less shared memory (decision 0058)"},
-    {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 128, FA_ON_NONE | FA_ON_WINDOW, FA_FOR_FEW, 64, 64, 64, 4, 3, 2, 4, 0,
-     "few queries: two warps a row, two tiles of 64 keys on their way in 112 KB of shared memory (decision 0058)"},
+    {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 128, FA_ON_NONE | FA_ON_WINDOW, FA_FOR_FEW, 64, 64, 64, 4, 3, 2, 4, 128,
+     "few queries: two warps a row, two tiles of 64 keys on their way in 112 KB of shared memory (decision 0058); a bias spills"},
     {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 128, FA_ON_CAUSAL, FA_FOR_FEW, 64, 64, 32, 4, 5, 2, 4, 0,
      "few queries, causal: 64 keys would spill (decision 0058)"},
     {80, 89, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 128, FA_ON_ANY, FA_FOR_FEW, 64, 64, 32, 4, 4, 2, 4, 0,
@@ -113,7 +113,11 @@ const fa_tune_row fa_tune_rows[] = {
      "head_dim 128: four warps of 32 rows; 1.3 times as fast as eight of 16 in spite of a few spills (decision 0042)"},
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 128, FA_ON_ANY, FA_FOR_ANY, 0, 128, 64, 8, 2, 1, 0, 0,
      "head_dim 128 with options: eight warps of 16 rows, for all options fit their registers"},
-    {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 256, FA_ON_ANY, FA_FOR_FEW, 16, 16, 32, 2, 2, 1, 4, 0,
+    {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 256, FA_ON_ANY, FA_FOR_FEW, 16, 16, 32, 2, 3, 2, 4, 0,
+     "few queries: two warps with keys of their own, two tiles on their way, two blocks a multiprocessor (decision 0058)"},
+    {80, 89, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 256, FA_ON_ANY, FA_FOR_FEW, 16, 16, 32, 2, 2, 1, 4, 0,
+     "few queries: two warps with keys of their own in 72 KB of shared memory (decision 0058)"},
+    {120, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 256, FA_ON_ANY, FA_FOR_FEW, 16, 16, 32, 2, 2, 1, 4, 0,
      "few queries: two warps with keys of their own in 72 KB of shared memory (decision 0058)"},
     {80, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 256, FA_ON_ANY, FA_FOR_FEW, 64, 64, 32, 4, 2, 1, 2, 160,
      "few queries: the heads of a key head in tiles of 64 in 96 KB of shared memory (decision 0058); on 12.0 causal 158 bytes are spilled"},
@@ -127,7 +131,7 @@ const fa_tune_row fa_tune_rows[] = {
      "few queries: the heads of a key head in tiles of 64 in 144 KB of shared memory"},
     {86, 89, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 576, FA_ON_ANY, FA_FOR_FEW, 64, 48, 16, 6, 1, 1, 2, 0,
      "few queries: the heads of a key head in tiles of 48 in 90 KB of shared memory"},
-    {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 576, FA_ON_ANY, FA_FOR_FEW, 64, 64, 32, 8, 2, 1, 2, 0,
+    {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 576, FA_ON_ANY, FA_FOR_FEW, 64, 64, 32, 8, 2, 1, 2, 64,
      "few queries: the heads of a key head in tiles of 64 in 216 KB of shared memory"},
     {120, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 576, FA_ON_ANY, FA_FOR_FEW, 64, 48, 16, 6, 1, 1, 2, 0,
      "few queries: the heads of a key head in tiles of 48 in 90 KB of shared memory"},
@@ -311,13 +315,6 @@ static bool takes_bias(const fa_tune_row *row, const fa_call *call, const fa_key
            (backward ? !wide && (row->head_dim <= ALL_OPTIONS || !key->has_dropout) : row->warps == 12 || !(wide || key->has_dropout));
 }
 
-/* A bias that is the same for all heads of a tile, as padding is; other rows spill with one. */
-static bool takes_heads_bias(const fa_tune_row *row, const fa_call *call)
-{
-    enum { MOST_COLUMNS = 128 };
-    return call->bias.stride[1] == 0 && row->tile_q == 16 && row->head_dim <= MOST_COLUMNS;
-}
-
 static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
     bool plain = (!key->has_bias || (row->only == FA_FOR_BIAS_TMA && takes_bias(row, call, key))) && !key->has_slices &&
@@ -330,8 +327,8 @@ static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *ke
         return takes_planes(call, key);
     if (row->only >= FA_FOR_TMA && !fa_tune_takes_tma(call))
         return false;
-    if (row->only == FA_FOR_FEW)
-        return key->aligned && (!key->has_bias || takes_heads_bias(row, call)) && !(key->has_alibi || key->has_dropout || key->has_slices) && is_few(row, call, plain);
+    if (row->only == FA_FOR_FEW) /* of a bias, one that is the same for all heads of a tile, as padding is */
+        return key->aligned && (!key->has_bias || call->bias.stride[1] == 0) && !(key->has_alibi || key->has_dropout || key->has_slices) && is_few(row, call, plain);
     if ((row->only == FA_FOR_SOFTCAP_TMA && !key->has_softcap) || (row->only == FA_FOR_BIAS_TMA && !key->has_bias) || (row->only == FA_FOR_NARROW_V_TMA && call->head_dim_v > FA_NARROW_V))
         return false;
     if (row->only == FA_FOR_SHORT_TMA && call->max_seqlen_k > row->max_queries)
