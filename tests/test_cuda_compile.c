@@ -14,6 +14,7 @@
  *
  * Kernels that have not changed since the last run come from a cache in the folder that it is run in.
  */
+#include "compile_options.h"
 #include "harness_compile.h"
 
 #include "check.h"
@@ -32,195 +33,6 @@ static int         only_dtype = -1; /* or -1: every dtype */
 static const char *other_nvrtc; /* or NULL: the one that the library finds */
 
 /* ---- problems ---- */
-
-/* The rows of 9.0 on which an option is built. That its text builds shows on the quickest ones; that nothing spills, on those whose
- * registers it may exhaust (decision 0063). */
-enum rows { EVERY_ROW, ROWS_OF_16_BIT, TIGHT_ROWS /* of the forward in 16 bits, which accept spills */, HEAD_DIM_64 /* as all have */, FEW_ROWS /* of forward_few_sm90 */ };
-
-typedef struct option {
-    const char *name;
-    bool        forward, backward; /* passes that have it */
-    void (*set)(flash_attn_problem *p, flash_attn_grads *g);
-    enum rows   rows;
-} option;
-
-static int32_t          some_int32[64]; /* an address; never read */
-static flash_attn_slice some_slices[2] = {{0, 2, 0, 64, FLASH_ATTN_SLICE_FULL}, {2, 4, 64, 128, FLASH_ATTN_SLICE_CAUSAL}};
-
-static void set_nothing(flash_attn_problem *p, flash_attn_grads *g)
-{
-    (void)p;
-    (void)g;
-}
-static void set_full(flash_attn_problem *p, flash_attn_grads *g)
-{
-    (void)g;
-    p->mask = FLASH_ATTN_NONE;
-}
-static void set_window(flash_attn_problem *p, flash_attn_grads *g)
-{
-    (void)g;
-    p->mask        = FLASH_ATTN_WINDOW;
-    p->window_left = 100;
-}
-static void set_softcap(flash_attn_problem *p, flash_attn_grads *g)
-{
-    (void)g;
-    p->softcap = 30.0f;
-}
-static void set_bias(flash_attn_problem *p, flash_attn_grads *g)
-{
-    (void)g;
-    p->bias = (flash_attn_tensor){.dtype = p->q.dtype == FLASH_ATTN_F8E4M3 ? FLASH_ATTN_F32 : p->q.dtype, .shape = {1, p->q.shape[2], p->q.shape[1], p->k.shape[1]}};
-}
-static void set_bias_f32(flash_attn_problem *p, flash_attn_grads *g)
-{
-    set_bias(p, g);
-    p->bias.dtype = FLASH_ATTN_F32;
-}
-static void set_dbias(flash_attn_problem *p, flash_attn_grads *g)
-{
-    set_bias(p, g);
-    g->dbias = p->bias;
-}
-static void set_bias_of_all_heads(flash_attn_problem *p, flash_attn_grads *g)
-{
-    set_bias(p, g);
-    p->bias.shape[1] = 1;
-}
-static void set_alibi(flash_attn_problem *p, flash_attn_grads *g)
-{
-    (void)g;
-    p->alibi_slopes = (flash_attn_tensor){.dtype = FLASH_ATTN_F32, .shape = {1, p->q.shape[2], 1, 1}};
-}
-static void set_sinks(flash_attn_problem *p, flash_attn_grads *g)
-{
-    p->sinks  = (flash_attn_tensor){.dtype = FLASH_ATTN_F32, .shape = {1, p->q.shape[2], 1, 1}};
-    g->dsinks = p->sinks;
-}
-static void set_dropout(flash_attn_problem *p, flash_attn_grads *g)
-{
-    (void)g;
-    p->dropout = (flash_attn_dropout){.p = 0.1f, .seed = 1};
-}
-static void set_slices(flash_attn_problem *p, flash_attn_grads *g)
-{
-    (void)g;
-    p->slices = (flash_attn_slices){.list = some_slices, .count = 2};
-}
-static void set_varlen(flash_attn_problem *p, flash_attn_grads *g)
-{
-    (void)g;
-    p->q.shape[1] *= p->q.shape[0];
-    p->k.shape[1] *= p->k.shape[0];
-    p->batch      = (int32_t)p->q.shape[0];
-    p->q.shape[0] = p->k.shape[0] = 1;
-    p->v.shape[0] = 1;
-    p->v.shape[1] = p->k.shape[1];
-    p->max_seqlen_q = p->max_seqlen_k = 128;
-    p->cu_seqlens_q = p->cu_seqlens_k = some_int32;
-}
-static void set_paged(flash_attn_problem *p, flash_attn_grads *g)
-{
-    (void)g;
-    p->pages      = (flash_attn_pages){.table = some_int32, .pages_per_seq = 8};
-    p->k.shape[1] = p->v.shape[1] = 16;
-}
-static void set_split(flash_attn_problem *p, flash_attn_grads *g)
-{
-    (void)g;
-    p->num_splits = 4;
-    p->k.shape[1] = p->v.shape[1] = 8192;
-}
-static void set_few_heads_k(flash_attn_problem *p, flash_attn_grads *g)
-{
-    (void)g;
-    p->k.shape[2] = p->v.shape[2] = 1;
-}
-static void set_uneven(flash_attn_problem *p, flash_attn_grads *g)
-{
-    (void)g;
-    p->q.shape[3] -= 8;
-    p->k.shape[3] -= 8;
-    p->v.shape[3] -= 16;
-}
-static void set_odd(flash_attn_problem *p, flash_attn_grads *g)
-{
-    (void)g;
-    p->q.shape[3] -= 1;
-    p->k.shape[3] -= 1;
-    p->v.shape[3] -= 1;
-}
-static void set_o_f32(flash_attn_problem *p, flash_attn_grads *g)
-{
-    p->o.dtype = FLASH_ATTN_F32;
-    g->dout.dtype = g->dq.dtype = g->dk.dtype = g->dv.dtype = FLASH_ATTN_F32;
-}
-static void set_deterministic(flash_attn_problem *p, flash_attn_grads *g)
-{
-    (void)g;
-    p->deterministic = true;
-}
-
-/* So many sequences that a block has all parts of its rows. */
-static void set_split_many(flash_attn_problem *p, flash_attn_grads *g)
-{
-    set_split(p, g);
-    p->q.shape[0] = p->k.shape[0] = p->v.shape[0] = 64;
-}
-static void set_split_pages(flash_attn_problem *p, flash_attn_grads *g)
-{
-    set_split_many(p, g);
-    set_paged(p, g);
-    p->pages.pages_per_seq = 512;
-}
-/* Few queries on Hopper: a block folds all parts, or a group of them. */
-static void set_whole(flash_attn_problem *p, flash_attn_grads *g)
-{
-    set_split_many(p, g);
-    p->num_splits = 0;
-}
-static void set_groups(flash_attn_problem *p, flash_attn_grads *g)
-{
-    set_whole(p, g);
-    p->q.shape[0] = p->k.shape[0] = p->v.shape[0] = 16;
-}
-static void set_whole_pages(flash_attn_problem *p, flash_attn_grads *g)
-{
-    set_split_pages(p, g);
-    p->num_splits = 0;
-}
-/* The backward in one launch, and in three where a row for few queries would take one. */
-static void set_small(flash_attn_problem *p, flash_attn_grads *g)
-{
-    (void)g;
-    p->q.shape[1] = 128;
-    p->k.shape[1] = p->v.shape[1] = 64; /* one block a key head, before Hopper */
-}
-static void set_many(flash_attn_problem *p, flash_attn_grads *g)
-{
-    (void)g;
-    p->q.shape[0] = p->k.shape[0] = p->v.shape[0] = 1024;
-}
-
-/* clang-format off */
-static const option options[] = {
-    {"causal", true, true, set_nothing, EVERY_ROW}, {"full", true, true, set_full, EVERY_ROW},
-    {"window", true, true, set_window, EVERY_ROW}, {"softcap", true, true, set_softcap, ROWS_OF_16_BIT},
-    {"bias", true, true, set_bias, ROWS_OF_16_BIT}, {"bias_f32", true, true, set_bias_f32, HEAD_DIM_64}, {"bias_heads", true, false, set_bias_of_all_heads, FEW_ROWS},
-    {"dbias", false, true, set_dbias, ROWS_OF_16_BIT}, {"alibi", true, true, set_alibi, HEAD_DIM_64},
-    {"sinks", true, true, set_sinks, HEAD_DIM_64}, {"dropout", true, true, set_dropout, EVERY_ROW},
-    {"slices", true, true, set_slices, HEAD_DIM_64}, {"varlen", true, true, set_varlen, HEAD_DIM_64},
-    {"paged", true, false, set_paged, ROWS_OF_16_BIT}, {"split", true, false, set_split, TIGHT_ROWS},
-    {"split_many", true, false, set_split_many, ROWS_OF_16_BIT}, {"split_pages", true, false, set_split_pages, HEAD_DIM_64},
-    {"whole", true, false, set_whole, FEW_ROWS}, {"groups", true, false, set_groups, FEW_ROWS}, {"whole_pages", true, false, set_whole_pages, FEW_ROWS},
-    {"few_heads_k", true, true, set_few_heads_k, HEAD_DIM_64}, {"uneven_d", true, true, set_uneven, TIGHT_ROWS},
-    {"odd_d", true, true, set_odd, ROWS_OF_16_BIT}, {"o_f32", true, true, set_o_f32, HEAD_DIM_64},
-    {"deterministic", false, true, set_deterministic, HEAD_DIM_64}, {"small", false, true, set_small, EVERY_ROW},
-    {"many", false, true, set_many, EVERY_ROW},
-};
-/* clang-format on */
-enum { NUM_OPTIONS = sizeof options / sizeof *options };
 
 static bool is_backward(const fa_tune_row *row) { return strncmp(fa_kernels[row->kernel].name, "backward", 8) == 0; }
 
@@ -416,10 +228,12 @@ static void every_row_builds_cleanly_for_every_architecture(void **state)
     free(list.one);
 }
 
-/* An option costs registers alike on all architectures: of rows that differ in them alone the last stands for all. */
+/* An option costs registers alike on all architectures: of rows that differ in them alone the last stands for all; but for a row with an option that its twin has not. */
 static bool has_twin_below(int r)
 {
     const fa_tune_row *row = &fa_tune_rows[r];
+    if (row->only == FA_FOR_SOFTCAP_TMA)
+        return false;
     for (int n = r + 1; n < fa_num_tune_rows; n++) {
         const fa_tune_row *other = &fa_tune_rows[n];
         if (other->kernel == row->kernel && other->dtypes == row->dtypes && other->head_dim == row->head_dim &&
@@ -441,22 +255,53 @@ static bool has_masks(const fa_tune_row *row, const option *with)
     return !is_backward(row) && row->only != FA_FOR_FEW && with->set == set_window;
 }
 
-/* float32: dropout and one launch spill most, at 256 one launch; forward bias and softcap, and pages in parts, take most registers. On other
- * architectures dropout leaves 190 bytes of what the rows accept, or 25 registers. */
+/* float32: dropout spills most, of the backward at 256 one launch; forward bias, and pages in parts, too. On other architectures dropout leaves 190 bytes of
+ * what the rows accept, or 25 registers. */
 static bool is_built_in_f32(const fa_tune_row *row, int arch, const option *with)
 {
     if (arch != 90)
         return false;
     if (is_backward(row) && row->head_dim == 256)
         return with->set == set_small || with->set == set_many;
-    return with->set == set_nothing || with->set == set_dropout || with->set == set_small || with->set == set_many ||
-           (row->head_dim == 64 && (with->set == set_odd || (!is_backward(row) && (with->set == set_softcap || with->set == set_bias || with->set == set_split_pages))));
+    return with->set == set_nothing || (with->set == set_dropout && row->head_dim != 256) ||
+           (row->head_dim == 64 && (with->set == set_odd || (!is_backward(row) && (with->set == set_bias || with->set == set_split_pages))));
 }
 
 /* Hopper's forward in 16 bits stores O in float32 with as many registers and no spill more than in 16 bits; FP8's alone spills. */
 static bool stores_as_in_16_bits(const fa_tune_row *row, int dtype, const option *with)
 {
     return with->set == set_o_f32 && row->kernel == FA_KERNEL_FORWARD_SM90 && row->head_dim != 64 && dtype != FLASH_ATTN_F8E4M3;
+}
+
+/* Options of 9.0's rows in 16 bits that spill nothing more, and where registers are known take no more, than one of the row that stays (dropout, mostly); another
+ * row has each. */
+static bool has_it_elsewhere(const fa_tune_row *row, const option *with)
+{
+    bool few = row->only == FA_FOR_FEW;
+    switch (row->kernel) {
+    case FA_KERNEL_FORWARD_SM90:
+        if (row->head_dim == 64) /* of two rows without a causal mask one accepts spills */
+            return !(row->masks & FA_ON_CAUSAL) && row->max_spill_bytes == 0 && (with->set == set_alibi || with->set == set_paged || with->set == set_o_f32);
+        return row->head_dim != 128 && with->set != set_nothing && with->set != set_dropout && !(row->head_dim == 256 && is_mask(with));
+    case FA_KERNEL_BACKWARD_SM90:
+        return row->head_dim != 64 && with->set == set_softcap;
+    case FA_KERNEL_BACKWARD_SM80:
+        if (row->head_dim == 64)
+            return with->set == set_uneven;
+        return with->set == set_odd || with->set == set_softcap || (row->head_dim > 128 && (with->set == set_bias || with->set == set_dbias));
+    case FA_KERNEL_FORWARD_FEW_SM90:
+        return row->head_dim != 64 && (with->set == set_split || with->set == set_paged || (with->set == set_groups && row->head_dim > 128));
+    case FA_KERNEL_FORWARD_SM80:
+        if (row->head_dim == 64)
+            return !few && (with->set == set_uneven || (row->tile_q == 64 && (with->set == set_o_f32 || with->set == set_split_pages)));
+        if (!few && (with->set == set_split || with->set == set_split_many))
+            return true;
+        if (with->set == set_softcap || with->set == set_uneven)
+            return row->head_dim > 128 || row->tile_q == 16;
+        return row->head_dim > 256 && (with->set == set_odd || with->set == set_bias);
+    default:
+        return false;
+    }
 }
 
 /* 9.0's rows have the options that the table says, and of others those that differ from them the ones that need most registers. */
@@ -478,23 +323,25 @@ static bool is_built_with(const fa_tune_row *row, int arch, const option *with)
     if (row->kernel == FA_KERNEL_FORWARD_LATENT_SM90)
         return with->rows != FEW_ROWS && (with->rows != HEAD_DIM_64 || with->set == set_few_heads_k);
     if (row->kernel == FA_KERNEL_FORWARD_FEW_SM90)
-        return (with->rows == FEW_ROWS && with->set != set_bias_of_all_heads) || with->set == set_nothing || with->set == set_split || with->set == set_paged || (is_mask(with) && row->head_dim == 64);
+        return !has_it_elsewhere(row, with) && ((with->rows == FEW_ROWS && with->set != set_bias_of_all_heads) || with->set == set_nothing || with->set == set_split || with->set == set_paged || (is_mask(with) && row->head_dim == 64));
     if (with->set == set_bias_of_all_heads)
         return row->only == FA_FOR_FEW;
     if (with->rows == FEW_ROWS)
         return false;
+    if (arch == 90 && has_it_elsewhere(row, with))
+        return false;
     if (arch == 90)
         return with->rows == EVERY_ROW || row->head_dim == 64 || with->rows == ROWS_OF_16_BIT || row->kernel == FA_KERNEL_FORWARD_SM90 ||
                (with->rows == TIGHT_ROWS && !is_backward(row) && row->max_spill_bytes > 0);
-    return is_backward(row) ? with->set == set_dropout || with->set == set_dbias : with->set == set_nothing || with->set == set_dropout || with->set == set_paged ||
-           (is_mask(with) && row->head_dim == 64);
+    return with->set == set_dropout ||
+           (!is_backward(row) && (with->set == set_nothing || (with->set == set_paged && row->head_dim <= 256) || (is_mask(with) && row->head_dim == 64)));
 }
 
-/* FP8 is float16's code but for the copies, and a kernel of its own on Hopper, which has masks and outputs of float32. */
+/* FP8 is float16's code but for the copies, and a kernel of its own on Hopper, which has masks and, on rows that accept spills, outputs of float32. */
 static bool is_of_fp8(const fa_tune_row *row, int arch, const option *with)
 {
-    bool own = row->kernel == FA_KERNEL_FORWARD_SM90 && ((with->rows == EVERY_ROW && with->set != set_window) || with->set == set_o_f32);
-    return arch == 90 && row->head_dim == 128 && (own || with->set == set_paged || with->set == set_uneven || with->set == set_odd);
+    bool own = row->kernel == FA_KERNEL_FORWARD_SM90 && ((with->rows == EVERY_ROW && with->set != set_window) || (with->set == set_o_f32 && row->max_spill_bytes > 0));
+    return arch == 90 && row->head_dim == 128 && (own || (with->set == set_paged && row->variant != 4 /* whose text the others have */) || with->set == set_uneven || with->set == set_odd);
 }
 
 static void every_option_builds_cleanly(void **state)

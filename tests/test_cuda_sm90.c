@@ -379,10 +379,10 @@ typedef struct widths {
     int k, v, rounds;
 } widths;
 
-/* A third of the widths in each part: the emulated GPU builds a kernel for each. */
+/* So many parts as there are widths have one each: the emulated GPU builds a kernel for each. */
 static void with_widths(const widths *all, int count, void (*test)(int))
 {
-    int turns = parts < 3 ? parts : 3;
+    int turns = parts < count ? parts : count;
     for (int n = part % turns; n < count; n += turns) {
         columns_k = all[n].k, columns_v = all[n].v;
         test(all[n].rounds);

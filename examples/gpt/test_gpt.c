@@ -334,7 +334,7 @@ static void the_cache_gives_the_logits_of_recomputing(void **state)
     }
 }
 
-/* test_gpt [--threads]: without what other tests here start as many threads as, and as long: for the thread sanitizer. */
+/* test_gpt [--threads]: without what other tests here start as many threads as, and as long: for the sanitizers. */
 int main(int argc, char **argv)
 {
     if (argc > 1 && strcmp(argv[1], "--threads") == 0)
