@@ -494,16 +494,17 @@ def identity(row):
     )
 
 
+def listed(kind=str):
+    def parse(text):
+        return [kind(word) for word in text.split(",")]
+
+    parse.__name__ = f"list of {kind.__name__}"  # argparse says it
+    return parse
+
+
 def arguments():
     cores = len(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def listed(kind=str):
-        def parse(text):
-            return [kind(word) for word in text.split(",")]
-
-        parse.__name__ = f"list of {kind.__name__}"  # argparse says it
-        return parse
 
     parser.add_argument(
         "--threads",

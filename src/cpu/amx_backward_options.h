@@ -39,32 +39,47 @@ static void option_alibi(const option_cell *c)
     }
 }
 
-/* Blocks of 16 x 16 of the caller's rows, turned. -inf masks. */
-static void option_bias(const option_cell *c)
+/* Scores, times `scale`, and the bias of 16 queries and a key; -inf masks. */
+FA_AMX_INLINE void add_option_bias(const option_cell *c, int key, int half, float scale, __m512 bias)
+{
+    float    *at     = option_scores(c, key, half);
+    __mmask16 masked = _mm512_cmp_ps_mask(bias, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ);
+    c->seen[key] &= ~((uint32_t)masked << (16 * half));
+    _mm512_store_ps(at, _mm512_add_ps(_mm512_mul_ps(_mm512_load_ps(at), _mm512_set1_ps(scale)), bias));
+}
+
+/* A bias that is the same for all queries: one number a key. */
+static void option_bias_of_keys(const option_cell *c, float scale)
+{
+    const flash_attn_tensor *bias = &c->options->call->bias;
+    const char              *row  = fa_at(bias, c->options->tile->b, c->options->tile->head, 0, c->j);
+    for (int key = 0; key < OPTION_CELL; key++) {
+        __m512 x = _mm512_set1_ps(key < c->keys ? fa_load(row, key * bias->stride[3], bias->dtype) : 0.0f);
+        for (int half = 0; half < 2; half++)
+            add_option_bias(c, key, half, scale, x);
+    }
+}
+
+/* Blocks of 16 x 16 of the caller's rows, turned. */
+static void option_bias(const option_cell *c, float scale)
 {
     const fa_tile           *tile = c->options->tile;
     const flash_attn_tensor *bias = &c->options->call->bias;
+    const int64_t            next = bias->stride[2] * (int64_t)fa_dtype_bytes(bias->dtype);
+    if (bias->stride[2] == 0) {
+        option_bias_of_keys(c, scale);
+        return;
+    }
     for (int n = 0; n < 4; n++) {
-        int     first_key = n / 2 * 16, half = n % 2, keys = c->keys - first_key;
-        __m512i block[16];
-        for (int r = 0; r < 16; r++) {
-            int i    = c->i + 16 * half + r;
-            block[r] = _mm512_setzero_si512();
-            if (i >= tile->queries.end || keys <= 0)
-                continue;
-            if (i + OPTION_CELL < tile->queries.end) /* rows lie too far apart for the processor to guess */
-                _mm_prefetch(fa_at(bias, tile->b, tile->head, i + OPTION_CELL, c->j + first_key), _MM_HINT_T0);
-            block[r] = _mm512_castps_si512(fa_amx_load16(fa_at(bias, tile->b, tile->head, i, c->j + first_key),
-                                                         bias->stride[3], bias->dtype, 0, fa_min_int(keys, 16)));
-        }
+        int         first_key = n / 2 * 16, half = n % 2, keys = c->keys - first_key, first = c->i + 16 * half;
+        int         rows = keys <= 0 ? 0 : fa_min_int(16, tile->queries.end - first);
+        __m512i     block[16];
+        const char *row = fa_at(bias, tile->b, tile->head, first, c->j + first_key);
+        for (int r = 0; r < 16; r++)
+            block[r] = r >= rows ? _mm512_setzero_si512() : _mm512_castps_si512(fa_amx_load16(row + r * next, bias->stride[3], bias->dtype, 0, fa_min_int(keys, 16)));
         fa_amx_transpose(block);
-        for (int r = 0; r < 16; r++) {
-            float    *at     = option_scores(c, first_key + r, half);
-            __m512    x      = _mm512_castsi512_ps(block[r]);
-            __mmask16 masked = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ);
-            c->seen[first_key + r] &= ~((uint32_t)masked << (16 * half));
-            _mm512_store_ps(at, _mm512_add_ps(_mm512_load_ps(at), x));
-        }
+        for (int r = 0; r < 16; r++)
+            add_option_bias(c, first_key + r, half, scale, _mm512_castsi512_ps(block[r]));
     }
 }
 
@@ -118,12 +133,14 @@ static void option_dropout(const option_cell *c)
 /* Scores become natural units where there are options for them; seen loses what a bias or a block mask hides. */
 static void apply_cell_options(const option_cell *c)
 {
-    const fa_call *call = c->options->call;
-    fa_amx_scale_scores(c->options, c->s, c->slope, OPTION_SCORES);
+    const fa_call *call  = c->options->call;
+    bool           alone = call->bias.data && !(call->softcap > 0.0f) && !call->alibi_slopes.data; /* then it scales on its way */
+    if (!alone)
+        fa_amx_scale_scores(c->options, c->s, c->slope, OPTION_SCORES);
     if (call->alibi_slopes.data)
         option_alibi(c);
     if (call->bias.data)
-        option_bias(c);
+        option_bias(c, alone ? c->options->scale : 1.0f);
     if (c->options->slices)
         option_slices(c);
     if (call->dropout.threshold)
