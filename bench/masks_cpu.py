@@ -9,17 +9,44 @@ in milliseconds. Each result's relative L2 error against float64 must be within 
 """
 
 import argparse
+import itertools
 import math
 import sys
 import time
 
-import compare_torch  # first: it finds the library
-import torch
-from torch.nn.functional import scaled_dot_product_attention as theirs
+from compare_torch import TOLERANCE, listed, sdpa, take_turns, torch  # first: it finds the library
 
 from flashattn.sdpa import sdpa as ours
 
-TOLERANCE = compare_torch.TOLERANCE
+
+class Pass:
+    """What take_turns takes turns with."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def step(self):
+        start = time.perf_counter()
+        self.run()
+        return time.perf_counter() - start
+
+
+class Side:
+    """Ours or PyTorch's: the forward without gradients, and the backward of one with."""
+
+    def __init__(self, attention, inputs, dout, mask):
+        self.attention, self.inputs, self.dout, self.mask = attention, inputs, dout, mask
+        self.leaves = [t.detach().requires_grad_() for t in inputs]
+        self.out = attention(*self.leaves, attn_mask=mask)
+
+    def forward(self):
+        return self.attention(*self.inputs, attn_mask=self.mask)
+
+    def gradients(self):
+        return torch.autograd.grad(self.out, self.leaves, self.dout, retain_graph=True)
+
+    def results(self):
+        return [self.forward(), self.out.detach(), *self.gradients()]
 
 
 def masks(heads, s, dtype):
@@ -30,80 +57,51 @@ def masks(heads, s, dtype):
     yield "padding", (torch.arange(s) >= s // 8)[None, None, None]
 
 
-def error(found, exact):
-    return max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True))
+def in_double(side):
+    mask = side.mask if side.mask is None or side.mask.dtype == torch.bool else side.mask.double()
+    return Side(sdpa, [t.double() for t in side.inputs], side.dout.double(), mask)
 
 
-def run(attention, inputs, dout, mask):
-    """Output and gradients."""
-    leaves = [t.detach().requires_grad_() for t in inputs]
-    out = attention(*leaves, attn_mask=mask)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+def errors(found, exact):
+    """Relative L2 errors of out, twice, dq, dk, dv. NaN stays NaN."""
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
 
 
-def fastest(calls, seconds):
-    """Milliseconds of each of the calls, which take turns."""
-    best, end = [math.inf] * len(calls), time.perf_counter() + seconds
-    turns = 0
-    while turns < 3 or time.perf_counter() < end:
-        for n, call in enumerate(calls):
-            begin = time.perf_counter()
-            call()
-            best[n] = min(best[n], 1e3 * (time.perf_counter() - begin))
-        turns += 1
-    return best
-
-
-def time_cell(dtype, d, s, options):
-    """True if all is right."""
-    heads, right, number = 512 // d, True, getattr(torch, dtype)
-    inputs, dout = [torch.randn(1, heads, s, d).to(number) for _ in range(3)], torch.randn(1, heads, s, d).to(number)
+def time_cell(dtype, d, s, seconds, ratios):
+    """True if all is right. ratios: {(pass, dtype, kind): [of a cell, ...]}."""
+    heads, number, right = 512 // d, getattr(torch, dtype), True
+    *inputs, dout = [torch.randn(1, heads, s, d).to(number) for _ in range(4)]
     for name, mask in masks(heads, s, number):
-        double = mask if mask is None or mask.dtype == torch.bool else mask.double()
-        exact = run(theirs, [t.double() for t in inputs], dout.double(), double)
-        wrong = error(run(ours, inputs, dout, mask), exact)
-        right &= wrong <= 2 * TOLERANCE[dtype]
-        forward = fastest([lambda f=f: f(*inputs, attn_mask=mask) for f in (theirs, ours)], options.seconds)
-        backward = []
-        for f in (theirs, ours):
-            leaves = [t.detach().requires_grad_() for t in inputs]
-            out = f(*leaves, attn_mask=mask)
-            backward.append(lambda out=out, leaves=leaves: torch.autograd.grad(out, leaves, dout, retain_graph=True))
-        backward = fastest(backward, options.seconds)
-        shown = " | ".join(f"{a:8.2f} {b:8.2f} {a / b:6.2f}" for a, b in (forward, backward))
-        print(f"{dtype:9} {d:4} {s:5} {name:8} | {shown} | {wrong:.0e}{'' if wrong <= 2 * TOLERANCE[dtype] else ' WRONG'}", flush=True)
-        keep_ratios(forward, backward, name, dtype)
+        sides = {"torch": Side(sdpa, inputs, dout, mask), "ours": Side(ours, inputs, dout, mask)}
+        found = errors(sides["ours"].results(), in_double(sides["ours"]).results())
+        good = all(error <= TOLERANCE[dtype] * (2 if n > 1 else 1) for n, error in enumerate(found))
+        right &= good
+        shown = []
+        for label, run in (("forward", Side.forward), ("backward", Side.gradients)):
+            times = take_turns({who: Pass(lambda run=run, side=side: run(side)) for who, side in sides.items()}, seconds, 3)
+            theirs, own = (1e3 * min(times[who]) for who in ("torch", "ours"))
+            shown.append(f"{theirs:8.2f} {own:8.2f} {theirs / own:6.2f}")
+            ratios.setdefault((label, dtype, "no mask" if mask is None else "masks"), []).append(theirs / own)
+        print(f"{dtype:9} {d:4} {s:5} {name:8} | {' | '.join(shown)} | {max(found):.0e}{'' if good else ' WRONG'}", flush=True)
     return right
 
 
-RATIOS = {}
-
-
-def keep_ratios(forward, backward, name, dtype):
-    for label, (a, b) in (("forward", forward), ("backward", backward)):
-        RATIOS.setdefault((label, dtype, "no mask" if name == "none" else "masks"), []).append(a / b)
-
-
 def main():
-    listed = compare_torch.listed
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtypes", type=listed(), default=["bfloat16", "float32"])
     parser.add_argument("--head-dims", type=listed(int), default=[64, 128])
     parser.add_argument("--seqlens", type=listed(int), default=[1024, 2048])
-    parser.add_argument("--seconds", type=float, default=0.5, help="to time each cell and pass for")
+    parser.add_argument("--seconds", type=float, default=0.5, help="to time each pass of a cell for")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    RATIOS.clear()
     header = f"{'dtype':9} {'d':>4} {'s':>5} {'mask':8} | {'forward: torch, ours, ratio':24} | {'backward':24} | error"
     print(header, "-" * len(header), sep="\n")
-    right = True
-    for dtype in options.dtypes:
-        for d in options.head_dims:
-            for s in options.seqlens:
-                right &= time_cell(dtype, d, s, options)
-    for (label, dtype, kind), found in RATIOS.items():
+    right, ratios = True, {}
+    for dtype, d, s in itertools.product(options.dtypes, options.head_dims, options.seqlens):
+        right &= time_cell(dtype, d, s, options.seconds, ratios)
+    for (label, dtype, kind), found in ratios.items():
         mean = math.exp(sum(map(math.log, found)) / len(found))
         print(f"{label:8} {dtype:9} {kind:8}: {mean:.2f} times PyTorch ({min(found):.2f} to {max(found):.2f}, {len(found)} cells)")
     return 0 if right else 1

@@ -67,7 +67,7 @@ def test_masks_are_timed_and_a_wrong_answer_is_told(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert all(f" {name} " in said for name in ("none", "heads", "all", "row", "bool", "padding")) and "WRONG" not in said
     assert "backward float32   masks   : " in said and ", 5 cells)" in said
-    monkeypatch.setattr(masks, "ours", lambda q, k, v, attn_mask: masks.theirs(q, k, v))  # forgets the mask
+    monkeypatch.setattr(masks, "ours", lambda q, k, v, attn_mask: masks.sdpa(q, k, v))  # forgets the mask
     assert masks.main() == 1
     assert capsys.readouterr().out.count("WRONG") == 5
 

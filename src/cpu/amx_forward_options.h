@@ -60,8 +60,7 @@ static void set_option_rows(option_rows *rows, const fa_forward_block *b, int fi
 /* A bias of -inf masks: whatever the score holds there, it is not seen. */
 FA_AMX_INLINE __m512 with_bias(__m512 s, __m512 bias)
 {
-    const __m512 masked = _mm512_set1_ps(-INFINITY);
-    return _mm512_mask_mov_ps(_mm512_add_ps(s, bias), _mm512_cmp_ps_mask(bias, masked, _CMP_EQ_OQ), masked);
+    return _mm512_mask_add_ps(bias, _mm512_cmp_ps_mask(bias, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ), s, bias);
 }
 
 /* The bias of a row two units ahead: rows are too far apart for the processor to guess. */
@@ -112,16 +111,15 @@ static bool takes_bias_alone(const fa_forward_block *b, int key)
 
 FA_AMX_INLINE void add_bias_to_unit(const fa_forward_block *b, const option_rows *rows, int key, float *s, flash_attn_dtype dtype)
 {
-    const __m512 scale = _mm512_set1_ps(b->options->scale), masked = _mm512_set1_ps(-INFINITY);
+    const __m512 scale = _mm512_set1_ps(b->options->scale);
     __m512       bias[2];
     for (int r = 0; r < rows->count; r++) {
         const char *row = (const char *)rows->bias[r] + (size_t)key * fa_dtype_bytes(dtype);
         for (int t = 0; t < 2 && (r == 0 || !rows->one_bias); t++)
             bias[t] = fa_amx_load16(row, 1, dtype, 16 * t, 32);
         for (int t = 0; t < 2; t++) {
-            float    *at  = scores_row(s, r) + t * FA_AMX_TILE_FLOATS;
-            __mmask16 add = _mm512_cmp_ps_mask(bias[t], masked, _CMP_NEQ_UQ);
-            _mm512_store_ps(at, _mm512_mask_add_ps(bias[t], add, _mm512_mul_ps(_mm512_load_ps(at), scale), bias[t]));
+            float *at = scores_row(s, r) + t * FA_AMX_TILE_FLOATS;
+            _mm512_store_ps(at, with_bias(_mm512_mul_ps(_mm512_load_ps(at), scale), bias[t]));
         }
     }
 }
