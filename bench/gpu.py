@@ -94,6 +94,8 @@ class Cell:
     """One problem: inputs [batch, seqlen, heads, d], V d_v, or packed [tokens, heads, d], and what is expected of head 0 (dK and dV: key head 0)
     of batch 0, or of the longest sequence."""
 
+    slices = sees = hidden = None  # block_masks.py: of a sequence
+
     def __init__(self, d, seqlen, causal, options, d_v=None):
         d_v = d_v or d
         packed, fp8 = options.varlen, options.fp8
@@ -148,6 +150,8 @@ class Cell:
             scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(right + 1), float("-inf"))
         if left >= 0:
             scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).tril_(-left - 1), float("-inf"))
+        if self.hidden is not None:
+            scores.masked_fill_(self.hidden, float("-inf"))
         weights = torch.softmax(scores, -1)
         out = (weights * kept_pairs(self.seqlen, self.dropout) if self.dropout else weights) @ v
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), self.one(self.dout, head).double())]
@@ -197,7 +201,7 @@ def ours(cell, context=None):
         for to, t in zip(paged, (k, v)):
             to[table] = t.view_as(to)
         (k, v), table = paged, table.to(torch.int32).view(-1, count)
-    call = _call.Call(q, k, v, causal=cell.causal, window=cell.window, deterministic=cell.deterministic, softcap=cell.softcap, alibi_slopes=cell.slopes, bias=cell.bias, block_table=table,
+    call = _call.Call(q, k, v, causal=cell.causal, window=cell.window, deterministic=cell.deterministic, softcap=cell.softcap, alibi_slopes=cell.slopes, bias=cell.bias, block_table=table, slices=cell.slices,
                       dropout_p=cell.dropout, seed=SEED, **lengths)
     call.context = context
     out = torch.full_like(cell.dout, float("nan"))
@@ -308,16 +312,16 @@ def packed_peer(cell, name):
 
 
 def flex(cell):
-    """FlexAttention, with a block mask when causal. Compiled for exactly this shape."""
+    """FlexAttention, with a block mask where there is a mask. Compiled for exactly this shape."""
     from torch._functorch import config
     from torch.nn.attention import flex_attention as module
 
     torch.compiler.reset()  # one shape's code at a time, or the compiler gives up after a few
     config.donated_buffer = False  # a compiled backward may else run once only
     compiled = torch.compile(module.flex_attention, dynamic=False)
-    mask = None
-    if cell.causal:
-        mask = module.create_block_mask(lambda b, h, i, j: i >= j, None, None, cell.seqlen, cell.seqlen, device=card.DEVICE)
+    mask, sees = None, cell.sees or (lambda b, h, i, j: i >= j)
+    if cell.causal or cell.sees:
+        mask = module.create_block_mask(sees, None, None, cell.seqlen, cell.seqlen, device=card.DEVICE)
     leaves = [t.detach().requires_grad_() for t in (cell.q, cell.k, cell.v, *([cell.bias] if cell.dbias else []))]
     q, k, v = (t.transpose(1, 2) for t in leaves[:3])
     dout = cell.dout.transpose(1, 2)

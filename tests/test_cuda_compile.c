@@ -101,12 +101,16 @@ static void add_key(key_list *list, const fa_key *key, int spills)
  * of its loads alone. */
 static bool stands_behind(const fa_plan *plan, int i) { return i > plan->main && plan->launch[i].key.kernel == FA_KERNEL_BACKWARD_SM80; }
 
-/* What the row accepts is for its own kernel, not for those beside it. */
+/* What the row accepts is for its own kernel, not for those beside it. Hopper's backward by lists has more to remember, in warps that have 24 registers. */
 static void add_plan(key_list *list, const fa_plan *plan)
 {
-    for (int i = 0; i < plan->num_launches; i++)
+    enum { SPILLS_OF_LISTS = 104 };
+    for (int i = 0; i < plan->num_launches; i++) {
+        const fa_key *key   = &plan->launch[i].key;
+        int           lists = key->kernel == FA_KERNEL_BACKWARD_SM90 && key->mask == FA_MASK_LISTED ? SPILLS_OF_LISTS : 0;
         if (!stands_behind(plan, i))
-            add_key(list, &plan->launch[i].key, i == plan->main ? plan->row->max_spill_bytes : 0);
+            add_key(list, key, i == plan->main ? plan->row->max_spill_bytes + lists : 0);
+    }
 }
 
 static void add_who_stands_behind(key_list *list, const fa_call *call, const fa_plan *plan)

@@ -15,7 +15,7 @@ static char                why_not[300];
 /* Softcap is left to the portable kernel, and so are rows that are not aligned. */
 static bool is_taken(const test_case *shape)
 {
-    return !shape->softcap && shape->head_dim % 4 == 0 && shape->head_dim_v % 4 == 0;
+    return !shape->softcap && !shape->slices && shape->head_dim % 4 == 0 && shape->head_dim_v % 4 == 0;
 }
 
 /* Few queries or keys are one launch of the portable kernel; the bias's gradient and what a forward alone has are left to it too. */

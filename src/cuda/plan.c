@@ -76,6 +76,8 @@ void fa_plan_use_row(fa_key *key, const fa_tune_row *row)
     key->min_blocks = row->min_blocks;
     key->variant    = row->variant;
     fa_tune_columns(row, key);
+    if (key->has_slices && (row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_BACKWARD_SM90))
+        key->mask = FA_MASK_LISTED;
     if (row->kernel == FA_KERNEL_BACKWARD_SM90)
         key->deterministic = 0; /* a branch outside its main loop */
 }
@@ -229,7 +231,7 @@ static bool deals_tiles(const fa_call *call, const fa_plan *plan, const fa_key *
     enum { MANY_LENGTHS = 16, MANY_TILES = 7 /* of a block */ };
     if (items > INT32_MAX)
         return false;
-    if (!fa_plan_is_alike(call) || key->mask == FA_MASK_WINDOW)
+    if (!fa_plan_is_alike(call) || key->mask == FA_MASK_WINDOW || key->mask == FA_MASK_LISTED)
         return true;
     return !key->has_bias /* which own_place keeps in L2 */ &&
            key->mask == FA_MASK_CAUSAL && plan->args.tiles_q >= MANY_LENGTHS && items >= (int64_t)MANY_TILES * plan->chip.multiprocessors * key->min_blocks;
@@ -268,6 +270,8 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
         args->order_heads = (int)heads_dealt_together(call, key);
         blocks            = items;
     }
+    if (key->mask == FA_MASK_LISTED)
+        FA_TRY(fa_plan_add_lists(call, plan, key, all));
     if (turns_v_ahead(key)) {
         fa_key values     = fa_plan_small_key(FA_KERNEL_VALUES_SM90, key->arch);
         values.dtype      = key->dtype;
@@ -466,6 +470,15 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         take_planes(call, key, args, &a);
     if (key->kernel == FA_KERNEL_FORWARD_SM90 || key->kernel == FA_KERNEL_FORWARD_F32_SM90)
         args->next_item = take(&a, has_next_item(plan, key), sizeof(int));
+    if (key->mask == FA_MASK_LISTED) {
+        int64_t lists     = call->pass == FLASH_ATTN_BACKWARD ? args->all_tiles_k : args->all_tiles_q;
+        args->tile_lists  = take(&a, lists * args->list_places, sizeof(fa_listed));
+        args->tile_masks  = take(&a, args->most_masks, (size_t)fa_mask_bytes(plan->row));
+        size_t begin      = a.used;
+        args->masks_taken = take(&a, 1, sizeof(int));
+        plan->zero        = base ? base + begin : NULL;
+        plan->zero_bytes  = a.used - begin;
+    }
     if (key->kernel == FA_KERNEL_K1_SCORES)
         args->o_partial = take(&a, call->heads_q * tokens * call->max_seqlen_k, sizeof(float));
     if (key->kernel == FA_KERNEL_FA1) {
@@ -485,8 +498,10 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         }
         size_t begin     = a.used;
         args->dbias.data = take(&a, floats_of_dbias(key, args), sizeof(float));
-        plan->zero       = base ? base + begin : NULL;
-        plan->zero_bytes = a.used - begin;
+        if (a.used > begin) { /* no slices with a bias */
+            plan->zero       = base ? base + begin : NULL;
+            plan->zero_bytes = a.used - begin;
+        }
     } else if (call->pass == FLASH_ATTN_BACKWARD) {
         args->delta  = take(&a, key->one_launch ? 0 : call->heads_q * tokens, sizeof(float));
         args->dq_accum = take(&a, call->heads_q * tokens * key->head_dim, sizeof(float));

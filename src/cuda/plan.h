@@ -41,6 +41,9 @@ int64_t fa_plan_tiles_of_all(const fa_call *call, const int32_t *cu_seqlens, int
 /* The launch that cuts Q, K, V and in a backward dO for the kernels of planes; sets args.all_tiles_q and all_tiles_k. */
 flash_attn_status fa_plan_add_planes(const fa_call *call, fa_plan *plan, const fa_key *main);
 
+/* FA_MASK_LISTED: the launch that lists the tiles that each of so many tiles of queries meets. */
+flash_attn_status fa_plan_add_lists(const fa_call *call, fa_plan *plan, const fa_key *main, int64_t tiles);
+
 flash_attn_status fa_plan_backward(const fa_call *call, fa_plan *plan, fa_key *key);
 
 /* The merge of partial results, if the keys are split. */

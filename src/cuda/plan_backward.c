@@ -210,6 +210,8 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     rowsum.variant = 1;
     rowsum.warps   = key->head_dim_v > 128 ? 16 : 8; /* few blocks of a small call would wait for each row of a warp */
     plan->has_maps = true;
+    if (key->mask == FA_MASK_LISTED)
+        FA_TRY(fa_plan_add_lists(call, plan, key, all_k));
     FA_TRY(fa_plan_add(plan, &rowsum, tiles_q));
     plan->main = plan->num_launches;
     FA_TRY(fa_plan_add(plan, key, all_k * call->heads_k * shares));

@@ -315,9 +315,18 @@ static bool takes_bias(const fa_tune_row *row, const fa_call *call, const fa_key
            (backward ? !wide && (row->head_dim <= ALL_OPTIONS || !key->has_dropout) : row->warps == 12 || !(wide || key->has_dropout));
 }
 
+/* What Hopper's own ask of slices: no bias, no pages and no fixed order, and a mask for each tile that is cut in no more memory than this (fa_masks_of). */
+static bool takes_slices(const fa_tune_row *row, const fa_call *call, const fa_key *key)
+{
+    enum { MOST_BYTES = 512 << 20 };
+    bool own = row->kernel == FA_KERNEL_FORWARD_SM90 || (row->kernel == FA_KERNEL_BACKWARD_SM90 && !call->deterministic);
+    return own && row->dtypes == FA_IN_16_BIT && !(key->has_bias || key->has_paged) &&
+           fa_masks_of(call, row) <= MOST_BYTES / fa_mask_bytes(row);
+}
+
 static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
-    bool plain = (!key->has_bias || (row->only == FA_FOR_BIAS_TMA && takes_bias(row, call, key))) && !key->has_slices &&
+    bool plain = (!key->has_bias || (row->only == FA_FOR_BIAS_TMA && takes_bias(row, call, key))) && (!key->has_slices || takes_slices(row, call, key)) &&
                  (!(key->has_softcap || key->has_alibi || key->has_dropout || key->has_paged) || has_own_options(row, call));
     if (row->only == FA_FOR_LATENT)
         return takes_latent(row, call, key);
@@ -349,7 +358,8 @@ static enum fit fit_of(const fa_tune_row *row, const fa_call *call, const fa_key
         return FIT_NO_DTYPE;
     if (call->head_dim > row->head_dim || call->head_dim_v > row->head_dim)
         return FIT_NO_HEAD_DIM;
-    if (!(row->masks >> key->mask & 1) || (row->max_queries && row->only != FA_FOR_LONG_TMA && call->max_seqlen_q > row->max_queries) ||
+    int mask = key->has_slices && (row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_BACKWARD_SM90) ? FA_MASK_WINDOW : key->mask; /* lists of tiles are most like it */
+    if (!(row->masks >> mask & 1) || (row->max_queries && row->only != FA_FOR_LONG_TMA && call->max_seqlen_q > row->max_queries) ||
         !is_for(row, call, key))
         return FIT_NO_MASK;
     return FIT_WHOLLY;

@@ -17,6 +17,7 @@
     X(PLANES_SM90, "planes_sm90", "planes_sm90.cu")                 \
     X(VALUES_SM90, "values_sm90", "values_sm90.cu")                 \
     X(DEAL, "deal", "deal.cu")                                      \
+    X(LIST_TILES, "list_tiles", "list_tiles.cu")                    \
     X(COMBINE, "combine", "combine.cu")                             \
     X(FOLD, "fold", "fold.cu")                                      \
     X(BACKWARD_ROWSUM, "backward_rowsum", "backward_rowsum.cu")     \
@@ -73,7 +74,7 @@ enum {
 enum fa_row_for {
     FA_FOR_ANY,
     FA_FOR_ALIGNED, /* with FA_ALIGNED */
-    FA_FOR_PLAIN,   /* and without softcap, bias, ALiBi, dropout, slices and pages; Hopper's own in 16 bits have some of these (has_own_options) */
+    FA_FOR_PLAIN,   /* and without softcap, bias, ALiBi, dropout, slices and pages; Hopper's own in 16 bits have some of these (has_own_options, takes_slices) */
     FA_FOR_FEW,     /* with FA_ALIGNED, without bias (but one of all heads in tiles of 16 rows), ALiBi, dropout and slices: queries of all heads of a key
                        head in tiles of tile_q rows, where these are fewer than the heads; of 16 rows only if one holds them */
     FA_FOR_FEW_TMA, /* as FA_FOR_FEW, with strides that a tensor map describes, a scale above 0, without softcap: more than eight rows in all, of up to 64 in one tile (takes_few) */
@@ -112,6 +113,10 @@ int fa_tune_arch(int device_arch);
 /* More than 128 queries (fewer are split over the keys by the portable kernel, and so is what asks for parts), a
  * scale above 0, strides that a tensor map describes. */
 bool fa_tune_takes_tma(const fa_call *call);
+
+/* FA_MASK_LISTED: as many tiles as slices, window and ends may cut, so that they need a mask each, and the bytes of such a mask. */
+int64_t fa_masks_of(const fa_call *call, const fa_tune_row *row);
+int64_t fa_mask_bytes(const fa_tune_row *row);
 
 /* Columns of Q and K and of V as the row's kernel counts them, of those that the call has. TMA bounds columns, so Hopper's kernels may have more. */
 void fa_tune_columns(const fa_tune_row *row, fa_key *key);

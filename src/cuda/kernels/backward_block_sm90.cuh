@@ -5,7 +5,7 @@
 #include "backward_work.cuh"
 #include "bias_sm90.cuh"
 #include "fragment_sm90.cuh"
-#include "packed_sm90.cuh"
+#include "listed_sm90.cuh"
 #include "pairs_sm90.cuh"
 
 /* A work, or the share of it that a block has where several have its keys. */
@@ -180,6 +180,8 @@ FA_DEVICE void find_share(const fa_args &args, grid_place at, share_work &w)
     if (FA_HAS_BIAS && args.bias.stride[0] == 0 && !args.cu_seqlens_k) /* a bias of all sequences is read, and its gradient added to, by them at the same time: in L2 */
         at.other = at.other % args.batch * args.heads_k + at.other / args.batch;
     (work &)w = work_of(args, at);
+    if constexpr (LISTED)
+        w.tiles = {0, w.tiles.begin < w.tiles.end ? list_of_tile(args, number_of_keys(args, w.b, at.tile))->tile : 0}; /* places in the list */
     asm volatile("" ::: "memory"); /* registers are short: from memory */
     w.stored_head = w.kv_head * shares + share;
     if (shares > 1) {
@@ -254,41 +256,8 @@ FA_DEVICE bool has_item(unsigned n)
     return work_at(n).num_heads > 0;
 }
 
-/* Steps of a work: query tiles of one head after the other. */
+/* Steps of a work: query tiles of one head after the other (backward_walk_sm90.cuh). */
 FA_DEVICE int steps_of(const work &w) { return (w.tiles.end - w.tiles.begin) * w.num_heads; }
 FA_DEVICE bool is_masked(const work &w, int tile) { return tile < w.clean.begin || tile >= w.clean.end; }
-
-/* Where a work's walk is: a query tile, and its number among those of all heads and sequences, by which its LSE, delta and float dQ are found. With
- * FA_DQ_FIRST_COMES blocks that have neighbouring keys begin at different query tiles, so that each finds some to which it comes first: without a mask as far apart
- * as their keys and round the end, with one at its edge. Else they go downwards, to come to a tile in the order of their keys. */
-struct walk {
-    int begin, end, start, tile, number, head, way;
-};
-
-FA_DEVICE walk start_walk(const fa_args &args, const work &w)
-{
-    bool apart   = args.dq_order == FA_DQ_FIRST_COMES, upwards = FA_MASK != FA_MASK_WINDOW && apart;
-    int  start   = upwards ? w.tiles.begin : w.tiles.end - 1;
-    if (FA_MASK == FA_MASK_NONE && apart && w.tiles.end > w.tiles.begin)
-        start += w.first_k / FA_TILE_Q % (w.tiles.end - w.tiles.begin);
-    int first = w.first_head * args.all_tiles_q + first_tile<FA_TILE_Q>(args.cu_seqlens_q, args.q_rows, args.tiles_q, w.b);
-    return {w.tiles.begin, w.tiles.end, start, start, first + start, w.first_head, upwards ? 1 : -1};
-}
-
-/* The next query tile of the head, round to the one where it began; then the next head. */
-FA_DEVICE void advance(const fa_args &args, walk &at)
-{
-    at.tile += at.way;
-    at.number += at.way;
-    if (at.way < 0 ? at.tile < at.begin : at.tile >= at.end) {
-        int back = at.way * (at.begin - at.end);
-        at.tile += back;
-        at.number += back;
-    }
-    if (at.tile == at.start) {
-        at.number += args.all_tiles_q;
-        at.head++;
-    }
-}
 
 #endif

@@ -5,7 +5,7 @@
 #ifndef FA_BACKWARD_DBIAS_SM90_CUH
 #define FA_BACKWARD_DBIAS_SM90_CUH
 
-#include "backward_block_sm90.cuh"
+#include "backward_walk_sm90.cuh"
 
 /* Where dbias's row of a query begins, as an offset from its data. */
 FA_DEVICE fa_i64 dbias_row(const fa_view &view, int b, int head, int query) { return b * view.stride[0] + head * view.stride[1] + query * view.stride[2]; }

@@ -8,7 +8,7 @@
 #include "dropout_sm90.cuh"
 
 /* Of its keys a consumer keeps the first 16 K_HELD columns of K and 16 V_HELD of V in registers, where these have room and it pays: S and dP then read the less of shared memory. */
-constexpr bool HOLDS_K = !HAS_NOTED && !FA_HAS_ALIBI && !FA_HAS_BIAS && (FA_HEAD_DIM == 64 ? FA_MASK != FA_MASK_WINDOW : FA_HEAD_DIM == 96 || (FA_HEAD_DIM == 128 && FA_MASK == FA_MASK_CAUSAL && FA_TILE_Q == 64));
+constexpr bool HOLDS_K = !HAS_NOTED && !FA_HAS_ALIBI && !FA_HAS_BIAS && (FA_HEAD_DIM == 64 ? FA_MASK != FA_MASK_WINDOW && !LISTED : (FA_HEAD_DIM == 96 && !LISTED) || (FA_HEAD_DIM == 128 && FA_MASK == FA_MASK_CAUSAL && FA_TILE_Q == 64));
 constexpr int  K_HELD  = !HOLDS_K ? 0 : FA_HEAD_DIM == 96 ? 6 : 4, V_HELD = FA_HEAD_DIM != 96 || !HOLDS_K ? 0 : FA_TILE_Q == 80 ? 2 : 6;
 
 struct consumer {
@@ -24,6 +24,9 @@ struct consumer {
 #endif
 #if FA_HAS_DBIAS
     int head; /* of the step */
+#endif
+#if FA_MASK == FA_MASK_LISTED
+    int mask; /* of the step */
 #endif
 };
 
@@ -120,18 +123,28 @@ FA_DEVICE void start_third_of_dq(float (&third)[THIRD_COUNT], unsigned ds, int g
 
 /* ---- from products to operands. Elements as in warpgroup.cuh, keys down and queries across ---- */
 
+#if FA_MASK == FA_MASK_LISTED
+
+using columns = seen_words;
+
+FA_DEVICE columns columns_of(const fa_args &args, const work &, const consumer &c, int) { return load_seen<FA_TILE_K>(args, c.mask, first_key_of(c.group) + fragment_row()); }
+
+FA_DEVICE bool sees(const columns &seen, int h, int col) { return sees(seen, col / 8 * 4 + 2 * h + col % 2); }
+
+#else
+
 /* Of a thread's two keys, which columns see them: [first, last] less its own first column. */
 struct columns {
     int first[2], last[2];
 };
 
-FA_DEVICE columns columns_of(const fa_args &args, const work &w, int tile, int group)
+FA_DEVICE columns columns_of(const fa_args &args, const work &w, const consumer &c, int tile)
 {
     columns seen;
     int     col = tile * FA_TILE_Q + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        row_limits limits = query_limits(args, w, w.first_k + first_key_of(group) + fragment_row() + 8 * h);
+        row_limits limits = query_limits(args, w, w.first_k + first_key_of(c.group) + fragment_row() + 8 * h);
         seen.first[h]     = limits.last < 0 ? FA_TILE_Q : limits.first - col;
         seen.last[h]      = limits.last - col;
     }
@@ -143,6 +156,8 @@ FA_DEVICE bool sees(const columns &seen, int h, int col)
 {
     return col >= seen.first[h] && (FA_MASK != FA_MASK_WINDOW || col <= seen.last[h]);
 }
+
+#endif
 
 /* LSE or delta of this thread's columns, in shared memory until they are used: all that would be held are a third of the registers. SHUFFLED: loads of 8 bytes a
  * lane would be a fifth of what shared memory does there, so each of the eight lanes that have the same columns holds an eighth of them. */
@@ -264,7 +279,7 @@ FA_DEVICE void exponentials(const fa_args &args, const work &w, consumer &c, flo
  * them, whatever the text says. So a store that is never made hangs on them (P is not below 0), and behind it stands an instruction over which nothing moves. Were it all
  * of them, their end would be waited for too. How many is found by timing; an edge step has none (decision 0056, tenth round).
  */
-constexpr int PINNED = HAS_NOTED || FA_HAS_ALIBI || FA_HAS_BIAS || FA_MASK == FA_MASK_WINDOW || K_PANELS != 2 ? 0 : FA_TILE_Q == 80 ? 17 : FA_MASK == FA_MASK_CAUSAL ? 12 : 0;
+constexpr int PINNED = HAS_NOTED || FA_HAS_ALIBI || FA_HAS_BIAS || FA_MASK == FA_MASK_WINDOW || LISTED || K_PANELS != 2 ? 0 : FA_TILE_Q == 80 ? 17 : FA_MASK == FA_MASK_CAUSAL ? 12 : 0;
 
 FA_DEVICE void pin_exponentials(const float (&p)[S_COUNT])
 {

@@ -366,7 +366,7 @@ template <bool FIRST> FA_DEVICE void step(const fa_args &args, const work &w, co
     start_rows_by_rows<FA_TILE_K, FA_TILE_Q, FA_HEAD_DIM_V>(dp, c.v, v_tile() + first_key_of(c.group) * 128, dout_tile(c.n));
     load_stats(delta, delta_at(c.n));
     if (edge)
-        seen = columns_of(args, w, tile, c.group);
+        seen = columns_of(args, w, c, tile);
     find_dropped(args, w, c, bits, tile);
     wgmma_wait<1>();
     hold(s);
@@ -507,6 +507,9 @@ FA_DEVICE void any_step(const fa_args &args, const work &w, consumer &c, unsigne
 #if FA_HAS_DBIAS
     c.head = at.head;
 #endif
+#if FA_MASK == FA_MASK_LISTED
+    c.mask = at.mask;
+#endif
     if constexpr (!BY_COLUMNS)
         step<FIRST>(args, w, c, item, tile, masked, last);
     else if constexpr (GROUP == 0)
@@ -531,16 +534,9 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
 #pragma unroll
         for (int i = 0; i < DV_COUNT; i++)
             c.dv[i] = 0.0f;
-        walk at   = start_walk(args, w);
-        at.begin  = same_for_all(at.begin);
-        at.end    = same_for_all(at.end);
-        at.tile   = same_for_all(at.tile);
-        at.start  = same_for_all(at.start);
-        at.way    = FA_MASK == FA_MASK_WINDOW ? -1 : same_for_all(at.way);
-        at.number = same_for_all(at.number);
+        walk at = start_walk(args, w);
+        settle(at);
         int clean_begin = same_for_all(w.clean.begin), clean_end = same_for_all(w.clean.end);
-        if constexpr (FA_HAS_ALIBI || FA_HAS_DROPOUT || FA_HAS_DBIAS)
-            at.head = same_for_all(at.head);
         barrier_wait(k_full(), filled<1>(item));
         load_held<FA_TILE_K>(c.k, k_tile(), first_key_of(group));
         if constexpr (V_HELD > 0 && !FIRST_APART) {
@@ -553,7 +549,12 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
             named_sync(OWN + group, 128);
         }
         if (steps > 0) {
-            auto masked = [&] { return at.tile < clean_begin || at.tile >= clean_end; };
+            auto masked = [&] {
+                if constexpr (LISTED)
+                    return is_masked(at);
+                else
+                    return at.tile < clean_begin || at.tile >= clean_end;
+            };
             if constexpr (FIRST_APART) { /* DQ_LATE under a mask as an edge, which it mostly is: a branch needs registers */
                 any_step<GROUP, true>(args, w, c, item, at, (DQ_LATE && INSPECTED) || masked(), false);
                 advance(args, at);

@@ -84,15 +84,23 @@ FA_DEVICE void take(unsigned (&x)[4], int n)
 
 /* ---- elements: queries down, keys across. Element 4 j + 2 h + e: of this thread's rows the h-th, key 8 j + 2 t + e ---- */
 
+FA_DEVICE int own_query(int tile) { return tile * FA_TILE_Q + fragment_row(); }
+FA_DEVICE int own_key(const work &w) { return w.first_k + threadIdx.x % 4 * 2; }
+
+#if FA_MASK == FA_MASK_LISTED
+
+using seen_keys = seen_words;
+
+FA_DEVICE seen_keys keys_of(const fa_args &args, const work &, const consumer &c, int) { return load_seen<FA_TILE_Q>(args, c.mask, fragment_row()); }
+
+#else
+
 /* Of a thread's two queries, which of its keys they see: [first, last] less its own first key. */
 struct seen_keys {
     int first[2], last[2];
 };
 
-FA_DEVICE int own_query(int tile) { return tile * FA_TILE_Q + fragment_row(); }
-FA_DEVICE int own_key(const work &w) { return w.first_k + threadIdx.x % 4 * 2; }
-
-FA_DEVICE seen_keys keys_of(const fa_args &args, const work &w, int tile)
+FA_DEVICE seen_keys keys_of(const fa_args &args, const work &w, const consumer &, int tile)
 {
     seen_keys seen;
 #pragma unroll
@@ -117,6 +125,8 @@ FA_DEVICE void mask_elements(float (&x)[S_COUNT], const seen_keys &seen)
     for (int n = 0; n < S_COUNT; n++)
         x[n] = sees(seen, n) ? x[n] : 0.0f;
 }
+
+#endif
 
 /* LSE or delta of this thread's rows. */
 FA_DEVICE void load_rows(float (&rows)[2], unsigned from)
@@ -237,7 +247,7 @@ FA_DEVICE void step_of_p(const fa_args &args, const work &w, consumer &c, int ti
         release(q_empty(c.n - 1));
     }
     if (INSPECTED && masked) {
-        seen_keys seen = keys_of(args, w, tile);
+        seen_keys seen = keys_of(args, w, c, tile);
         mask_elements(s, seen);
         wait_for_dout(c.n);
         load_rows(rows, delta_at(c.n));
@@ -302,7 +312,7 @@ FA_DEVICE void step_of_ds(const fa_args &args, const work &w, consumer &c, unsig
         row_gradients(args, p, dp + 8 * n, rows);
     }
     if (masked)
-        mask_elements(dp, keys_of(args, w, tile));
+        mask_elements(dp, keys_of(args, w, c, tile));
 #if FA_HAS_DBIAS
     add_dbias(args, w, dp, c.head, own_query(tile), own_key(w));
 #endif

@@ -30,7 +30,7 @@
     X(stages, FA_STAGES)               /* tiles in flight from global to shared memory */                      \
     X(min_blocks, FA_MIN_BLOCKS)       /* for __launch_bounds__: blocks of a multiprocessor */                 \
     X(variant, FA_VARIANT)             /* kernel's own switch, a tune row's last column */                     \
-    X(mask, FA_MASK)                   /* FA_MASK_NONE, _CAUSAL (left unlimited), _WINDOW */                   \
+    X(mask, FA_MASK)                   /* FA_MASK_NONE, _CAUSAL (left unlimited), _WINDOW, _LISTED */                   \
     X(has_slices, FA_HAS_SLICES)       /* block mask */                                                        \
     X(has_softcap, FA_HAS_SOFTCAP)                                                                             \
     X(has_bias, FA_HAS_BIAS)                                                                                   \
@@ -62,5 +62,6 @@
 #define FA_MASK_NONE 0
 #define FA_MASK_CAUSAL 1 /* window.left unlimited; window.right any */
 #define FA_MASK_WINDOW 2
+#define FA_MASK_LISTED 3 /* what lists of tiles say (list_tiles.cu): slices under any window, of Hopper's own kernels */
 
 #endif

@@ -195,7 +195,8 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
         const work &w = work_at(item);
         tiles         = w.tiles;
         int soon      = fa_min_int(tiles, CLAIMED_STEPS);
-        for (int left = tiles, next = w.right; left > 0; left--, next--) {
+        for (int left = tiles; left > 0; left--) {
+            int next = tile_of(w, tiles - left);
             barrier_wait(k_empty(k), freed<K_STAGES>(k));
             barrier_expect(k_full(k), K_BYTES);
             fetch_tile<FA_TILE_K, FA_HEAD_DIM>(k_tile(k), maps.k, k_full(k), w.seq.kv_entry, w.kv_head, w.seq.kv_row + next * FA_TILE_K);
@@ -285,6 +286,8 @@ FA_DEVICE int seen_steps(const fa_args &args, const work &w, int group)
 /* Steps that need no mask for this consumer's rows. */
 FA_DEVICE fa_range clean_steps(const fa_args &args, const work &w, int group)
 {
+    if (LISTED)
+        return {w.first_clean, w.end_clean};
     int      begin = w.first_q + 64 * group, end = fa_min_int(begin + 64, w.seq.seqlen_q);
     fa_range clean = clean_tiles<FA_TILE_K>(args, w.seq, {begin, end}, w.keys);
     int      first = clamp_int(w.right + 1 - clean.end, 0, w.tiles);
@@ -295,7 +298,7 @@ FA_DEVICE fa_range clean_steps(const fa_args &args, const work &w, int group)
 FA_DEVICE fa_range steps_after_others(const fa_args &args, const work &w, int group)
 {
     fa_range clean = clean_steps(args, w, group);
-    if (clean.begin > 0 && row_limits_of(window_of(args), w.seq, w.keys, w.first_q + 64 * group).last < (w.right + 1 - clean.begin) * FA_TILE_K)
+    if (!LISTED && clean.begin > 0 && row_limits_of(window_of(args), w.seq, w.keys, w.first_q + 64 * group).last < (w.right + 1 - clean.begin) * FA_TILE_K)
         clean.begin = fa_min_int(clean.begin + 1, w.tiles);
     return {clean.begin, fa_max_int(clean.begin, clean.end)};
 }
@@ -335,7 +338,7 @@ FA_DEVICE void drop(const fa_args &args, const work &w, float (&p)[S_COUNT], int
 {
     if constexpr (FA_HAS_DROPOUT)
         drop_elements(args, p, w.b * args.heads_q + w.head, w.first_q / 16 + group * 4 + threadIdx.x / 32 % 4,
-                      same_for_all(w.right - step) * (FA_TILE_K / 16));
+                      same_for_all(tile_of(w, step)) * (FA_TILE_K / 16));
 }
 
 /* This consumer's rows of Q. */

@@ -57,7 +57,7 @@ FA_DEVICE void inspect()
             break;
         for (int n = 0; n < w.tiles; n++, tile++) {
             barrier_wait(v_full(tile), filled<V_STAGES>(tile));
-            inspect_tile(w, tile, (w.right - n) * FA_TILE_K, is_masked(w, n));
+            inspect_tile(w, tile, tile_of(w, n) * FA_TILE_K, is_masked(w, n));
         }
         release(inspected(item));
     }

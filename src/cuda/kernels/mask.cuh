@@ -49,7 +49,7 @@ FA_DEVICE sequence sequence_at(const fa_args &args, int b)
 FA_DEVICE fa_window window_of(const fa_args &args)
 {
     fa_window window = {FA_UNLIMITED, FA_UNLIMITED};
-    if (FA_MASK == FA_MASK_WINDOW)
+    if (FA_MASK == FA_MASK_WINDOW || FA_MASK == FA_MASK_LISTED)
         window.left = args.window.left;
     if (FA_MASK != FA_MASK_NONE)
         window.right = args.window.right;
@@ -108,27 +108,29 @@ FA_DEVICE bool slices_see(const fa_args &args, fa_range own, int i, int j)
     return false;
 }
 
+/* What a slice shows of a tile of queries x keys: 0 nothing, 1 some, 2 all of it. */
+FA_DEVICE int slice_of_tile(fa_slice s, fa_range queries, fa_range keys)
+{
+    int i0 = fa_max_int(queries.begin, s.q_begin), i1 = fa_min_int(queries.end, s.q_end) - 1;
+    int j0 = fa_max_int(keys.begin, s.k_begin), j1 = fa_min_int(keys.end, s.k_end) - 1;
+    if (i0 > i1 || j0 > j1)
+        return 0;
+    /* Of the common rectangle, causal sees its lower left corner (i1, j0) first, inverse causal (i0, j1). Both at
+     * once make a band: some pair is on it iff each half meets the rectangle and the band is not empty. */
+    bool causal = s.kind & 1, inverse = s.kind & 2;
+    if ((causal && j0 - s.k_end > i1 - s.q_end) || (inverse && j1 - s.k_begin < i0 - s.q_begin))
+        return 0;
+    bool whole = i0 == queries.begin && i1 == queries.end - 1 && j0 == keys.begin && j1 == keys.end - 1 &&
+                 (!causal || j1 - s.k_end <= i0 - s.q_end) && (!inverse || j0 - s.k_begin >= i1 - s.q_begin);
+    return whole ? 2 : 1;
+}
+
 /* What the slices do to a tile of queries x keys: 0 nothing visible, 1 some, 2 all of it (one slice holds it whole). */
 FA_DEVICE int slices_tile(const fa_args &args, fa_range own, fa_range queries, fa_range keys)
 {
     int seen = 0;
-    for (int n = own.begin; n < own.end; n++) {
-        fa_slice s  = args.slices[n];
-        int      i0 = fa_max_int(queries.begin, s.q_begin), i1 = fa_min_int(queries.end, s.q_end) - 1;
-        int      j0 = fa_max_int(keys.begin, s.k_begin), j1 = fa_min_int(keys.end, s.k_end) - 1;
-        if (i0 > i1 || j0 > j1)
-            continue;
-        /* Of the common rectangle, causal sees its lower left corner (i1, j0) first, inverse causal (i0, j1). Both at
-         * once make a band: some pair is on it iff each half meets the rectangle and the band is not empty. */
-        bool causal = s.kind & 1, inverse = s.kind & 2;
-        if ((causal && j0 - s.k_end > i1 - s.q_end) || (inverse && j1 - s.k_begin < i0 - s.q_begin))
-            continue;
-        bool whole = i0 == queries.begin && i1 == queries.end - 1 && j0 == keys.begin && j1 == keys.end - 1 &&
-                     (!causal || j1 - s.k_end <= i0 - s.q_end) && (!inverse || j0 - s.k_begin >= i1 - s.q_begin);
-        if (whole)
-            return 2;
-        seen = 1;
-    }
+    for (int n = own.begin; n < own.end && seen < 2; n++)
+        seen = fa_max_int(seen, slice_of_tile(args.slices[n], queries, keys));
     return seen;
 }
 

@@ -33,7 +33,10 @@ struct plain_work {
     int      k, v; /* not used: a row is found from the view */
 };
 
-FA_DEVICE plain_work plain_work_of(const work &w) { return {w.b, w.head, w.kv_head, w.seq, w.keys, {0, 0}, 0, 0}; }
+FA_DEVICE plain_work plain_work_of(const fa_args &args, const work &w)
+{
+    return {w.b, w.head, w.kv_head, w.seq, w.keys, FA_HAS_SLICES ? slices_of(args, w.b) : fa_range{0, 0}, 0, 0};
+}
 
 /* Row j of the sequence and those after it. */
 FA_DEVICE auto rows_from(const fa_args &args, const plain_work &w, int, const fa_view &view, int j)
@@ -55,7 +58,7 @@ struct far_rows {
 static __device__ __noinline__ void redo_far_rows(const fa_args &args, const work &shared_work, int first, far_rows far)
 {
     __syncwarp();
-    plain_work w = plain_work_of(shared_work);
+    plain_work w = plain_work_of(args, shared_work);
     w.seq.seqlen_q = same_for_all(w.seq.seqlen_q); /* or the compiler sees shuffles in loops of which it knows nothing, and the */
     w.keys         = {same_for_all(w.keys.begin), same_for_all(w.keys.end)}; /* main loop takes 48 instructions more */
     first          = same_for_all(first);

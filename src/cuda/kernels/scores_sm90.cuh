@@ -28,7 +28,7 @@ FA_DEVICE void cap_scores(float (&s)[S_COUNT], float slope_log2)
 }
 
 /* The first of this thread's columns in step `step` of its rows' walk. */
-FA_DEVICE int first_column(const work &w, int step) { return (w.right - step) * FA_TILE_K + threadIdx.x % 4 * 2; }
+FA_DEVICE int first_column(const work &w, int step) { return tile_of(w, step) * FA_TILE_K + threadIdx.x % 4 * 2; }
 
 #if FA_HAS_BIAS && FA_DTYPE != FA_F32 /* which has it from memory (forward_f32_sm90.cu) */
 /* In 16 bits a thread's elements of S lie as ldmatrix hands them out. tile: of keys, counted since the kernel began. */
@@ -81,22 +81,33 @@ FA_DEVICE void add_alibi(const work &w, float (&s)[S_COUNT], int group, int step
 /* Visible columns as bits, of which seven at once become predicates: half of the instructions. Two blocks a multiprocessor have no registers for it, nor has dropout. */
 constexpr bool MASK_BY_BITS = FA_MIN_BLOCKS == 1 && FA_TILE_K <= 128 && !FA_HAS_DROPOUT && !FA_HAS_BIAS;
 
-/* Of this thread's columns 8 j + e of a row, bit 2 j + e, those below x. */
-FA_DEVICE unsigned columns_below(int x)
+/* What this thread sees of step `step` under a block mask. */
+FA_DEVICE seen_words seen_of_step(const fa_args &args, const work &w, int group, int step)
 {
-    x = clamp_int(x, 0, FA_TILE_K);
-    return (unsigned)((1ull << (x / 8 * 2 + min(x % 8, 2))) - 1);
+#if FA_MASK == FA_MASK_LISTED
+    return load_seen<FA_TILE_Q>(args, w.list[step].mask, 64 * group + fragment_row());
+#else
+    return {};
+#endif
 }
 
 /* S of keys that a row does not see becomes -inf. */
 FA_DEVICE void mask_scores(const fa_args &args, const work &w, float (&s)[S_COUNT], int group, int step)
 {
+    if constexpr (LISTED) {
+        seen_words seen = seen_of_step(args, w, group, step);
+#pragma unroll
+        for (int n = 0; n < S_COUNT; n++)
+            if (!sees(seen, n))
+                s[n] = -infinity();
+        return;
+    }
     int col = first_column(w, step);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         row_limits limits = row_limits_of(window_of(args), w.seq, w.keys, w.first_q + 64 * group + fragment_row() + 8 * h);
         int        first = limits.first - col, last = limits.last - col;
-        unsigned   seen = MASK_BY_BITS ? columns_below(last + 1) & ~columns_below(first) : 0;
+        unsigned   seen = MASK_BY_BITS ? columns_below<FA_TILE_K>(last + 1) & ~columns_below<FA_TILE_K>(first) : 0;
 #pragma unroll
         for (int j = 0; j < FA_TILE_K / 8; j++)
 #pragma unroll

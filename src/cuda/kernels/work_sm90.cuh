@@ -3,7 +3,7 @@
 #define FA_WORK_SM90_CUH
 
 #include "fragment_sm90.cuh"
-#include "packed_sm90.cuh"
+#include "listed_sm90.cuh"
 #include "pairs_sm90.cuh"
 #include "softmax.cuh"
 
@@ -12,7 +12,7 @@ struct work {
     int       b, head, kv_head;
     int       first_q;                /* first row of the tile */
     fa_range  keys;                   /* keys that some of its rows may see */
-    int       right, tiles;           /* key tiles right, right - 1, ...: step n has tile right - n. tiles < 0: no item, nor is there one behind it */
+    int       right, tiles;           /* key tiles right, right - 1, ... (tile_of). tiles < 0: no item, nor is there one behind it */
     int       first_clean, end_clean; /* steps [first_clean, end_clean) need no mask */
     int       spoilt;                 /* an inspector found Inf or NaN in V of an edge tile */
     sequence  seq;
@@ -22,7 +22,20 @@ struct work {
 #if FA_HAS_ALIBI
     float     slope; /* in units of unit_of */
 #endif
+#if FA_MASK == FA_MASK_LISTED
+    const fa_listed *list; /* of its steps */
+#endif
 };
+
+/* The key tile of a step. */
+FA_DEVICE int tile_of(const work &w, int step)
+{
+#if FA_MASK == FA_MASK_LISTED
+    return w.list[step].tile;
+#else
+    return w.right - step;
+#endif
+}
 
 /* Where every sequence is as long as the others and tiles are few a block's n-th tile is known: causal ones come in pairs, the last ones by their length, others in the order of
  * their heads. */
@@ -113,6 +126,13 @@ FA_DEVICE bool find_work(const fa_args &args, unsigned n, work &w)
     w.keys           = fa_keys_seen(window_of(args), w.seq.diagonal, queries, {w.seq.key_begin, w.seq.seqlen_k});
     if (queries.begin >= queries.end || w.keys.begin >= w.keys.end)
         return true;
+#if FA_MASK == FA_MASK_LISTED
+    const fa_listed *list = list_of_tile(args, number_of_queries(args, w.b, w.first_q / FA_TILE_Q));
+    w.list                = list + 1;
+    w.tiles = w.end_clean = list->tile;
+    w.first_clean         = list->mask;
+    return true;
+#endif
     fa_range clean = clean_tiles<FA_TILE_K>(args, w.seq, queries, w.keys);
     int      right = (w.keys.end - 1) / FA_TILE_K, tiles = right + 1 - w.keys.begin / FA_TILE_K;
     w.right        = right;
@@ -140,6 +160,8 @@ FA_DEVICE int blind_steps(const fa_args &args, const work &w, int group)
     int begin = w.first_q + 64 * group, end = fa_min_int(begin + 64, w.seq.seqlen_q);
     if (begin >= end)
         return w.tiles;
+    if (LISTED)
+        return 0;
     int last = row_limits_of(window_of(args), w.seq, w.keys, end - 1).last;
     return last < w.keys.begin ? w.tiles : w.right - last / FA_TILE_K;
 }
