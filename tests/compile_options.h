@@ -79,6 +79,23 @@ static void set_slices(flash_attn_problem *p, flash_attn_grads *g)
     (void)g;
     p->slices = (flash_attn_slices){.list = some_slices, .count = 2};
 }
+static void set_slices_dropout(flash_attn_problem *p, flash_attn_grads *g)
+{
+    set_slices(p, g);
+    set_dropout(p, g);
+}
+static void set_slices_softcap(flash_attn_problem *p, flash_attn_grads *g)
+{
+    set_slices(p, g);
+    set_softcap(p, g);
+}
+/* So few queries that slices are looked at one by one. */
+static void set_slices_few(flash_attn_problem *p, flash_attn_grads *g)
+{
+    set_slices(p, g);
+    p->q.shape[1] = 64;
+    p->k.shape[1] = p->v.shape[1] = 64;
+}
 static void set_varlen(flash_attn_problem *p, flash_attn_grads *g)
 {
     (void)g;
@@ -181,7 +198,8 @@ static const option options[] = {
     {"bias", true, true, set_bias, ROWS_OF_16_BIT}, {"bias_f32", true, true, set_bias_f32, HEAD_DIM_64}, {"bias_heads", true, false, set_bias_of_all_heads, FEW_ROWS},
     {"dbias", false, true, set_dbias, ROWS_OF_16_BIT}, {"alibi", true, true, set_alibi, HEAD_DIM_64},
     {"sinks", true, true, set_sinks, HEAD_DIM_64}, {"dropout", true, true, set_dropout, EVERY_ROW},
-    {"slices", true, true, set_slices, HEAD_DIM_64}, {"varlen", true, true, set_varlen, HEAD_DIM_64},
+    {"slices", true, true, set_slices, HEAD_DIM_64}, {"slices_dropout", true, true, set_slices_dropout, HEAD_DIM_64}, {"slices_softcap", true, true, set_slices_softcap, HEAD_DIM_64},
+    {"slices_few", true, true, set_slices_few, HEAD_DIM_64}, {"varlen", true, true, set_varlen, HEAD_DIM_64},
     {"paged", true, false, set_paged, ROWS_OF_16_BIT}, {"split", true, false, set_split, TIGHT_ROWS},
     {"split_many", true, false, set_split_many, ROWS_OF_16_BIT}, {"split_pages", true, false, set_split_pages, HEAD_DIM_64},
     {"whole", true, false, set_whole, FEW_ROWS}, {"groups", true, false, set_groups, FEW_ROWS}, {"whole_pages", true, false, set_whole_pages, FEW_ROWS},

@@ -77,6 +77,8 @@ static flash_attn_status call_for(const fa_tune_row *row, flash_attn_dtype dtype
         p.window_left = 100;
     if (row->only == FA_FOR_BIAS_TMA)
         set_bias(&p, &grads);
+    if (row->only == FA_FOR_CUT_TMA)
+        set_slices(&p, &grads);
     with->set(&p, &grads);
     if (row->only == FA_FOR_LATENT)
         set_latent(&p);
@@ -101,16 +103,19 @@ static void add_key(key_list *list, const fa_key *key, int spills)
  * of its loads alone. */
 static bool stands_behind(const fa_plan *plan, int i) { return i > plan->main && plan->launch[i].key.kernel == FA_KERNEL_BACKWARD_SM80; }
 
-/* What the row accepts is for its own kernel, not for those beside it. Hopper's backward by lists has more to remember, in warps that have 24 registers. */
+/* What a row accepts of its own kernel. Who walks lists has more to remember, in Hopper's backward in warps that have 24 registers. */
+static int spills_of_row(const fa_tune_row *row, const fa_key *key)
+{
+    enum { SPILLS_OF_LISTS = 120 };
+    return row->max_spill_bytes + (key->mask == FA_MASK_LISTED ? SPILLS_OF_LISTS : 0);
+}
+
+/* Those beside it may not spill. */
 static void add_plan(key_list *list, const fa_plan *plan)
 {
-    enum { SPILLS_OF_LISTS = 104 };
-    for (int i = 0; i < plan->num_launches; i++) {
-        const fa_key *key   = &plan->launch[i].key;
-        int           lists = key->kernel == FA_KERNEL_BACKWARD_SM90 && key->mask == FA_MASK_LISTED ? SPILLS_OF_LISTS : 0;
+    for (int i = 0; i < plan->num_launches; i++)
         if (!stands_behind(plan, i))
-            add_key(list, key, i == plan->main ? plan->row->max_spill_bytes + lists : 0);
-    }
+            add_key(list, &plan->launch[i].key, i == plan->main ? spills_of_row(plan->row, &plan->launch[i].key) : 0);
 }
 
 static void add_who_stands_behind(key_list *list, const fa_call *call, const fa_plan *plan)
@@ -171,7 +176,7 @@ static void every_row_is_taken_on_every_architecture_that_it_names(void **state)
                 key_list list = {0}; /* what spills is measured against this row, not one for other architectures */
                 add_plan(&list, &plan);
                 for (int i = 0; i < list.count; i++)
-                    assert_int_equal(list.one[i].spills, list.one[i].key.kernel == (int)row->kernel ? row->max_spill_bytes : 0);
+                    assert_int_equal(list.one[i].spills, list.one[i].key.kernel == (int)row->kernel ? spills_of_row(row, &list.one[i].key) : 0);
                 free(list.one);
             }
 }
@@ -236,7 +241,7 @@ static void every_row_builds_cleanly_for_every_architecture(void **state)
 static bool has_twin_below(int r)
 {
     const fa_tune_row *row = &fa_tune_rows[r];
-    if (row->only == FA_FOR_SOFTCAP_TMA)
+    if (row->only == FA_FOR_SOFTCAP_TMA || row->only == FA_FOR_CUT_TMA)
         return false;
     for (int n = r + 1; n < fa_num_tune_rows; n++) {
         const fa_tune_row *other = &fa_tune_rows[n];
@@ -322,6 +327,8 @@ static bool is_built_with(const fa_tune_row *row, int arch, const option *with)
         return arch == (of_90 ? 90 : row->arch_min) && is_built_in_f32(row, arch, with);
     if (arch != (of_90 ? 90 : row->arch_min)) /* 12.0 gives a thread more registers: 254 of 255 with dropout */
         return arch == 120 && with->set == set_dropout && !slow;
+    if (row->only == FA_FOR_CUT_TMA)
+        return with->set == set_nothing || with->set == set_softcap || with->set == set_dropout;
     if (row->only == FA_FOR_BIAS_TMA)
         return with->set == set_nothing || with->set == set_dropout || with->set == set_dbias || (is_mask(with) && row->head_dim == 64);
     if (row->kernel == FA_KERNEL_FORWARD_LATENT_SM90)

@@ -271,7 +271,7 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
         blocks            = items;
     }
     if (key->mask == FA_MASK_LISTED)
-        FA_TRY(fa_plan_add_lists(call, plan, key, all));
+        FA_TRY(fa_plan_add_lists(call, plan, key));
     if (turns_v_ahead(key)) {
         fa_key values     = fa_plan_small_key(FA_KERNEL_VALUES_SM90, key->arch);
         values.dtype      = key->dtype;
@@ -366,6 +366,10 @@ static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key
         return plan_forward_sm90(call, plan, key);
     fa_plan_choose_splits(call, plan);
     key->has_split = args->num_splits > 1;
+    if (fa_plan_takes_lists(call, plan, key)) {
+        key->mask = FA_MASK_LISTED;
+        FA_TRY(fa_plan_add_lists(call, plan, key));
+    }
     plan->main     = plan->num_launches;
     int64_t heads  = call->heads_q;
     if (is_packed(plan->row)) {
@@ -435,6 +439,15 @@ static void take_planes(const fa_call *call, const fa_key *key, fa_args *args, a
         args->dout_tiles = take(a, tiles_q * (key->tile_q * bytes_of_planes(key->head_dim_v) + floats), 1);
 }
 
+static void take_lists(const fa_call *call, fa_plan *plan, arena *a)
+{
+    fa_args *args     = &plan->args;
+    bool     backward = call->pass == FLASH_ATTN_BACKWARD;
+    args->tile_lists = take(a, (backward ? args->all_tiles_k : args->all_tiles_q) * (int64_t)args->list_places, sizeof(fa_listed));
+    args->tile_masks = take(a, args->most_masks, (size_t)fa_mask_bytes(plan->row));
+    args->tile_turns = take(a, backward && call->deterministic ? args->all_tiles_q * (int64_t)args->tiles_k : 0, sizeof(int));
+}
+
 void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
 {
     const fa_key *key    = &plan->launch[plan->main].key;
@@ -470,15 +483,6 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         take_planes(call, key, args, &a);
     if (key->kernel == FA_KERNEL_FORWARD_SM90 || key->kernel == FA_KERNEL_FORWARD_F32_SM90)
         args->next_item = take(&a, has_next_item(plan, key), sizeof(int));
-    if (key->mask == FA_MASK_LISTED) {
-        int64_t lists     = call->pass == FLASH_ATTN_BACKWARD ? args->all_tiles_k : args->all_tiles_q;
-        args->tile_lists  = take(&a, lists * args->list_places, sizeof(fa_listed));
-        args->tile_masks  = take(&a, args->most_masks, (size_t)fa_mask_bytes(plan->row));
-        size_t begin      = a.used;
-        args->masks_taken = take(&a, 1, sizeof(int));
-        plan->zero        = base ? base + begin : NULL;
-        plan->zero_bytes  = a.used - begin;
-    }
     if (key->kernel == FA_KERNEL_K1_SCORES)
         args->o_partial = take(&a, call->heads_q * tokens * call->max_seqlen_k, sizeof(float));
     if (key->kernel == FA_KERNEL_FA1) {
@@ -498,10 +502,8 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         }
         size_t begin     = a.used;
         args->dbias.data = take(&a, floats_of_dbias(key, args), sizeof(float));
-        if (a.used > begin) { /* no slices with a bias */
-            plan->zero       = base ? base + begin : NULL;
-            plan->zero_bytes = a.used - begin;
-        }
+        plan->zero       = base ? base + begin : NULL;
+        plan->zero_bytes = a.used - begin;
     } else if (call->pass == FLASH_ATTN_BACKWARD) {
         args->delta  = take(&a, key->one_launch ? 0 : call->heads_q * tokens, sizeof(float));
         args->dq_accum = take(&a, call->heads_q * tokens * key->head_dim, sizeof(float));
@@ -514,6 +516,13 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         args->dq_turn    = take(&a, key->deterministic ? call->batch * call->heads_q * args->tiles_q : 0, sizeof(int));
         plan->zero       = base ? base + begin : NULL;
         plan->zero_bytes = key->one_launch ? 0 : a.used - begin;
+    }
+    if (key->mask == FA_MASK_LISTED) { /* what is zeroed grows by one number */
+        size_t begin      = a.used - plan->zero_bytes;
+        args->masks_taken = take(&a, 1, sizeof(int));
+        plan->zero        = base ? base + begin : NULL;
+        plan->zero_bytes  = a.used - begin;
+        take_lists(call, plan, &a);
     }
     plan->workspace_bytes = a.used;
 }

@@ -41,8 +41,12 @@ int64_t fa_plan_tiles_of_all(const fa_call *call, const int32_t *cu_seqlens, int
 /* The launch that cuts Q, K, V and in a backward dO for the kernels of planes; sets args.all_tiles_q and all_tiles_k. */
 flash_attn_status fa_plan_add_planes(const fa_call *call, fa_plan *plan, const fa_key *main);
 
-/* FA_MASK_LISTED: the launch that lists the tiles that each of so many tiles of queries meets. */
-flash_attn_status fa_plan_add_lists(const fa_call *call, fa_plan *plan, const fa_key *main, int64_t tiles);
+/* Whether a portable kernel, or one that was asked for by its name, walks lists of tiles (FA_MASK_LISTED): slices, keys that are not split, and more than few queries, for which a launch more takes
+ * longer than looking at slices does. */
+bool fa_plan_takes_lists(const fa_call *call, const fa_plan *plan, const fa_key *key);
+
+/* FA_MASK_LISTED: the launch that lists the tiles that each tile of queries, or in a backward of keys, meets. Sets args.all_tiles_q and all_tiles_k. */
+flash_attn_status fa_plan_add_lists(const fa_call *call, fa_plan *plan, const fa_key *main);
 
 flash_attn_status fa_plan_backward(const fa_call *call, fa_plan *plan, fa_key *key);
 

@@ -211,7 +211,7 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     rowsum.warps   = key->head_dim_v > 128 ? 16 : 8; /* few blocks of a small call would wait for each row of a warp */
     plan->has_maps = true;
     if (key->mask == FA_MASK_LISTED)
-        FA_TRY(fa_plan_add_lists(call, plan, key, all_k));
+        FA_TRY(fa_plan_add_lists(call, plan, key));
     FA_TRY(fa_plan_add(plan, &rowsum, tiles_q));
     plan->main = plan->num_launches;
     FA_TRY(fa_plan_add(plan, key, all_k * call->heads_k * shares));
@@ -253,8 +253,14 @@ flash_attn_status fa_plan_backward(const fa_call *call, fa_plan *plan, fa_key *k
         return plan_backward_sm90(call, plan, key);
     choose_group_blocks(call, args);
     key->has_kv_accum = args->group_blocks > 1;
-    bool planes       = key->kernel == FA_KERNEL_BACKWARD_F32_SM90;
-    key->one_launch   = !planes && is_small(call, key, args);
+    bool planes = key->kernel == FA_KERNEL_BACKWARD_F32_SM90, small = !planes && is_small(call, key, args), lists = fa_plan_takes_lists(call, plan, key) && (!small || key->deterministic);
+    if (key->has_slices && key->deterministic && !lists)
+        return fa_fail(FLASH_ATTN_UNSUPPORTED, "slices cut so many tiles that the deterministic backward would need over 512 MB to remember what is seen of them; expected fewer or larger slices");
+    key->one_launch = small && !lists;
+    if (lists) {
+        key->mask = FA_MASK_LISTED;
+        FA_TRY(fa_plan_add_lists(call, plan, key));
+    }
     plan->main        = plan->num_launches;
     if (key->one_launch)
         return fa_plan_add_clusters(plan, key, (int64_t)args->tiles_k * call->heads_k * call->batch, args->tiles_k);

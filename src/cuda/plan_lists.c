@@ -1,10 +1,12 @@
-/* Block masks for Hopper's own kernels: lists of tiles, and room for the masks of those that are cut (kernels/list_tiles.cu). */
+/* Block masks by lists of tiles, and room for the masks of those that are cut (kernels/list_tiles.cu). */
 #include "cuda/plan.h"
 
-static bool is_backward(const fa_tune_row *row) { return row->kernel == FA_KERNEL_BACKWARD_SM90; }
+enum { ENDS = 2 }; /* places of a list beside those of its tiles */
 
-/* Above 128 columns both consumers have the same keys, queries down (backward_block_sm90.cuh: BY_COLUMNS); elsewhere S is transposed. */
-static bool has_keys_down(const fa_tune_row *row) { return is_backward(row) && row->tile_k != 80; }
+static bool is_backward(const fa_tune_row *row) { return row->kernel == FA_KERNEL_BACKWARD_SM90 || row->kernel == FA_KERNEL_BACKWARD_SM80; }
+
+/* Of Hopper's above 128 columns both consumers have the same keys, queries down (backward_block_sm90.cuh: BY_COLUMNS); elsewhere S is transposed. */
+static bool has_keys_down(const fa_tune_row *row) { return is_backward(row) && !(row->kernel == FA_KERNEL_BACKWARD_SM90 && row->tile_k == 80); }
 
 int64_t fa_mask_bytes(const fa_tune_row *row)
 {
@@ -32,9 +34,19 @@ static int64_t cut_by_slice(const flash_attn_slice *slice, const fa_call *call, 
     return least(ends, all) * met + largest(all - ends, 0) * least(met, sides + diagonals * cut_by_diagonal(row));
 }
 
+static int64_t tiles_of_queries(const fa_call *call, const fa_tune_row *row)
+{
+    return fa_plan_tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], row->tile_q, ceil_div(call->max_seqlen_q, row->tile_q));
+}
+
+static int64_t tiles_of_keys(const fa_call *call, const fa_tune_row *row)
+{
+    return fa_plan_tiles_of_all(call, call->cu_seqlens_k, call->k.shape[1], row->tile_k, ceil_div(call->max_seqlen_k, row->tile_k));
+}
+
 int64_t fa_masks_of(const fa_call *call, const fa_tune_row *row)
 {
-    int64_t tiles = fa_plan_tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], row->tile_q, ceil_div(call->max_seqlen_q, row->tile_q));
+    int64_t tiles = tiles_of_queries(call, row);
     int64_t most = tiles * ceil_div(call->max_seqlen_k, row->tile_k), cut = 0;
     for (int n = 0; n < call->slices.count && cut < most; n++)
         cut += cut_by_slice(&call->slices.list[n], call, row) * (call->slices.offsets ? 1 : call->batch);
@@ -44,15 +56,54 @@ int64_t fa_masks_of(const fa_call *call, const fa_tune_row *row)
     return least(most, cut + tiles * (ends + diagonals * cut_by_diagonal(row)));
 }
 
-flash_attn_status fa_plan_add_lists(const fa_call *call, fa_plan *plan, const fa_key *main, int64_t tiles)
+/* Places of all lists; of a backward in a fixed order as many turns are about as much. */
+static int64_t places_of_lists(const fa_call *call, const fa_tune_row *row)
 {
-    fa_key lists            = fa_plan_small_key(FA_KERNEL_LIST_TILES, main->arch);
-    lists.tile_q            = main->tile_q;
-    lists.tile_k            = main->tile_k;
-    lists.mask              = main->mask;
-    lists.has_slices        = 1;
-    lists.variant           = !is_backward(plan->row) ? 0 : has_keys_down(plan->row) ? 1 : 2;
-    plan->args.list_places  = (is_backward(plan->row) ? plan->args.tiles_q : plan->args.tiles_k) + 1;
-    plan->args.most_masks   = (int)fa_masks_of(call, plan->row);
-    return fa_plan_add(plan, &lists, tiles);
+    if (is_backward(row))
+        return tiles_of_keys(call, row) * (ceil_div(call->max_seqlen_q, row->tile_q) + ENDS);
+    return tiles_of_queries(call, row) * (ceil_div(call->max_seqlen_k, row->tile_k) + ENDS);
+}
+
+bool fa_cuts_many(const fa_call *call, const fa_tune_row *row)
+{
+    enum { OF = 10 };
+    double seen = 0; /* pairs */
+    for (int n = 0; n < call->slices.count; n++) {
+        const flash_attn_slice *slice = &call->slices.list[n];
+        double pairs = (double)(slice->q_end - slice->q_begin) * (double)(slice->k_end - slice->k_begin) * (call->slices.offsets ? 1.0 : (double)call->batch);
+        seen += slice->kind ? pairs / 2 : pairs;
+    }
+    return OF * (double)fa_masks_of(call, row) * row->tile_q * row->tile_k > seen;
+}
+
+bool fa_lists_fit(const fa_call *call, const fa_tune_row *row)
+{
+    enum { MOST_BYTES = 512 << 20 };
+    return fa_masks_of(call, row) <= MOST_BYTES / fa_mask_bytes(row) && places_of_lists(call, row) <= MOST_BYTES / (int64_t)sizeof(fa_listed);
+}
+
+bool fa_plan_takes_lists(const fa_call *call, const fa_plan *plan, const fa_key *key)
+{
+    enum { FEW_QUERIES = 64 };
+    return key->has_slices && !key->has_split && (is_backward(plan->row) || call->max_seqlen_q > FEW_QUERIES) && fa_lists_fit(call, plan->row);
+}
+
+flash_attn_status fa_plan_add_lists(const fa_call *call, fa_plan *plan, const fa_key *main)
+{
+    const fa_tune_row *row      = plan->row;
+    fa_args           *args     = &plan->args;
+    bool               backward = is_backward(row);
+    fa_key             lists    = fa_plan_small_key(FA_KERNEL_LIST_TILES, main->arch);
+    int64_t            queries = tiles_of_queries(call, row), keys = tiles_of_keys(call, row);
+    lists.tile_q        = row->tile_q;
+    lists.tile_k        = row->tile_k;
+    lists.mask          = FA_MASK_LISTED;
+    lists.has_slices    = 1;
+    lists.variant       = !backward ? 0 : has_keys_down(row) ? 1 : 2;
+    lists.deterministic = backward && call->deterministic;
+    args->all_tiles_q   = (int)queries;
+    args->all_tiles_k   = (int)keys;
+    args->list_places   = (backward ? args->tiles_q : args->tiles_k) + ENDS;
+    args->most_masks    = (int)fa_masks_of(call, row);
+    return fa_plan_add(plan, &lists, backward ? keys + lists.deterministic * queries : queries);
 }

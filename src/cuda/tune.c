@@ -18,6 +18,8 @@ const fa_tune_row fa_tune_rows[] = {
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 128, 128, 12, 2, 1, 0, 0,
      "bias: two stages of it, so one of Q; of float32 one (decision 0083)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 128, 64, 12, 2, 1, 0, 0, "bias: likewise (decision 0083)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_WINDOW, FA_FOR_CUT_TMA, 0, 128, 64, 12, 4, 2, 1, 16,
+     "slices that cut many tiles: smaller ones waste less, and two blocks a multiprocessor hide each other's waits (decision 0087)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_SOFTCAP_TMA, 0, 128, 64, 12, 4, 2, 1, 0,
      "softcap: exponentials bound it; 192x128 spills and is as fast but for long calls without a mask, 6% (decision 0061)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_CAUSAL, FA_FOR_SHORT_TMA, 2048, 128, 64, 12, 4, 2, 1, 16,
@@ -315,13 +317,11 @@ static bool takes_bias(const fa_tune_row *row, const fa_call *call, const fa_key
            (backward ? !wide && (row->head_dim <= ALL_OPTIONS || !key->has_dropout) : row->warps == 12 || !(wide || key->has_dropout));
 }
 
-/* What Hopper's own ask of slices: no bias, no pages and no fixed order, and a mask for each tile that is cut in no more memory than this (fa_masks_of). */
+/* What Hopper's own ask of slices: no bias and no pages, and lists of tiles. */
 static bool takes_slices(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
-    enum { MOST_BYTES = 512 << 20 };
-    bool own = row->kernel == FA_KERNEL_FORWARD_SM90 || (row->kernel == FA_KERNEL_BACKWARD_SM90 && !call->deterministic);
-    return own && row->dtypes == FA_IN_16_BIT && !(key->has_bias || key->has_paged) &&
-           fa_masks_of(call, row) <= MOST_BYTES / fa_mask_bytes(row);
+    bool own = row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_BACKWARD_SM90;
+    return own && row->dtypes == FA_IN_16_BIT && !(key->has_bias || key->has_paged) && fa_lists_fit(call, row);
 }
 
 static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *key)
@@ -338,7 +338,7 @@ static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *ke
         return false;
     if (row->only == FA_FOR_FEW) /* of a bias, one that is the same for all heads of a tile, as padding is */
         return key->aligned && (!key->has_bias || call->bias.stride[1] == 0) && !(key->has_alibi || key->has_dropout || key->has_slices) && is_few(row, call, plain);
-    if ((row->only == FA_FOR_SOFTCAP_TMA && !key->has_softcap) || (row->only == FA_FOR_BIAS_TMA && !key->has_bias) || (row->only == FA_FOR_NARROW_V_TMA && call->head_dim_v > FA_NARROW_V))
+    if ((row->only == FA_FOR_SOFTCAP_TMA && !key->has_softcap) || (row->only == FA_FOR_BIAS_TMA && !key->has_bias) || (row->only == FA_FOR_CUT_TMA && !(key->has_slices && fa_cuts_many(call, row))) || (row->only == FA_FOR_NARROW_V_TMA && call->head_dim_v > FA_NARROW_V))
         return false;
     if (row->only == FA_FOR_SHORT_TMA && call->max_seqlen_k > row->max_queries)
         return false;

@@ -85,6 +85,7 @@ enum fa_row_for {
     FA_FOR_SOFTCAP_TMA, /* as FA_FOR_TMA, with softcap */
     FA_FOR_BIAS_TMA,    /* as FA_FOR_TMA, with a bias (takes_bias) */
     FA_FOR_NARROW_V_TMA, /* as FA_FOR_TMA, V of no more than FA_NARROW_V columns */
+    FA_FOR_CUT_TMA,  /* as FA_FOR_TMA, with slices that cut many of the tiles that they show (fa_cuts_many) */
     FA_FOR_LATENT    /* V is the first columns of K, of more than 256 and up to 512 (takes_latent). Rows of a tile as of FA_FOR_FEW */
 };
 
@@ -117,6 +118,12 @@ bool fa_tune_takes_tma(const fa_call *call);
 /* FA_MASK_LISTED: as many tiles as slices, window and ends may cut, so that they need a mask each, and the bytes of such a mask. */
 int64_t fa_masks_of(const fa_call *call, const fa_tune_row *row);
 int64_t fa_mask_bytes(const fa_tune_row *row);
+
+/* More than a tenth of the tiles that slices show may be cut: smaller tiles then pay. */
+bool fa_cuts_many(const fa_call *call, const fa_tune_row *row);
+
+/* Masks and lists take no more memory than a large call may. */
+bool fa_lists_fit(const fa_call *call, const fa_tune_row *row);
 
 /* Columns of Q and K and of V as the row's kernel counts them, of those that the call has. TMA bounds columns, so Hopper's kernels may have more. */
 void fa_tune_columns(const fa_tune_row *row, fa_key *key);

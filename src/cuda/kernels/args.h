@@ -124,10 +124,11 @@ typedef struct fa_args {
                                               it; null: backward_sm80 is alone. Zeroed by launch.c */
     int dbias_terms[4];                    /* deterministic: dbias is stored for each (b, h, i, j), and backward_convert adds up so many along a dimension; else 1 */
     fa_listed *tile_lists;                 /* FA_MASK_LISTED, by list_tiles.cu: [all tiles of queries, in a backward of keys][list_places], for each the tiles that it meets; the first place has
-                                              how many these are, and before which of them a tile that it sees wholly may not stand */
+                                              how many these are, and before which of them a tile that it sees wholly may not stand; behind the last one's tile is -1 */
     unsigned *tile_masks;                  /* likewise: [most_masks][rows of S or S^T in a tile][4], for each the columns that it sees, as its lanes hold them (columns_below) */
     int *masks_taken;                      /* likewise: how many are in use; zeroed by launch.c */
     int list_places, most_masks;
+    int *tile_turns;                       /* likewise, of a backward in a fixed order: [all tiles of queries][tiles_k], how many tiles of keys meet it before this one */
 } fa_args;
 
 /*

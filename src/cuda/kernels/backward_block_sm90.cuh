@@ -5,7 +5,7 @@
 #include "backward_work.cuh"
 #include "bias_sm90.cuh"
 #include "fragment_sm90.cuh"
-#include "listed_sm90.cuh"
+#include "listed.cuh"
 #include "pairs_sm90.cuh"
 
 /* A work, or the share of it that a block has where several have its keys. */
@@ -180,8 +180,6 @@ FA_DEVICE void find_share(const fa_args &args, grid_place at, share_work &w)
     if (FA_HAS_BIAS && args.bias.stride[0] == 0 && !args.cu_seqlens_k) /* a bias of all sequences is read, and its gradient added to, by them at the same time: in L2 */
         at.other = at.other % args.batch * args.heads_k + at.other / args.batch;
     (work &)w = work_of(args, at);
-    if constexpr (LISTED)
-        w.tiles = {0, w.tiles.begin < w.tiles.end ? list_of_tile(args, number_of_keys(args, w.b, at.tile))->tile : 0}; /* places in the list */
     asm volatile("" ::: "memory"); /* registers are short: from memory */
     w.stored_head = w.kv_head * shares + share;
     if (shares > 1) {

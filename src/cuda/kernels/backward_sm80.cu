@@ -188,6 +188,12 @@ FA_DEVICE void probabilities(float (&s)[KEYS16][QUERIES8][4], float (&dp)[KEYS16
     int         batch_head = w.b * args.heads_q + at.head, col8 = (team_member() + part) * QUERIES8;
     int         first_query = at.tile * FA_TILE_Q + col8 * 8 + 2 * t;
     score_terms terms       = score_terms_of(args, w.b, at.head);
+    seen_words  seen[KEYS16];
+#if FA_MASK == FA_MASK_LISTED
+#pragma unroll
+    for (int m = 0; m < (MASKED ? KEYS16 : 0); m++)
+        seen[m] = load_seen<FA_TILE_K>(args, at.mask, (key_warp() * KEYS16 + m) * 16 + g);
+#endif
 #pragma unroll
     for (int n = 0; n < QUERIES8; n++) {
         float2 lse = shared_load_float2(stats + ((col8 + n) * 8 + 2 * t) * 4);
@@ -215,8 +221,8 @@ FA_DEVICE void probabilities(float (&s)[KEYS16][QUERIES8][4], float (&dp)[KEYS16
                         p = exp2_fast(p * args.scale_log2 - lse_log2);
                     bool visible = true;
                     if constexpr (MASKED) {
-                        visible = i >= limits.first && i <= limits.last;
-                        if (FA_HAS_SLICES && visible)
+                        visible = LISTED ? seen[m].of[h] >> (2 * (col8 + n) + e) & 1 : i >= limits.first && i <= limits.last;
+                        if (FA_HAS_SLICES && !LISTED && visible)
                             visible = slices_see(args, w.slices, i, j);
                     }
                     if (FA_HAS_BIAS) /* a row of -inf alone has LSE -inf */
@@ -293,6 +299,8 @@ FA_DEVICE int *turn_of(const fa_args &args, const work &w, place at)
 
 FA_DEVICE int turn_number(const fa_args &args, const work &w, place at)
 {
+    if (LISTED)
+        return turn_of_keys(args, number_of_queries(args, w.b, at.tile), w.first_k / FA_TILE_K);
     fa_range keys = fa_keys_seen(window_of(args), w.seq.diagonal, queries_of_tile(w, at.tile),
                                  {w.seq.key_begin, w.seq.seqlen_k});
     return w.first_k / FA_TILE_K - keys.begin / FA_TILE_K;
@@ -499,9 +507,8 @@ FA_DEVICE void run(const fa_args &args, const work &w, unsigned shared)
     clear(state.dv);
     state.step = 0;
     bool some  = w.tiles.begin < w.tiles.end;
-    state.at   = {w.first_head, w.start};
     if (some) /* among no tiles it would look for ever */
-        state.at = settle(args, w, state.at);
+        state.at = settle(args, w, first_place(w));
     if (some && inside(w, state.at)) {
         int     begin = w.keys.begin - w.first_k, end = w.keys.end - w.first_k;
         fa_i64  row = w.seq.kv_row + w.first_k;
@@ -521,7 +528,7 @@ FA_DEVICE void run(const fa_args &args, const work &w, unsigned shared)
             clear_nonfinite<FA_TILE_K, FA_HEAD_DIM>(shared);
         }
         while (inside(w, state.at)) {
-            while (inside(w, state.at) && clean_tile(args, w, state.at.tile))
+            while (inside(w, state.at) && clean_place(args, w, state.at))
                 step<false>(state, args, w, shared);
             if (inside(w, state.at))
                 step<true>(state, args, w, shared);

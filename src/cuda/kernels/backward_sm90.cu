@@ -125,7 +125,9 @@ FA_DEVICE bool begin_turn(const fa_args &args, const work &w, const walk &at)
             now = load_acquire(turn);
         return false;
     }
-    if (args.dq_order == FA_DQ_IN_ORDER)
+    if (LISTED && args.dq_order == FA_DQ_IN_ORDER)
+        turns = turn_of_keys(args, number_of_queries(args, w.b, at.tile), w.first_k / FA_TILE_K);
+    else if (args.dq_order == FA_DQ_IN_ORDER)
         turns = w.first_k / FA_TILE_K - fa_keys_seen(window_of(args), w.seq.diagonal, queries_of_tile(w, at.tile), {w.seq.key_begin, w.seq.seqlen_k}).begin / FA_TILE_K;
     else if (w.first_k == 0)
         turns = 0;
@@ -549,12 +551,7 @@ template <int GROUP> FA_DEVICE void consume(const fa_args &args, const fa_maps &
             named_sync(OWN + group, 128);
         }
         if (steps > 0) {
-            auto masked = [&] {
-                if constexpr (LISTED)
-                    return is_masked(at);
-                else
-                    return at.tile < clean_begin || at.tile >= clean_end;
-            };
+            auto masked = [&] { return is_masked(at, clean_begin, clean_end); };
             if constexpr (FIRST_APART) { /* DQ_LATE under a mask as an edge, which it mostly is: a branch needs registers */
                 any_step<GROUP, true>(args, w, c, item, at, (DQ_LATE && INSPECTED) || masked(), false);
                 advance(args, at);

@@ -24,7 +24,7 @@ FA_DEVICE walk start_walk(const fa_args &args, const work &w)
 {
     walk at  = {};
     at.count = at.left = w.tiles.end - w.tiles.begin;
-    at.place = list_of_tile(args, number_of_keys(args, w.b, w.first_k / FA_TILE_K)) + 1 + w.tiles.begin;
+    at.place = w.list + w.tiles.begin;
     at.head  = w.first_head;
     at.base  = w.first_head * args.all_tiles_q + first_tile<FA_TILE_Q>(args.cu_seqlens_q, args.q_rows, args.tiles_q, w.b);
     if (at.count > 0)
@@ -51,7 +51,7 @@ FA_DEVICE void settle(walk &at)
     at.count = same_for_all(at.count);
 }
 
-FA_DEVICE bool is_masked(const walk &at) { return same_for_all(at.mask) >= 0; }
+FA_DEVICE bool is_masked(const walk &at, int, int) { return same_for_all(at.mask) >= 0; }
 
 #else
 
@@ -100,6 +100,8 @@ FA_DEVICE void settle(walk &at)
     if constexpr (FA_HAS_ALIBI || FA_HAS_DROPOUT || FA_HAS_DBIAS)
         at.head = same_for_all(at.head);
 }
+
+FA_DEVICE bool is_masked(const walk &at, int clean_begin, int clean_end) { return at.tile < clean_begin || at.tile >= clean_end; }
 
 #endif
 

@@ -2,6 +2,7 @@
 #ifndef FA_BACKWARD_WORK_CUH
 #define FA_BACKWARD_WORK_CUH
 
+#include "listed.cuh"
 #include "mask.cuh"
 #include "softmax.cuh"
 
@@ -14,6 +15,9 @@ struct work {
     fa_range clean;           /* those of which every query sees every key (slices apart): they need no mask */
     sequence seq;
     fa_range slices;
+#if FA_MASK == FA_MASK_LISTED
+    const fa_listed *list; /* `tiles` and `start` are places there */
+#endif
     /* query 0 of head 0 of the sequence: the loop adds a head and a tile */
     const fa_element *q;
     const char       *dout;
@@ -64,6 +68,12 @@ FA_DEVICE work work_of(const fa_args &args, grid_place at)
     int count = w.tiles.end - w.tiles.begin;
     w.start   = w.tiles.begin + (!FA_DETERMINISTIC && count > 16 ? (int)at.tile % count : 0);
 
+#if FA_MASK == FA_MASK_LISTED
+    w.list  = list_of_tile(args, number_of_keys(args, w.b, at.tile));
+    w.tiles = {0, count > 0 ? w.list->tile : 0};
+    w.start = 0; /* list_tiles begins apart */
+    w.list++;
+#endif
     fa_i64 token = (fa_i64)w.seq.q_entry * args.q_rows + w.seq.q_row;
     w.q     = (const fa_element *)args.q.data + w.seq.q_entry * args.q.stride[0] + w.seq.q_row * args.q.stride[1];
     w.dout  = (const char *)args.dout.data + (w.seq.q_entry * args.dout.stride[0] + w.seq.q_row * args.dout.stride[1]) *
@@ -104,22 +114,50 @@ FA_DEVICE bool clean_tile(const fa_args &args, const work &w, int tile)
 /* A query tile of one head. */
 struct place {
     int head, tile;
+#if FA_MASK == FA_MASK_LISTED
+    int number, mask; /* in the list */
+#endif
 };
+
+FA_DEVICE place first_place(const work &w)
+{
+#if FA_MASK == FA_MASK_LISTED
+    return {w.first_head, w.list[0].tile, 0, w.list[0].mask};
+#else
+    return {w.first_head, w.start};
+#endif
+}
+
+FA_DEVICE bool clean_place(const fa_args &args, const work &w, place at)
+{
+#if FA_MASK == FA_MASK_LISTED
+    return at.mask < 0;
+#else
+    return clean_tile(args, w, at.tile);
+#endif
+}
 
 FA_DEVICE bool inside(const work &w, place at) { return at.head < w.first_head + w.num_heads; }
 
 /* The next query tile of the head, round to the one where the block began; then the next head. */
 FA_DEVICE place next_place(const work &w, place at)
 {
+#if FA_MASK == FA_MASK_LISTED
+    at.number = at.number + 1 == w.tiles.end ? 0 : at.number + 1;
+    at.head += at.number == 0;
+    at.tile = w.list[at.number].tile;
+    at.mask = w.list[at.number].mask;
+#else
     at.tile = at.tile + 1 == w.tiles.end ? w.tiles.begin : at.tile + 1;
     at.head += at.tile == w.start;
+#endif
     return at;
 }
 
 /* The first place from `at` on where something is visible; outside when there is none. */
 FA_DEVICE place settle(const fa_args &args, const work &w, place at)
 {
-    while (FA_HAS_SLICES && inside(w, at) &&
+    while (FA_HAS_SLICES && !LISTED && inside(w, at) &&
            slices_tile(args, w.slices, queries_of_tile(w, at.tile), keys_of_block(w)) == 0)
         at = next_place(w, at);
     return at;

@@ -75,6 +75,9 @@ struct block_state {
     unsigned    k_shared, v_shared;
     int         tile, stage; /* the present key tile and its buffer */
     key_place   place;       /* LOOKED_UP: in the next tile to be copied */
+#if FA_MASK == FA_MASK_LISTED
+    int         number, mask; /* of the tile in its list */
+#endif
     float       maximum[2 * ROWS16], sum[2 * ROWS16];
     float       o[ROWS16][COLS8][4];
     kept_row    kept;

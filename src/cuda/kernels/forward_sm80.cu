@@ -24,13 +24,55 @@ extern "C" __constant__ int fa_shared_bytes = TILES_BYTES > SHARE_AT + SHARE_BYT
 
 FA_DEVICE fa_range keys_of_tile(int n) { return {n * FA_TILE_K, (n + 1) * FA_TILE_K}; }
 
-/* The next key tile from `n` on towards 0 where something is visible; below `first` if there is none. */
+/* The next key tile from `n` on towards 0 where something is visible; below `first` if there is none. LISTED: see begin_walk. */
 FA_DEVICE int next_tile(const fa_args &args, const work &w, int n, int first)
 {
     if (FA_HAS_SLICES)
         while (n >= first && slices_tile(args, w.slices, w.queries, keys_of_tile(n)) == 0)
             n--;
     return n;
+}
+
+/* The first tile; below w.first_tile: none. */
+FA_DEVICE int begin_walk(block_state &state, const fa_args &args, const work &w)
+{
+#if FA_MASK == FA_MASK_LISTED
+    state.number = 0;
+    state.mask   = w.list->mask;
+    return w.list->tile;
+#else
+    return w.keys.begin < w.keys.end ? next_tile(args, w, (w.keys.end - 1) / FA_TILE_K, w.first_tile) : -1;
+#endif
+}
+
+/* The one behind the tile at hand. */
+FA_DEVICE int tile_behind(const block_state &state, const fa_args &args, const work &w)
+{
+#if FA_MASK == FA_MASK_LISTED
+    return w.list[state.number + 1].tile;
+#else
+    return next_tile(args, w, state.tile - 1, w.first_tile);
+#endif
+}
+
+FA_DEVICE void go_to(block_state &state, const work &w, int tile)
+{
+    state.tile = tile;
+#if FA_MASK == FA_MASK_LISTED
+    state.mask = w.list[++state.number].mask;
+#endif
+}
+
+/* What this thread sees of its rows of a tile that is cut: asked for early, for it takes long, but where registers are short. */
+constexpr bool SEEN_EARLY = LISTED && FA_DTYPE != FA_F32 && !FA_HAS_BIAS;
+
+FA_DEVICE seen_words seen_of_rows(const block_state &state, const fa_args &args, int m)
+{
+#if FA_MASK == FA_MASK_LISTED
+    return load_seen<FA_TILE_Q>(args, state.mask, row_of(m, 0));
+#else
+    return {};
+#endif
 }
 
 /* Rows of tile n of K or V; place: LOOKED_UP. */
@@ -127,12 +169,16 @@ FA_DEVICE void load_bias(float (&bias)[KEYS8][4], const fa_args &args, const wor
 
 /* Scores in units of log2 (softcap, bias, ALiBi), and -inf where the mask hides. */
 template <bool MASKED>
-FA_DEVICE void finish_scores(float (&s)[ROWS16][KEYS8][4], const fa_args &args, const work &w, const score_terms &terms,
-                             int tile, const float (&bias)[KEYS8][4])
+FA_DEVICE void finish_scores(float (&s)[ROWS16][KEYS8][4], const fa_args &args, const work &w, const block_state &state, const float (&bias)[KEYS8][4],
+                             const seen_words (&early)[ROWS16])
 {
-    int col = first_column(tile);
+    const score_terms &terms = state.terms;
+    int                col = first_column(state.tile);
 #pragma unroll
-    for (int m = 0; m < (MODIFIED || MASKED ? ROWS16 : 0); m++)
+    for (int m = 0; m < (MODIFIED || MASKED ? ROWS16 : 0); m++) {
+        seen_words seen;
+        if constexpr (MASKED)
+            seen = SEEN_EARLY ? early[m] : seen_of_rows(state, args, m);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             int        i      = query_of(args, w, row_of(m, h));
@@ -148,14 +194,15 @@ FA_DEVICE void finish_scores(float (&s)[ROWS16][KEYS8][4], const fa_args &args, 
                     if constexpr (MODIFIED)
                         score = modified_score(args, terms, w.seq, score, i, col + j, BIAS_AHEAD ? bias[n][2 * h + e] : bias_of(args, terms, w.seq, i, col + j), capped);
                     if constexpr (MASKED) {
-                        bool visible = j <= last && j >= first;
+                        bool visible = LISTED ? sees(seen, 4 * n + 2 * h + e) : j <= last && j >= first;
                         /* A row past seqused_q would see keys that no query sees, which may hold NaN. */
-                        if (FA_HAS_SLICES && visible)
+                        if (FA_HAS_SLICES && !LISTED && visible)
                             visible = i < w.seq.seqlen_q && slices_see(args, w.slices, i, col + j);
                         score = visible ? score : -infinity();
                     }
                 }
         }
+    }
 }
 
 /* P with the dropped elements 0; the kept ones' factor is applied to O at the end. */
@@ -236,9 +283,14 @@ FA_DEVICE void step(block_state &state, const fa_args &args, const work &w, cons
                     q_fragments &q_kept, lane_addresses<FA_HEAD_DIM, true> k_at, lane_addresses<FA_HEAD_DIM_V, true> v_at)
 {
     constexpr bool CLEAR = MASKED && (FA_MASK != FA_MASK_NONE || FA_HAS_SLICES);
-    int            next  = next_tile(args, w, state.tile - 1, w.first_tile);
+    int            next  = tile_behind(state, args, w);
     float          s[ROWS16][KEYS8][4], bias[KEYS8][4];
+    seen_words     seen[ROWS16];
     int            stage = state.stage;
+    if constexpr (MASKED && SEEN_EARLY)
+#pragma unroll
+        for (int m = 0; m < ROWS16; m++)
+            seen[m] = seen_of_rows(state, args, m);
     if constexpr (BIAS_AHEAD)
         load_bias(bias, args, w, state.terms, state.tile);
     if constexpr (FA_STAGES == 1) {
@@ -280,12 +332,12 @@ FA_DEVICE void step(block_state &state, const fa_args &args, const work &w, cons
         copy_v(args, state.v_shared + other * V_BYTES, w, {}, next, next >= w.first_tile);
         copy_commit();
     }
-    finish_scores<MASKED>(s, args, w, state.terms, state.tile, bias);
+    finish_scores<MASKED>(s, args, w, state, bias, seen);
     softmax_step<MASKED || FA_HAS_BIAS>(s, state.maximum, state.sum, state.o, w.unit);
     if constexpr (FA_HAS_DROPOUT)
         drop(s, args, w, state.tile);
     add_values(state.o, s, v_at);
-    state.tile = next;
+    go_to(state, w, next);
 }
 
 /* All key tiles, right to left (lines 6-11). */
@@ -334,7 +386,12 @@ FA_DEVICE void walk_tiles(block_state &state, const fa_args &args, work &w, unsi
         int  part = RUNS && FA_HAS_SPLIT ? state.tile * FA_TILE_K / w.part_keys : 0, end = RUNS && FA_HAS_SPLIT ? part * (w.part_keys / FA_TILE_K) : 0;
         auto last = [&] { return RUNS && FA_HAS_SPLIT ? fa_max_int(w.first_tile, end) : w.first_tile; }; /* of the part's tiles */
         while (state.tile >= last()) {
-            if constexpr (FA_HAS_SLICES) {
+            if constexpr (LISTED) {
+#if FA_MASK == FA_MASK_LISTED
+                while (state.tile >= 0 && state.mask < 0)
+                    step<false>(state, args, w, q_at, q_kept, k_at, v_at);
+#endif
+            } else if constexpr (FA_HAS_SLICES) {
                 while (state.tile >= w.clean.begin && state.tile < w.clean.end &&
                        slices_tile(args, w.slices, w.queries, keys_of_tile(state.tile)) == 2)
                     step<false>(state, args, w, q_at, q_kept, k_at, v_at);
@@ -385,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FA_MIN_BLOCKS) forward_sm8
     state.stage    = 0;
     begin_rows(state);
     state.kept = {true, -infinity()};
-    state.tile = w.keys.begin < w.keys.end ? next_tile(args, w, (w.keys.end - 1) / FA_TILE_K, w.first_tile) : -1;
+    state.tile = begin_walk(state, args, w);
     bool walks = state.tile >= w.first_tile;
     if constexpr (PACKED) {
         int block = FA_HAS_SPLIT ? w.split / args.run_parts : 0;

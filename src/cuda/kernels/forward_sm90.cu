@@ -195,8 +195,7 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
         const work &w = work_at(item);
         tiles         = w.tiles;
         int soon      = fa_min_int(tiles, CLAIMED_STEPS);
-        for (int left = tiles; left > 0; left--) {
-            int next = tile_of(w, tiles - left);
+        for (int left = tiles, next = tiles > 0 ? tile_of(w, 0) : 0; left > 0; left--, next = LISTED ? tile_of(w, tiles - left) : next - 1) {
             barrier_wait(k_empty(k), freed<K_STAGES>(k));
             barrier_expect(k_full(k), K_BYTES);
             fetch_tile<FA_TILE_K, FA_HEAD_DIM>(k_tile(k), maps.k, k_full(k), w.seq.kv_entry, w.kv_head, w.seq.kv_row + next * FA_TILE_K);

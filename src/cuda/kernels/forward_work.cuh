@@ -4,6 +4,7 @@
 #define FA_FORWARD_WORK_CUH
 
 #include "far_rows.cuh"
+#include "listed.cuh"
 #include "tile.cuh"
 
 constexpr bool PACKED    = FA_VARIANT > 1;                  /* rows of a tile: query by query, each of all heads of a key head */
@@ -33,6 +34,9 @@ struct work {
     sequence   seq;
     fa_range   slices;
     kv_source  k, v;
+#if FA_MASK == FA_MASK_LISTED
+    const fa_listed *list;         /* the tiles to visit */
+#endif
     bool       far[FA_TILE_Q];     /* rows to be computed again (far_rows.cuh) */
 };
 
@@ -122,6 +126,9 @@ template <int WALK_ROWS = FA_TILE_Q> FA_DEVICE work work_of(const fa_args &args,
     w.clean      = clean_tiles<FA_TILE_K>(args, w.seq, w.queries, w.keys);
     w.first_tile = w.keys.begin / FA_TILE_K;
     w.unit       = MODIFIED || scale_log2_of(args, w) == 0 ? 1.0f : fabsf(scale_log2_of(args, w));
+#if FA_MASK == FA_MASK_LISTED
+    w.list       = list_of_tile(args, number_of_queries(args, w.b, tile)) + 1;
+#endif
     w.k          = kv_source_of(args, args.k, w);
     w.v          = kv_source_of(args, args.v, w);
     return w;

@@ -4,8 +4,9 @@
  * is one, for rows that have seen something need fewer tests (softmax_ahead), then those that are cut, then the others, each from right to left.
  *
  * FA_VARIANT 1 and 2: for the backward, which tiles of queries a tile of keys meets. Blocks that have neighbouring keys begin as far apart as these, and go round the end (FA_DQ_FIRST_COMES). Rows of the masks are queries; with FA_VARIANT 1 keys, for S^T.
+ * With FA_DETERMINISTIC they come to a tile of queries in the order of their keys: all begin at the last; and blocks behind those of the lists say which is whose turn.
  */
-#include "listed_sm90.cuh"
+#include "listed.cuh"
 
 constexpr bool OF_KEYS = FA_VARIANT > 0, KEYS_DOWN = FA_VARIANT == 1;
 constexpr int  THREADS = 32 * FA_WARPS, MOST_NEAR = 256, ROWS = KEYS_DOWN ? FA_TILE_K : FA_TILE_Q, COLUMNS = KEYS_DOWN ? FA_TILE_Q : FA_TILE_K;
@@ -89,25 +90,28 @@ FA_DEVICE unsigned seen_columns(const fa_args &args, const near_slices &near, co
     return seen;
 }
 
-FA_DEVICE void find_near(const fa_args &args, near_slices &near, const own_tile &own)
+FA_DEVICE void find_near(const fa_args &args, near_slices &near, fa_range all, fa_range rows, bool of_keys)
 {
-    fa_range rows = OF_KEYS ? keys_of(own, own.tile) : queries_of(own, own.tile);
-    for (int n = own.slices.begin + threadIdx.x; n < own.slices.end; n += THREADS) {
+    if (threadIdx.x == 0)
+        near.count = 0;
+    __syncthreads();
+    for (int n = all.begin + threadIdx.x; n < all.end; n += THREADS) {
         fa_slice s = args.slices[n];
-        if ((OF_KEYS ? s.k_begin : s.q_begin) >= rows.end || (OF_KEYS ? s.k_end : s.q_end) <= rows.begin)
+        if ((of_keys ? s.k_begin : s.q_begin) >= rows.end || (of_keys ? s.k_end : s.q_end) <= rows.begin)
             continue;
         int place = atomicAdd(&near.count, 1);
         if (place < MOST_NEAR)
             near.slice[place] = s;
     }
+    __syncthreads();
 }
 
 /* By one warp: the list, of the other tiles in `tiles`. */
 FA_DEVICE void write_list(const fa_args &args, const near_slices &near, const own_tile &own, fa_listed *list, fa_range tiles)
 {
     int lane = threadIdx.x, whole = 0, cut = 0;
-    int  count = tiles.end - tiles.begin, start = OF_KEYS ? own.tile * FA_TILE_K / FA_TILE_Q % count : 0;
-    auto tile_at = [&](int n) { return OF_KEYS ? tiles.begin + (n + start) % count : tiles.end - 1 - n; };
+    int  count = tiles.end - tiles.begin, start = own.tile * FA_TILE_K / FA_TILE_Q % count;
+    auto tile_at = [&](int n) { return OF_KEYS && !FA_DETERMINISTIC ? tiles.begin + (n + start) % count : tiles.end - 1 - n; };
     auto seen_at = [&](int n) { return n < count ? seen_of_tile(args, near, own, tile_at(n)) : 0; };
     for (int n = 0; n < count; n += 32) {
         int seen = seen_at(n + lane);
@@ -116,7 +120,8 @@ FA_DEVICE void write_list(const fa_args &args, const near_slices &near, const ow
     }
     int masks = 0;
     if (lane == 0) {
-        list[0] = {whole + cut, cut + (whole > 0)};
+        list[0]               = {whole + cut, cut + (whole > 0)};
+        list[1 + whole + cut] = {-1, -1};
         masks   = cut > 0 ? atomicAdd(args.masks_taken, cut) : 0;
     }
     masks             = __shfl_sync(~0u, masks, 0);
@@ -149,25 +154,47 @@ FA_DEVICE void write_masks(const fa_args &args, const near_slices &near, const o
     }
 }
 
+/* Of a tile of queries: whose turn comes when. By one warp. */
+FA_DEVICE void write_turns(const fa_args &args, near_slices &near, int number)
+{
+    tile_place at  = place_of_queries(args, number);
+    own_tile   own = {sequence_at(args, at.b), slices_of(args, at.b), at.tile};
+    int        turns = 0, lane = threadIdx.x;
+    if (at.tile < 0 || at.tile * FA_TILE_Q >= own.seq.seqlen_q)
+        return;
+    find_near(args, near, own.slices, queries_of(own, at.tile), false);
+    for (int first = 0; first * FA_TILE_K < own.seq.seqlen_k && lane < 32; first += 32) {
+        own.tile      = first + lane;
+        bool     meets = own.tile < args.tiles_k && seen_of_tile(args, near, own, at.tile) > 0;
+        unsigned some  = __ballot_sync(~0u, meets);
+        if (meets)
+            turn_of_keys(args, number, own.tile) = turns + __popc(some & ((1u << lane) - 1));
+        turns += __popc(some);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) list_tiles(const __grid_constant__ fa_args args)
 {
     __shared__ near_slices near;
-    tile_place at   = OF_KEYS ? place_of_tile<FA_TILE_K>(args.cu_seqlens_k, args.kv_rows, args.tiles_k, args.batch, blockIdx.x) : place_of_queries(args, blockIdx.x);
-    fa_listed *list = list_of_tile(args, blockIdx.x);
+    int lists = OF_KEYS ? args.all_tiles_k : args.all_tiles_q, number = blockIdx.x;
+    if (FA_DETERMINISTIC && number >= lists) {
+        write_turns(args, near, number - lists);
+        return;
+    }
+    tile_place at   = OF_KEYS ? place_of_tile<FA_TILE_K>(args.cu_seqlens_k, args.kv_rows, args.tiles_k, args.batch, number) : place_of_queries(args, number);
+    fa_listed *list = list_of_tile(args, number);
     own_tile   own  = {sequence_at(args, at.b), slices_of(args, at.b), at.tile};
     fa_range   keys = {own.seq.key_begin, own.seq.seqlen_k}, queries = {0, own.seq.seqlen_q};
     (OF_KEYS ? keys : queries) = OF_KEYS ? keys_of(own, at.tile) : queries_of(own, at.tile);
     fa_range seen = OF_KEYS ? fa_queries_seeing(args.window, own.seq.diagonal, queries, keys) : fa_keys_seen(args.window, own.seq.diagonal, queries, keys);
     if (at.tile < 0 || queries.begin >= queries.end || keys.begin >= keys.end || seen.begin >= seen.end) {
-        if (threadIdx.x == 0)
+        if (threadIdx.x == 0) {
             list[0] = {0, 0};
+            list[1] = {-1, -1};
+        }
         return;
     }
-    if (threadIdx.x == 0)
-        near.count = 0;
-    __syncthreads();
-    find_near(args, near, own);
-    __syncthreads();
+    find_near(args, near, own.slices, OF_KEYS ? keys : queries, OF_KEYS);
     constexpr int OTHER = OF_KEYS ? FA_TILE_Q : FA_TILE_K;
     if (threadIdx.x < 32)
         write_list(args, near, own, list, {seen.begin / OTHER, (seen.end - 1) / OTHER + 1});

@@ -3,7 +3,7 @@
 #define FA_WORK_SM90_CUH
 
 #include "fragment_sm90.cuh"
-#include "listed_sm90.cuh"
+#include "listed.cuh"
 #include "pairs_sm90.cuh"
 #include "softmax.cuh"
 

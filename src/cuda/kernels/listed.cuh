@@ -1,6 +1,6 @@
 /* FA_MASK_LISTED: the tiles that a tile meets, and what it sees of those that are cut, as list_tiles.cu has written them down. */
-#ifndef FA_LISTED_SM90_CUH
-#define FA_LISTED_SM90_CUH
+#ifndef FA_LISTED_CUH
+#define FA_LISTED_CUH
 
 #include "packed_sm90.cuh"
 
@@ -22,6 +22,9 @@ FA_DEVICE int number_of_queries(const fa_args &args, int b, int tile)
 }
 
 FA_DEVICE int number_of_keys(const fa_args &args, int b, int tile) { return first_tile<FA_TILE_K>(args.cu_seqlens_k, args.kv_rows, args.tiles_k, b) + tile; }
+
+/* Of a tile of queries, so many tiles of keys meet it before this one (a backward in a fixed order). */
+FA_DEVICE int &turn_of_keys(const fa_args &args, int queries, int tile_k) { return args.tile_turns[(fa_i64)queries * args.tiles_k + tile_k]; }
 
 /* The words of a mask's row: lane t of the four that share the row in an accumulator has the t-th, its columns 8 j + 2 t + e. ROWS: of a tile. */
 template <int ROWS> FA_DEVICE unsigned *words_of_row(const fa_args &args, int mask, int row)
