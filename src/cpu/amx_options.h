@@ -28,21 +28,4 @@ FA_AMX_INLINE __m512 fa_amx_with_alibi(__m512 s, float slope, __m512i distance)
     return _mm512_sub_ps(s, _mm512_mul_ps(_mm512_set1_ps(slope), away));
 }
 
-/* What is kept of a block of 16 x 16, as dropout.h deals the numbers. Word w of lane l deals columns 2 (l % 4) + w % 2
- * + 8 (w / 2) of rows l / 4, in its lower half, and l / 4 + 8: bits 2 l and 2 l + 1 of keep[w]. */
-FA_AMX_INLINE void fa_amx_kept(uint64_t keep[4], const fa_dropout *dropout, uint32_t batch_head, uint32_t row_block,
-                               uint32_t col_block)
-{
-    _Alignas(64) uint32_t word[4][32];
-    const __m512i         threshold = _mm512_set1_epi16((short)dropout->threshold);
-    for (uint32_t lane = 0; lane < 32; lane++) {
-        fa_philox out = fa_dropout_block(dropout, batch_head, row_block, col_block, lane);
-        for (int w = 0; w < 4; w++)
-            word[w][lane] = out.word[w];
-    }
-    for (int w = 0; w < 4; w++)
-        keep[w] = (uint64_t)_mm512_cmpge_epu16_mask(_mm512_load_si512(word[w] + 16), threshold) << 32 |
-                  _mm512_cmpge_epu16_mask(_mm512_load_si512(word[w]), threshold);
-}
-
 #endif
