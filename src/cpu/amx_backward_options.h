@@ -25,18 +25,16 @@ FA_AMX_INLINE float *option_scores(const option_cell *c, int key, int half)
     return c->s + (key / 16 * 2 + half) * FA_AMX_TILE_FLOATS + key % 16 * 16;
 }
 
-/* Of |i + diagonal - j|. */
-static void option_alibi(const option_cell *c)
+/* Scores, times `scale`, less slope |i + diagonal - j|. */
+static void option_alibi(const option_cell *c, float scale)
 {
-    const fa_tile *tile  = c->options->tile;
-    float          slope = *(const float *)fa_at(&c->options->call->alibi_slopes, tile->b, tile->head, 0, 0);
-    const __m512i  lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const fa_tile     *tile  = c->options->tile;
+    float              slope = *(const float *)fa_at(&c->options->call->alibi_slopes, tile->b, tile->head, 0, 0);
+    _Alignas(64) float away[64];
+    fa_amx_alibi_of_unit(away, slope, c->j - c->i - tile->seq.diagonal);
     for (int key = 0; key < OPTION_CELL; key++) {
-        for (int half = 0; half < 2; half++) {
-            float  *at       = option_scores(c, key, half);
-            __m512i distance = _mm512_set1_epi32(c->i + 16 * half + tile->seq.diagonal - c->j - key);
-            _mm512_store_ps(at, fa_amx_with_alibi(_mm512_load_ps(at), slope, _mm512_add_epi32(distance, lanes)));
-        }
+        for (int half = 0; half < 2; half++)
+            fa_amx_take_away(option_scores(c, key, half), _mm512_set1_ps(scale), away + 31 - key + 16 * half);
     }
 }
 
@@ -146,14 +144,15 @@ static void option_dropout(const option_cell *c)
 /* Scores become natural units where there are options for them; seen loses what a bias or a block mask hides. */
 static void apply_cell_options(const option_cell *c)
 {
-    const fa_call *call = c->options->call;
-    bool alone = call->bias.data && !(call->softcap > 0.0f) && !call->alibi_slopes.data; /* then it scales on its way */
-    if (!alone)
+    const fa_call *call   = c->options->call;
+    bool           capped = call->softcap > 0.0f; /* else the first of these scales on its way */
+    float          scale  = capped ? 1.0f : c->options->scale;
+    if (capped || !(call->alibi_slopes.data || call->bias.data))
         fa_amx_scale_scores(c->options, c->s, c->slope, OPTION_SCORES);
     if (call->alibi_slopes.data)
-        option_alibi(c);
+        option_alibi(c, scale);
     if (call->bias.data)
-        option_bias(c, alone ? c->options->scale : 1.0f);
+        option_bias(c, call->alibi_slopes.data ? 1.0f : scale);
     if (c->options->slices)
         option_slices(c);
     if (call->dropout.threshold)

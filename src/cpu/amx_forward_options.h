@@ -40,6 +40,7 @@ typedef struct option_rows {
     float           slope[UNIT];
     const void     *bias[UNIT]; /* for the tile's first key */
     bool            one_bias;   /* they are all the same */
+    bool            in_a_row;   /* the queries are neighbours, of one head */
     fa_dropout_rows dropout[2]; /* of each 16 */
 } option_rows;
 
@@ -57,6 +58,7 @@ static void set_option_rows(option_rows *rows, const fa_forward_block *b, int fi
             rows->bias[r] = fa_at(&call->bias, tile->b, head, i, tile->keys.begin);
     }
     rows->one_bias = call->bias.data && call->bias.stride[2] == 0 && (call->bias.stride[1] == 0 || tile->heads == 1);
+    rows->in_a_row = first % b->queries + count <= b->queries;
     for (int down = 0; down < 2 && call->dropout.threshold; down++)
         fa_dropout_begin_rows(&rows->dropout[down], &call->dropout, (uint32_t)(tile->b * call->heads_q + tile->head),
                               (uint32_t)(tile->queries.begin + first) / 16 + (uint32_t)down,
@@ -132,6 +134,28 @@ FA_AMX_INLINE void add_bias_to_unit(const fa_forward_block *b, const option_rows
     }
 }
 
+/* ALiBi alone, or after softcap, to a whole unit; to the bit too. Rows read what they take away from one table. */
+static bool takes_alibi_alone(const fa_forward_block *b, const option_rows *rows)
+{
+    const fa_call *call = b->options->call;
+    return call->alibi_slopes.data && rows->in_a_row && !call->bias.data && !b->options->slices;
+}
+
+static void add_alibi_to_unit(const fa_forward_block *b, const option_rows *rows, int key, float *s)
+{
+    const fa_tile     *tile   = b->options->tile;
+    const bool         capped = b->options->call->softcap > 0.0f; /* then it is scaled */
+    const __m512       scale  = _mm512_set1_ps(capped ? 1.0f : b->options->scale);
+    _Alignas(64) float away[64];
+    fa_amx_alibi_of_unit(away, rows->slope[0], rows->query[0] + tile->seq.diagonal - tile->keys.begin - key);
+    if (capped)
+        fa_amx_scale_scores(b->options, s, NULL, UNIT * UNIT);
+    for (int r = 0; r < rows->count; r++) {
+        fa_amx_take_away(scores_row(s, r), scale, away + 31 - r);
+        fa_amx_take_away(scores_row(s, r) + FA_AMX_TILE_FLOATS, scale, away + 47 - r);
+    }
+}
+
 /* S of the unit whose first key is number `key` of the tile's; see fa_apply_options. */
 static void apply_options_to_unit(const fa_forward_block *b, const option_rows *rows, int key, float *s)
 {
@@ -143,6 +167,10 @@ static void apply_options_to_unit(const fa_forward_block *b, const option_rows *
             add_bias_to_unit(b, rows, key, s, FLASH_ATTN_BF16);
         else
             add_bias_to_unit(b, rows, key, s, FLASH_ATTN_F16);
+        return;
+    }
+    if (takes_alibi_alone(b, rows)) {
+        add_alibi_to_unit(b, rows, key, s);
         return;
     }
     fa_amx_scale_scores(b->options, s, NULL, UNIT * UNIT);
