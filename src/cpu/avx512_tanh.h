@@ -12,6 +12,7 @@
 #define FA_CPU_AVX512_TANH_H
 
 #include <immintrin.h>
+#include <stdint.h>
 
 /* Steps in a unit of x. */
 #define FA_TANH_STEPS 0x1.d06ba8p+1f
