@@ -7,6 +7,7 @@
 #define FA_CPU_AMX_BACKWARD_OPTIONS_H
 
 #include "cpu/amx_options.h"
+#include "cpu/avx512_dropout.h"
 
 enum { OPTION_CELL = 32, OPTION_SCORES = OPTION_CELL * OPTION_CELL };
 
@@ -24,18 +25,16 @@ FA_AMX_INLINE float *option_scores(const option_cell *c, int key, int half)
     return c->s + (key / 16 * 2 + half) * FA_AMX_TILE_FLOATS + key % 16 * 16;
 }
 
-/* Of |i + diagonal - j|. */
-static void option_alibi(const option_cell *c)
+/* Scores, times `scale`, less slope |i + diagonal - j|. */
+static void option_alibi(const option_cell *c, float scale)
 {
-    const fa_tile *tile  = c->options->tile;
-    float          slope = *(const float *)fa_at(&c->options->call->alibi_slopes, tile->b, tile->head, 0, 0);
-    const __m512i  lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const fa_tile     *tile  = c->options->tile;
+    float              slope = *(const float *)fa_at(&c->options->call->alibi_slopes, tile->b, tile->head, 0, 0);
+    _Alignas(64) float away[64];
+    fa_amx_alibi_of_unit(away, slope, c->j - c->i - tile->seq.diagonal);
     for (int key = 0; key < OPTION_CELL; key++) {
-        for (int half = 0; half < 2; half++) {
-            float  *at       = option_scores(c, key, half);
-            __m512i distance = _mm512_set1_epi32(c->i + 16 * half + tile->seq.diagonal - c->j - key);
-            _mm512_store_ps(at, fa_amx_with_alibi(_mm512_load_ps(at), slope, _mm512_add_epi32(distance, lanes)));
-        }
+        for (int half = 0; half < 2; half++)
+            fa_amx_take_away(option_scores(c, key, half), _mm512_set1_ps(scale), away + 31 - key + 16 * half);
     }
 }
 
@@ -76,7 +75,9 @@ static void option_bias(const option_cell *c, float scale)
         __m512i     block[16];
         const char *row = fa_at(bias, tile->b, tile->head, first, c->j + first_key);
         for (int r = 0; r < 16; r++)
-            block[r] = r >= rows ? _mm512_setzero_si512() : _mm512_castps_si512(fa_amx_load16(row + r * next, bias->stride[3], bias->dtype, 0, fa_min_int(keys, 16)));
+            block[r] = r >= rows ? _mm512_setzero_si512()
+                                 : _mm512_castps_si512(fa_amx_load16(row + r * next, bias->stride[3], bias->dtype, 0,
+                                                                     fa_min_int(keys, 16)));
         fa_amx_transpose(block);
         for (int r = 0; r < 16; r++)
             add_option_bias(c, first_key + r, half, scale, _mm512_castsi512_ps(block[r]));
@@ -99,48 +100,59 @@ static void option_slices(const option_cell *c)
         c->seen[key] &= any[key];
 }
 
-/* Eight bits, one of every byte. */
-FA_AMX_INLINE uint32_t option_gather(uint64_t bits)
+/* Which pairs of 32 queries and the keys of one block of 16 are kept, for those of the keys that are in the cell.
+ * Vector v of numbers has keys 2 v, 2 v + 1, and + 8, rows g and g + 8 for each of its lanes g: turned to one key's 16
+ * rows and then the other's. */
+static void option_dropout_block(const option_cell *c, const fa_dropout_rows rows[2], int key_block)
 {
-    return (uint32_t)(((bits & 0x0101010101010101ull) * 0x0102040810204080ull) >> 56);
-}
-
-/* Which pairs of 16 queries and the keys of one block of 16 are kept, for those of the keys that are in the cell. */
-static void option_dropout_block(const option_cell *c, int half, int key_block)
-{
-    const fa_call *call       = c->options->call;
-    const fa_tile *tile       = c->options->tile;
-    uint32_t       batch_head = (uint32_t)(tile->b * call->heads_q + tile->head);
-    uint64_t       keep[4];
-    fa_amx_kept(keep, &call->dropout, batch_head, (uint32_t)(c->i + 16 * half) / 16, (uint32_t)key_block);
-    for (int col = 0; col < 16; col++) {
-        int      key  = key_block * 16 + col - c->j;
-        uint64_t bits = keep[(col & 1) + 2 * (col >> 3 & 1)] >> (2 * (col % 8 / 2));
-        if (key >= 0 && key < OPTION_CELL)
-            c->kept[key] |= (option_gather(bits) | option_gather(bits >> 1) << 8) << (16 * half);
+    const __m512i turn      = _mm512_setr_epi32(0x00040000, 0x000C0008, 0x00140010, 0x001C0018, 0x00050001, 0x000D0009,
+                                                0x00150011, 0x001D0019, 0x00060002, 0x000E000A, 0x00160012, 0x001E001A,
+                                                0x00070003, 0x000F000B, 0x00170013, 0x001F001B);
+    const __m512i threshold = _mm512_set1_epi16((short)c->options->call->dropout.threshold);
+    const fa_dropout_block_words words = fa_dropout_begin_block(rows, (uint32_t)key_block);
+    for (int v = 0; v < 4; v += 2) {
+        const fa_dropout_rows *const        from[4]    = {rows, rows + 1, rows, rows + 1};
+        const fa_dropout_block_words *const at[4]      = {&words, &words, &words, &words};
+        const int                           vectors[4] = {v, v, v + 1, v + 1};
+        __m512i                             numbers[4][2];
+        fa_dropout_numbers(numbers, from, at, vectors);
+        for (int n = 0; n < 4; n++) {
+            const __m512i *low = numbers[n / 2 * 2], *high = numbers[n / 2 * 2 + 1]; /* queries */
+            uint32_t       a   = _mm512_cmpge_epu16_mask(_mm512_permutexvar_epi16(turn, low[n % 2]), threshold);
+            uint32_t       b   = _mm512_cmpge_epu16_mask(_mm512_permutexvar_epi16(turn, high[n % 2]), threshold);
+            int            key = key_block * 16 + 2 * (v + n / 2) + 8 * (n % 2) - c->j;
+            if (key >= 0 && key < OPTION_CELL)
+                c->kept[key] = (a & 0xFFFF) | b << 16;
+            if (key + 1 >= 0 && key + 1 < OPTION_CELL)
+                c->kept[key + 1] = a >> 16 | (b & 0xFFFF0000);
+        }
     }
 }
 
 static void option_dropout(const option_cell *c)
 {
-    memset(c->kept, 0, OPTION_CELL * sizeof(uint32_t));
-    for (int half = 0; half < 2; half++) {
-        for (int block = c->j / 16; block * 16 < c->j + OPTION_CELL; block++)
-            option_dropout_block(c, half, block);
-    }
+    const fa_call  *call = c->options->call;
+    const fa_tile  *tile = c->options->tile;
+    fa_dropout_rows rows[2];
+    for (int half = 0; half < 2; half++)
+        fa_dropout_begin_rows(&rows[half], &call->dropout, (uint32_t)(tile->b * call->heads_q + tile->head),
+                              (uint32_t)c->i / 16 + (uint32_t)half, _mm512_setr_epi64(0, 4, 8, 12, 16, 20, 24, 28), 1);
+    for (int block = c->j / 16; block * 16 < c->j + OPTION_CELL; block++)
+        option_dropout_block(c, rows, block);
 }
 
 /* Scores become natural units where there are options for them; seen loses what a bias or a block mask hides. */
 static void apply_cell_options(const option_cell *c)
 {
-    const fa_call *call  = c->options->call;
-    bool           alone = call->bias.data && !(call->softcap > 0.0f) && !call->alibi_slopes.data; /* then it scales on its way */
-    if (!alone)
+    const fa_call *call   = c->options->call;
+    bool           capped = call->softcap > 0.0f; /* else the first of these scales on its way */
+    float          scale  = capped ? 1.0f : c->options->scale;
+    if (capped || !(call->alibi_slopes.data || call->bias.data))
         fa_amx_scale_scores(c->options, c->s, c->slope, OPTION_SCORES);
     if (call->alibi_slopes.data)
-        option_alibi(c);
+        option_alibi(c, scale);
     if (call->bias.data)
-        option_bias(c, alone ? c->options->scale : 1.0f);
+        option_bias(c, call->alibi_slopes.data ? 1.0f : scale);
     if (c->options->slices)
         option_slices(c);
     if (call->dropout.threshold)

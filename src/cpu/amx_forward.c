@@ -274,7 +274,7 @@ FA_AMX_INLINE void run_walk(walk *w, int PIECES, int KS, turns TURNS, int CHUNK,
         if (x.again || (FIXED && w->risky))
             redo_unit(w, x.at, &u, &v, &held);
         if (w->block->options && w->block->options->call->dropout.threshold)
-            drop_from_unit(w->block, x.at.group * UNIT, x.at.unit * UNIT, u.p, u.p_down, PIECES);
+            drop_from_unit(w->block, &w->own->options, x.at.unit * UNIT, u.p, u.p_down, PIECES);
         place next = place_next(w, x.at);
         if (next.chunk_number != x.at.chunk_number) {
             finish_values(&v, &held, PIECES);

@@ -28,21 +28,21 @@ FA_AMX_INLINE __m512 fa_amx_with_alibi(__m512 s, float slope, __m512i distance)
     return _mm512_sub_ps(s, _mm512_mul_ps(_mm512_set1_ps(slope), away));
 }
 
-/* What is kept of a block of 16 x 16, as dropout.h deals the numbers. Word w of lane l deals columns 2 (l % 4) + w % 2
- * + 8 (w / 2) of rows l / 4, in its lower half, and l / 4 + 8: bits 2 l and 2 l + 1 of keep[w]. */
-FA_AMX_INLINE void fa_amx_kept(uint64_t keep[4], const fa_dropout *dropout, uint32_t batch_head, uint32_t row_block,
-                               uint32_t col_block)
+/* slope |distance + 31 - n| for n = 0 .. 63: all that a unit or cell of 32 by 32 with neighbouring queries takes, whose
+ * scores' own 16 begin at 31 - r + 16 t, in the same roundings. */
+FA_AMX_INLINE void fa_amx_alibi_of_unit(float away[64], float slope, int distance)
 {
-    _Alignas(64) uint32_t word[4][32];
-    const __m512i         threshold = _mm512_set1_epi16((short)dropout->threshold);
-    for (uint32_t lane = 0; lane < 32; lane++) {
-        fa_philox out = fa_dropout_block(dropout, batch_head, row_block, col_block, lane);
-        for (int w = 0; w < 4; w++)
-            word[w][lane] = out.word[w];
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    for (int n = 0; n < 64; n += 16) {
+        __m512i from = _mm512_sub_epi32(_mm512_set1_epi32(distance + 31 - n), lanes);
+        _mm512_store_ps(away + n, _mm512_mul_ps(_mm512_set1_ps(slope), _mm512_cvtepi32_ps(_mm512_abs_epi32(from))));
     }
-    for (int w = 0; w < 4; w++)
-        keep[w] = (uint64_t)_mm512_cmpge_epu16_mask(_mm512_load_si512(word[w] + 16), threshold) << 32 |
-                  _mm512_cmpge_epu16_mask(_mm512_load_si512(word[w]), threshold);
+}
+
+/* s scale - away */
+FA_AMX_INLINE void fa_amx_take_away(float *s, __m512 scale, const float *away)
+{
+    _mm512_store_ps(s, _mm512_sub_ps(_mm512_mul_ps(_mm512_load_ps(s), scale), _mm512_loadu_ps(away)));
 }
 
 #endif
