@@ -94,7 +94,9 @@ static void set_slices_few(flash_attn_problem *p, flash_attn_grads *g)
 {
     set_slices(p, g);
     p->q.shape[1] = 64;
-    p->k.shape[1] = p->v.shape[1] = 64;
+    p->k.shape[1] = p->v.shape[1] = 128;
+    if (p->bias.shape[3] > 0)
+        set_bias(p, g);
 }
 static void set_varlen(flash_attn_problem *p, flash_attn_grads *g)
 {

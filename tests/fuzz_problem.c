@@ -112,8 +112,8 @@ static void take_lengths(bytes *b, test_case *c)
 static void leave_own_kernels_options(bytes *b, test_case *c)
 {
     c->bias      = 0;
-    c->slices    = (slice_pattern)0;
     c->page_size = c->page_size ? 8 * (1 + below(b, 16)) : 0;
+    c->slices    = c->page_size ? SLICES_NONE : c->slices;
     c->scale     = c->scale > 0 ? c->scale : 0;
     if (c->layout != LAYOUT_HEADS_FIRST)
         c->layout = LAYOUT_CONTIGUOUS;
@@ -124,6 +124,7 @@ static void leave_packed_rows_options(bytes *b, test_case *c)
 {
     leave_own_kernels_options(b, c);
     c->alibi   = false;
+    c->slices  = SLICES_NONE;
     c->softcap = c->dropout = 0;
     c->forward_only = true;
 }

@@ -192,6 +192,10 @@ static void the_workspace_has_room_for_every_piece(void **state)
                                 {a->dbias.data, s.batch * s.heads_q * s.seqlen_q * s.seqlen_k * float_bytes} /* deterministic: each sequence has its own */,
                                 {a->dq_turn, turns * float_bytes},
                                 {a->next_item, float_bytes},
+                                {a->tile_lists, (pass == FLASH_ATTN_BACKWARD ? a->all_tiles_k : a->all_tiles_q) * (int64_t)a->list_places * (int64_t)sizeof(fa_listed)},
+                                {a->tile_masks, a->most_masks * fa_mask_bytes(plan.row)},
+                                {a->masks_taken, (int64_t)sizeof(int)},
+                                {a->tile_turns, a->all_tiles_q * (int64_t)a->tiles_k * float_bytes},
                                 {shared ? a->dk_stored.data : NULL, s.batch * s.seqlen_k * s.heads_k * a->group_blocks * key->head_dim * float_bytes},
                                 {shared ? a->dv_stored.data : NULL, s.batch * s.seqlen_k * s.heads_k * a->group_blocks * key->head_dim_v * float_bytes}};
         expect_apart(pieces, sizeof pieces / sizeof *pieces, base, plan.workspace_bytes);

@@ -27,7 +27,7 @@ static int run_case(case_instance *instance, const test_case *shape, flash_attn_
     return 1;
 }
 
-/* Skipped counts as failed: the kernel is for all of these. A backward runs in the deterministic mode too, which leaves slices to the portable kernel, twice, with the same bits. */
+/* Skipped counts as failed: the kernel is for all of these. A backward runs in the deterministic mode too, twice, with the same bits. */
 static int run_shape(test_case shape, flash_attn_dtype dtype, flash_attn_context *with)
 {
     char why[300];
@@ -38,7 +38,7 @@ static int run_shape(test_case shape, flash_attn_dtype dtype, flash_attn_context
         fail_msg("%s: %s", shape.name, why);
     case_device device = {.context = with, .device = {.type = FLASH_ATTN_CUDA}, .memory = memory};
     int         failed = run_case(instance, &shape, dtype, &device);
-    if (with == backward_context && !shape.slices) {
+    if (with == backward_context) {
         device.deterministic = true;
         failed += run_case(instance, &shape, dtype, &device);
         uint64_t bits = case_output_hash(instance);
@@ -164,15 +164,18 @@ static void nonfinite_values_reach_only_who_sees_them(void **state)
     char *device = gpu->alloc(sizeof host);
     assert_non_null(device);
     fill(host + BIAS_AT, LENGTH * BIAS_ROW, 9);
-    for (int n = 0; n < 6; n++) {
-        flash_attn_mask    mask = n < 3 ? (flash_attn_mask)n : FLASH_ATTN_CAUSAL;
+    static const flash_attn_slice slices[] = {{0, 100, 0, 100, FLASH_ATTN_SLICE_CAUSAL}, {100, LENGTH, 90, LENGTH, FLASH_ATTN_SLICE_CAUSAL}, {128, 256, 0, 128, FLASH_ATTN_SLICE_FULL}};
+    for (int n = 0; n < 7; n++) {
+        flash_attn_mask    mask = n == 6 ? FLASH_ATTN_NONE : n < 3 ? (flash_attn_mask)n : FLASH_ATTN_CAUSAL;
         flash_attn_problem want = problem_at((char *)host, mask), p = problem_at(device, mask);
         want.device.type        = FLASH_ATTN_REFERENCE;
         p.device.type           = FLASH_ATTN_CUDA;
         if (n == 5) { /* rows that are computed again have their bias */
             want.bias = p.bias = (flash_attn_tensor){host + BIAS_AT, FLASH_ATTN_BF16, 0, {1, 1, LENGTH, LENGTH}, {0, 0, BIAS_ROW, 1}};
             p.bias.data        = device + BIAS_AT * 2;
-        } else if (n > 2) /* the first queries see no key, but perhaps a sink */
+        } else if (n == 6)
+            want.slices = p.slices = (flash_attn_slices){.list = slices, .count = 3};
+        else if (n > 2) /* the first queries see no key, but perhaps a sink */
             want.k.shape[1] = want.v.shape[1] = p.k.shape[1] = p.v.shape[1] = LENGTH - 90;
         if (n == 4) {
             want.sinks = (flash_attn_tensor){host + 4 * COUNT, FLASH_ATTN_BF16, 0, {1, 1, 1, 1}, {1, 1, 1, 1}};

@@ -45,6 +45,9 @@ flash_attn_status fa_plan_add_planes(const fa_call *call, fa_plan *plan, const f
  * longer than looking at slices does. */
 bool fa_plan_takes_lists(const fa_call *call, const fa_plan *plan, const fa_key *key);
 
+/* Pairs that it shows. */
+double fa_pairs_of_slice(const flash_attn_slice *slice);
+
 /* FA_MASK_LISTED: the launch that lists the tiles that each tile of queries, or in a backward of keys, meets. Sets args.all_tiles_q and all_tiles_k. */
 flash_attn_status fa_plan_add_lists(const fa_call *call, fa_plan *plan, const fa_key *main);
 

@@ -105,6 +105,27 @@ static double time_of_shares(const fa_call *call, const fa_plan *plan, const fa_
     return time + stored / BYTES;
 }
 
+/* Keys that many more queries see than others, as of the first few that all do: a tile of theirs has more than so much of what a multiprocessor has to do (decision 0087). */
+static bool has_long_tiles(const fa_call *call, const fa_plan *plan)
+{
+    enum { BINS = 256 };
+    static const double SHARE = 0.42;
+    double              seen[BINS] = {0}, all = 0, longest = 0, heads = (double)call->heads_k * (call->slices.offsets ? 1 : (double)call->batch);
+    int64_t             bin = largest(ceil_div(call->max_seqlen_k, BINS), plan->row->tile_k);
+    for (int n = 0; n < call->slices.count; n++) {
+        const flash_attn_slice *slice = &call->slices.list[n];
+        int64_t                 first = slice->k_begin / bin, last = ceil_div(slice->k_end, bin); /* tiles are worked on whole */
+        double area = slice->kind ? fa_pairs_of_slice(slice) / (double)largest(last - first, 1) : (double)(slice->q_end - slice->q_begin) * (double)bin;
+        for (int64_t b = first; b < last && b < BINS; b++) {
+            seen[b] += area;
+            all += area;
+        }
+    }
+    for (int b = 0; b < BINS; b++)
+        longest = fmax(longest, seen[b]);
+    return longest * (double)plan->row->tile_k / (double)bin * plan->chip.multiprocessors > SHARE * all * heads;
+}
+
 /* Where a group's key heads have too few tiles for all multiprocessors, or too few for their lengths to come out even, its heads are shared out, and then parts of their queries. Sums
  * would have another order: so not in the deterministic mode. */
 static void choose_shares(const fa_call *call, const fa_plan *plan, const fa_key *key, fa_args *args)
@@ -203,7 +224,8 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     args->own_heads   = (int)own;
     args->dealt_tiles = call->cu_seqlens_k ? (int)all_k : args->tiles_k;
     args->dealt_heads = (int)(heads - own);
-    args->order_heads = is_dealt(call, key, args) ? (int)key_heads_in_l2(call, key, args) : args->dealt_heads;
+    bool in_l2        = is_dealt(call, key, args) && !(key->mask == FA_MASK_LISTED && has_long_tiles(call, plan)); /* the long ones of all heads come first */
+    args->order_heads = in_l2 ? (int)key_heads_in_l2(call, key, args) : args->dealt_heads;
     if (args->tiles_k == 0)
         args->tiles_k = 1; /* own_place divides by it, also where all sequences are empty */
     rowsum.tile_q  = key->tile_q;

@@ -64,15 +64,22 @@ static int64_t places_of_lists(const fa_call *call, const fa_tune_row *row)
     return tiles_of_queries(call, row) * (ceil_div(call->max_seqlen_k, row->tile_k) + ENDS);
 }
 
+double fa_pairs_of_slice(const flash_attn_slice *slice)
+{
+    double q = slice->q_end - slice->q_begin, k = slice->k_end - slice->k_begin;
+    if (slice->kind == FLASH_ATTN_SLICE_FULL)
+        return q * k;
+    if (slice->kind == FLASH_ATTN_SLICE_BOTH)
+        return k >= q ? q * (k - q + 1) : 0;
+    return q <= k ? q * (k - (q - 1) / 2) : k * (k + 1) / 2;
+}
+
 bool fa_cuts_many(const fa_call *call, const fa_tune_row *row)
 {
-    enum { OF = 10 };
+    enum { OF = 4 };
     double seen = 0; /* pairs */
-    for (int n = 0; n < call->slices.count; n++) {
-        const flash_attn_slice *slice = &call->slices.list[n];
-        double pairs = (double)(slice->q_end - slice->q_begin) * (double)(slice->k_end - slice->k_begin) * (call->slices.offsets ? 1.0 : (double)call->batch);
-        seen += slice->kind ? pairs / 2 : pairs;
-    }
+    for (int n = 0; n < call->slices.count; n++)
+        seen += fa_pairs_of_slice(&call->slices.list[n]) * (call->slices.offsets ? 1.0 : (double)call->batch);
     return OF * (double)fa_masks_of(call, row) * row->tile_q * row->tile_k > seen;
 }
 

@@ -317,6 +317,15 @@ static bool takes_bias(const fa_tune_row *row, const fa_call *call, const fa_key
            (backward ? !wide && (row->head_dim <= ALL_OPTIONS || !key->has_dropout) : row->warps == 12 || !(wide || key->has_dropout));
 }
 
+/* The row behind, which would be taken without this one. */
+static const fa_tune_row *larger_tiles(const fa_tune_row *row)
+{
+    const fa_tune_row *plain = row + 1;
+    while (plain->only != FA_FOR_TMA || !(plain->masks & FA_ON_WINDOW))
+        plain++;
+    return plain;
+}
+
 /* What Hopper's own ask of slices: no bias and no pages, and lists of tiles. */
 static bool takes_slices(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
@@ -338,7 +347,7 @@ static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *ke
         return false;
     if (row->only == FA_FOR_FEW) /* of a bias, one that is the same for all heads of a tile, as padding is */
         return key->aligned && (!key->has_bias || call->bias.stride[1] == 0) && !(key->has_alibi || key->has_dropout || key->has_slices) && is_few(row, call, plain);
-    if ((row->only == FA_FOR_SOFTCAP_TMA && !key->has_softcap) || (row->only == FA_FOR_BIAS_TMA && !key->has_bias) || (row->only == FA_FOR_CUT_TMA && !(key->has_slices && fa_cuts_many(call, row))) || (row->only == FA_FOR_NARROW_V_TMA && call->head_dim_v > FA_NARROW_V))
+    if ((row->only == FA_FOR_SOFTCAP_TMA && !key->has_softcap) || (row->only == FA_FOR_BIAS_TMA && !key->has_bias) || (row->only == FA_FOR_CUT_TMA && !(key->has_slices && fa_cuts_many(call, larger_tiles(row)))) || (row->only == FA_FOR_NARROW_V_TMA && call->head_dim_v > FA_NARROW_V))
         return false;
     if (row->only == FA_FOR_SHORT_TMA && call->max_seqlen_k > row->max_queries)
         return false;

@@ -119,7 +119,7 @@ bool fa_tune_takes_tma(const fa_call *call);
 int64_t fa_masks_of(const fa_call *call, const fa_tune_row *row);
 int64_t fa_mask_bytes(const fa_tune_row *row);
 
-/* More than a tenth of the tiles that slices show may be cut: smaller tiles then pay. */
+/* More than a quarter of the tiles that slices show may be cut: smaller ones then pay. */
 bool fa_cuts_many(const fa_call *call, const fa_tune_row *row);
 
 /* Masks and lists take no more memory than a large call may. */

@@ -16,6 +16,7 @@ WORK, INSPECT, SOFTMAX = "work_sm90.cuh", "inspect_sm90.cuh", "softmax_sm90.cuh"
 WIDE, ROWS, BLOCK, CONVERT = "backward_wide_sm90.cuh", "backward_rows.cuh", "backward_block_sm90.cuh", "backward_convert_sm90.cu"
 LATENT, LATENT_BLOCK, LATENT_PRODUCER = "forward_latent_sm90.cu", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
 SCORES, BIAS, FAR, ROWSUM, DBIAS = "scores_sm90.cuh", "bias_sm90.cuh", "far_rows.cuh", "backward_rowsum.cu", "backward_dbias_sm90.cuh"
+LISTS, LISTED = "list_tiles.cu", "listed.cuh"
 FEW, FOLD, GROUPED = "forward_few_sm90.cu", "fold.cu", "grouped_sm90.cuh"
 F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES = "forward_f32_sm90.cu", "backward_f32_sm90.cu", "backward_f32_narrow_sm90.cuh", "backward_f32_wide_sm90.cuh", "planes_sm90.cu"
 PROGRAMS = dict.fromkeys((F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES), "test_cuda_f32") | dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few")  # else TEST
@@ -41,6 +42,9 @@ BIASED_BACK = ("bias of all sequences, causal", "every_backward*")
 GRADIENT = ("bias's gradient, of all sequences, causal", "every_backward*")
 GRADIENTS = ("bias's gradient", "every_backward*", "3")  # where lot makes the right warp slow
 GRADIENT_OF_EACH = ("bias's gradient, -inf, used lengths", "every_backward*")
+SLICES = ("slices, documents", "every_shape*")
+SLICES_BACK = ("slices, documents", "every_backward*")
+SLICES_FULL = ("slices, shared question, causal", "every_shape*")
 LATENT_TWO = ("two queries", "every_shape*")
 LATENT_PAGES = ("pages of 64, pairs", "every_shape*")
 LATENT_ONE_PIECE = ("pages of 48", "every_shape*") # two producers fetch nothing
@@ -60,6 +64,13 @@ GIVE_Q = "    release(q_empty(c.n));\n"
 
 # Name, file, what stands there, what the mistake makes of it, shapes, the test and, where lot must be right, EMULATOR_SEED.
 MISTAKES = [
+    ("a tile that is cut is taken for whole", LISTS, "return whole ? seen : fa_min_int(seen, 1);", "return seen;", SLICES_FULL),
+    ("a list whose last tile is forgotten", LISTS, "{whole + cut, cut + (whole > 0)}", "{whole + cut - (whole + cut > 1), cut + (whole > 0)}", SLICES),
+    ("a column too many is seen", LISTS, "columns_below<COLUMNS>(end - first)", "columns_below<COLUMNS>(end - first + 1)", SLICES),
+    ("masks that are each other's", LISTS, "{tile, masks + b}", "{tile, masks}", SLICES),
+    ("slices of other queries", LISTS, "place < MOST_NEAR", "place < 1", SLICES),
+    ("S^T masked by the next keys' words", LISTED, "words[8 * 4]", "words[0]", SLICES_BACK),
+    ("a turn that is another's", LISTS, " = turns + __popc(some & ((1u << lane) - 1));", " = 0;", SLICES_BACK),
     ("nobody waits for K", FORWARD, "{ barrier_wait(k_full(n), filled<K_STAGES>(n)); }", "{}", WHOLE),
     ("nobody waits for V", FORWARD, "    barrier_wait(v_ready(n), filled<V_STAGES>(n));\n}", "}", WHOLE),
     ("nobody waits for a clean V", FORWARD, "barrier_wait(DIRECT_V ? v_full(n) : v_ready(n), filled<V_STAGES>(n));", ";", WHOLE),
