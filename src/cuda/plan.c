@@ -281,7 +281,7 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
     }
     if (planes)
         FA_TRY(fa_plan_add_planes(call, plan, key));
-    else if (has_next_item(plan, key)) {
+    else if (has_next_item(plan, key) && key->mask != FA_MASK_LISTED /* list_tiles does it */) {
         fa_key deal = fa_plan_small_key(FA_KERNEL_DEAL, key->arch);
         FA_TRY(fa_plan_add(plan, &deal, 1));
     }

@@ -95,7 +95,7 @@ typedef struct fa_args {
                                               queries of a tile LSE * log2(e), then delta; past the last inf and 0. dq_accum is
                                               there [heads_q][all_tiles_q][FA_TILE_Q * FA_HEAD_DIM], in backward_sm90.cu's order */
     int   *next_item;                      /* backward_sm90 and forward_sm90: where tiles are dealt one by one, how many have been; zeroed by
-                                              backward_rowsum.cu and deal.cu. Null: each block knows its own, or has one */
+                                              backward_rowsum.cu, deal.cu and list_tiles.cu. Null: each block knows its own, or has one */
     int own_heads;                         /* backward_sm90: key heads of all sequences, the first, whose tiles blocks have without being dealt them */
     int dealt_tiles, dealt_heads;          /* backward_sm90 with next_item: tiles and heads that order_heads is a part of, behind own_heads */
     int dq_order;                          /* backward_sm90: FA_DQ_FIRST_COMES ... below */

@@ -166,7 +166,7 @@ FA_DEVICE void softmax_of_tile(const fa_args &args, const work &w, consumer &c, 
 #pragma unroll
     for (int i = 0; i < S_COUNT; i++)
         s[i] = FA_HAS_BIAS ? s[i] * unit[i / 2 % 2] + bias[i % BIAS_COUNT] * args.bias_factor : s[i] * unit[i / 2 % 2];
-    finish_scores(args, w, s, c.group, n, is_masked(w, n), c.tile);
+    finish_scores(args, w, s, c.group, n, is_masked(w, n), c.tile, {});
     if (softmax_step<true>(s, c.rows, alpha, unit_of(args, w)))
         scale_output(c.o, alpha);
     if constexpr (FA_HAS_DROPOUT) /* the sum knows nothing of it; what it leaves is made larger on the way out */

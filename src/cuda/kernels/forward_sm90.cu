@@ -359,9 +359,10 @@ FA_DEVICE void scores_alone(float (&s)[S_COUNT], consumer &c, unsigned item, boo
 /* Step n, the first of an item of which this consumer sees something, up to step `seen`, with nothing to overlap. */
 FA_DEVICE void first_tile(const fa_args &args, const work &w, consumer &c, unsigned item, int n, int seen)
 {
-    float s[S_COUNT], alpha[2];
+    float      s[S_COUNT], alpha[2];
+    seen_words words = seen_of_step(args, w, c.group, n, is_masked(w, n));
     scores_alone(s, c, item, n + 1 == seen);
-    finish_scores(args, w, s, c.group, n, is_masked(w, n), c.tile);
+    finish_scores(args, w, s, c.group, n, is_masked(w, n), c.tile, words);
     c.rows  = no_rows();
     c.fresh = true;
     softmax_step<true>(s, c.rows, alpha, unit_of(args, w));
@@ -396,7 +397,8 @@ FA_DEVICE void keep_output(consumer &c, float unit)
 /* A later step, before step `seen`: scores of its tile while P V of the one before is under way. */
 template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned item, int n, int seen)
 {
-    float s[S_COUNT], alpha[2];
+    float      s[S_COUNT], alpha[2];
+    seen_words words = seen_of_step(args, w, c.group, n, MASKED);
     await_turn(c.group);
     start_rows_by_rows<FA_TILE_Q, FA_TILE_K>(s, c.q, own_queries(c, item), k_tile(c.tile + 1));
     if constexpr (MASKED)
@@ -413,7 +415,7 @@ template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, c
     release(same_for_all(k_empty(c.tile + 1)));
     if (n + 1 == seen)
         release(q_empty(item));
-    finish_scores(args, w, s, c.group, n, MASKED, c.tile + 1);
+    finish_scores(args, w, s, c.group, n, MASKED, c.tile + 1, words);
     bool moved = MASKED || RISES ? softmax_step<MASKED || FA_HAS_BIAS>(s, c.rows, alpha, unit_of(args, w)) : softmax_ahead(s, c.rows, alpha, unit_of(args, w));
     drop(args, w, s, c.group, n);
     if (n + 1 < seen) /* here, for a branch keeps the compiler from moving exponentials behind the wait that follows */
@@ -451,8 +453,11 @@ template <bool NEXT> FA_DEVICE far_rows last_tile(const fa_args &args, const wor
     float       s[NEXT ? S_COUNT : 1], alpha[2];
     const work &next = work_at(item + 1);
     row_state   rows = no_rows();
-    if constexpr (NEXT)
+    seen_words  words;
+    if constexpr (NEXT) {
+        words = seen_of_step(args, next, c.group, 0, is_masked(next, 0));
         wait_for_k(c.tile + 1);
+    }
     await_turn(c.group);
     if constexpr (NEXT)
         start_scores(s, own_queries(c, item + 1), k_tile(c.tile + 1));
@@ -465,7 +470,7 @@ template <bool NEXT> FA_DEVICE far_rows last_tile(const fa_args &args, const wor
         release(k_empty(c.tile + 1));
         if (next.tiles == 1)
             release(q_empty(item + 1));
-        finish_scores(args, next, s, c.group, 0, is_masked(next, 0), c.tile + 1);
+        finish_scores(args, next, s, c.group, 0, is_masked(next, 0), c.tile + 1, words);
         softmax_step<true>(s, rows, alpha, unit_of(args, next));
         drop(args, next, s, c.group, 0);
         if (next.tiles > 1)

@@ -7,6 +7,7 @@
  * With FA_DETERMINISTIC they come to a tile of queries in the order of their keys: all begin at the last; and blocks behind those of the lists say which is whose turn.
  */
 #include "listed.cuh"
+#include "ptx_sm80.cuh"
 
 constexpr bool OF_KEYS = FA_VARIANT > 0, KEYS_DOWN = FA_VARIANT == 1;
 constexpr int  THREADS = 32 * FA_WARPS, MOST_NEAR = 256, ROWS = KEYS_DOWN ? FA_TILE_K : FA_TILE_Q, COLUMNS = KEYS_DOWN ? FA_TILE_Q : FA_TILE_K;
@@ -176,6 +177,9 @@ FA_DEVICE void write_turns(const fa_args &args, near_slices &near, int number)
 extern "C" __global__ void __launch_bounds__(THREADS) list_tiles(const __grid_constant__ fa_args args)
 {
     __shared__ near_slices near;
+    let_next_launch_begin(); /* forward_sm90 waits for this one */
+    if (blockIdx.x == 0 && threadIdx.x == 0 && args.next_item)
+        *args.next_item = 0; /* which deal.cu has no need to do then; in a backward backward_rowsum.cu does too */
     int lists = OF_KEYS ? args.all_tiles_k : args.all_tiles_q, number = blockIdx.x;
     if (FA_DETERMINISTIC && number >= lists) {
         write_turns(args, near, number - lists);

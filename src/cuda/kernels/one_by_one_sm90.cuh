@@ -44,9 +44,9 @@ FA_DEVICE void whole_softmax_ahead(const fa_args &args, const work &w, consumer 
 }
 
 /* P of a step whose scores are there, with its turn. */
-template <bool MASKED> FA_DEVICE void whole_softmax(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], int n)
+template <bool MASKED> FA_DEVICE void whole_softmax(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], int n, const seen_words &words)
 {
-    finish_scores(args, w, s, c.group, n, MASKED, c.tile);
+    finish_scores(args, w, s, c.group, n, MASKED, c.tile, words);
     if constexpr (BY_SUMS && !MASKED)
         whole_softmax_ahead(args, w, c, s, n);
     else {
@@ -81,9 +81,10 @@ FA_DEVICE void start_whole_output(const fa_args &args, const work &w, consumer &
 /* A step with nothing of its own under way beside it, but other consumers': scores, P, O. */
 template <bool MASKED> FA_DEVICE void whole_step(const fa_args &args, const work &w, consumer &c, unsigned item, int n)
 {
-    float s[S_COUNT];
+    float      s[S_COUNT];
+    seen_words words = seen_of_step(args, w, c.group, n, MASKED);
     scores_alone(s, c, item, n + 1 == w.tiles);
-    whole_softmax<MASKED>(args, w, c, s, n);
+    whole_softmax<MASKED>(args, w, c, s, n, words);
     wait_for_v(c.tile);
     start_whole_output(args, w, c, n);
     finish_output(c, c.tile);
@@ -93,6 +94,7 @@ template <bool MASKED> FA_DEVICE void whole_step(const fa_args &args, const work
 /* The same where the scores have been started behind P V of the step before, if there was one: else they are there. NEXT: so are the next step's. */
 template <bool MASKED, bool NEXT> FA_DEVICE void step_ahead(const fa_args &args, const work &w, consumer &c, float (&s)[S_COUNT], unsigned item, int n)
 {
+    seen_words words = seen_of_step(args, w, c.group, n, MASKED);
     wgmma_wait<0>(); /* without an if, or ptxas lets none of the products run on */
     hold(s);
     hold(c.o);
@@ -102,7 +104,7 @@ template <bool MASKED, bool NEXT> FA_DEVICE void step_ahead(const fa_args &args,
         release(v_empty(c.tile - 1));
     if (!NEXT)
         release(q_empty(item));
-    whole_softmax<MASKED>(args, w, c, s, n);
+    whole_softmax<MASKED>(args, w, c, s, n, words);
     wait_for_v(c.tile);
     if (NEXT)
         wait_for_k(c.tile + 1);

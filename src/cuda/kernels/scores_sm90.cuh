@@ -81,24 +81,23 @@ FA_DEVICE void add_alibi(const work &w, float (&s)[S_COUNT], int group, int step
 /* Visible columns as bits, of which seven at once become predicates: half of the instructions. Two blocks a multiprocessor have no registers for it, nor has dropout. */
 constexpr bool MASK_BY_BITS = FA_MIN_BLOCKS == 1 && FA_TILE_K <= 128 && !FA_HAS_DROPOUT && !FA_HAS_BIAS;
 
-/* What this thread sees of step `step` under a block mask. */
-FA_DEVICE seen_words seen_of_step(const fa_args &args, const work &w, int group, int step)
+/* What this thread sees of step `step` under a block mask, if it is one: asked for before S is waited for. */
+FA_DEVICE seen_words seen_of_step(const fa_args &args, const work &w, int group, int step, bool masked)
 {
 #if FA_MASK == FA_MASK_LISTED
-    return load_seen<FA_TILE_Q>(args, w.list[step].mask, 64 * group + fragment_row());
-#else
-    return {};
+    if (masked)
+        return load_seen<FA_TILE_Q>(args, w.list[step].mask, 64 * group + fragment_row());
 #endif
+    return {};
 }
 
 /* S of keys that a row does not see becomes -inf. */
-FA_DEVICE void mask_scores(const fa_args &args, const work &w, float (&s)[S_COUNT], int group, int step)
+FA_DEVICE void mask_scores(const fa_args &args, const work &w, float (&s)[S_COUNT], int group, int step, const seen_words &words)
 {
     if constexpr (LISTED) {
-        seen_words seen = seen_of_step(args, w, group, step);
 #pragma unroll
         for (int n = 0; n < S_COUNT; n++)
-            if (!sees(seen, n))
+            if (!sees(words, n))
                 s[n] = -infinity();
         return;
     }
@@ -118,11 +117,11 @@ FA_DEVICE void mask_scores(const fa_args &args, const work &w, float (&s)[S_COUN
 }
 
 /* Under a softcap keys are hidden twice: first for their neighbours, or a NaN of theirs would reach these. tile: of keys, counted since the kernel began. */
-FA_DEVICE void finish_scores(const fa_args &args, const work &w, float (&s)[S_COUNT], int group, int step, bool masked, unsigned tile)
+FA_DEVICE void finish_scores(const fa_args &args, const work &w, float (&s)[S_COUNT], int group, int step, bool masked, unsigned tile, const seen_words &words)
 {
     if constexpr (FA_HAS_SOFTCAP) {
         if (masked)
-            mask_scores(args, w, s, group, step);
+            mask_scores(args, w, s, group, step, words);
         cap_scores(s, args.cap_slope);
     }
 #if FA_HAS_BIAS && FA_DTYPE != FA_F32
@@ -131,7 +130,7 @@ FA_DEVICE void finish_scores(const fa_args &args, const work &w, float (&s)[S_CO
     if constexpr (FA_HAS_ALIBI)
         add_alibi(w, s, group, step);
     if (masked)
-        mask_scores(args, w, s, group, step);
+        mask_scores(args, w, s, group, step, words);
 }
 
 #endif

@@ -67,7 +67,7 @@ FA_DEVICE bool dealt_place(const fa_args &args, bool first_of_all, work &w)
     if (!first_of_all) {
         if (!args.next_item) /* there are as many blocks */
             return false;
-        wait_for_launch_before(); /* deal.cu */
+        wait_for_launch_before(); /* deal.cu, list_tiles.cu */
         number = atomicAdd(args.next_item, 1) + gridDim.x;
     }
     if (number >= (unsigned)args.all_items)
@@ -127,6 +127,7 @@ FA_DEVICE bool find_work(const fa_args &args, unsigned n, work &w)
     if (queries.begin >= queries.end || w.keys.begin >= w.keys.end)
         return true;
 #if FA_MASK == FA_MASK_LISTED
+    wait_for_launch_before(); /* list_tiles */
     const fa_listed *list = list_of_tile(args, number_of_queries(args, w.b, w.first_q / FA_TILE_Q));
     w.list                = list + 1;
     w.tiles = w.end_clean = list->tile;
