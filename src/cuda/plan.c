@@ -518,6 +518,8 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         plan->zero_bytes = key->one_launch ? 0 : a.used - begin;
     }
     if (key->mask == FA_MASK_LISTED) { /* what is zeroed grows by one number */
+        if (call->pass == FLASH_ATTN_FORWARD)
+            plan->zero_bytes = 0;
         size_t begin      = a.used - plan->zero_bytes;
         args->masks_taken = take(&a, 1, sizeof(int));
         plan->zero        = base ? base + begin : NULL;

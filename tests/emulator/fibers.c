@@ -320,7 +320,8 @@ static void start_block(block *b, unsigned index)
     }
     if (!b->shared || (kernel->statics_bytes > 0 && !b->statics))
         fail("no memory for a block");
-    memset(b->shared, 0xFF, (size_t)kernel->shared_bytes);
+    for (int n = 0; n < kernel->shared_bytes / 2; n++) /* NaN in every type, and large as a number of steps */
+        ((uint16_t *)(void *)b->shared)[n] = 0x7FFF;
     if (kernel->has_async)
         emulator_start_writes(index);
     memset(b->at_barrier, 0, sizeof b->at_barrier);

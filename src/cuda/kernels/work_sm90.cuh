@@ -115,6 +115,9 @@ FA_DEVICE bool find_work(const fa_args &args, unsigned n, work &w)
     w.kv_head = w.head / args.group;
     w.spoilt  = 0;
     w.tiles   = 0;
+#if FA_MASK == FA_MASK_LISTED
+    w.first_clean = w.end_clean = 0; /* who goes one step after the other does not ask for tiles first */
+#endif
 #if FA_DTYPE == FA_F8E4M3
     w.unit    = args.scale_log2 * descale_of_scores(args, w.b, w.kv_head);
     w.descale = descale_of(args.descale_v, w.b, w.kv_head);
