@@ -133,6 +133,8 @@ def parse():
         options.seqlens, options.patterns = [int(s) for s in own.seqlens.split(",")], own.patterns.split(",")
     except ValueError as problem:
         parser.error(f"{problem}: expected numbers between commas")
+    if min(options.seqlens) < 512:
+        parser.error(f"--seqlens {own.seqlens}: at least 512, for the first 64 keys and a window of an eighth")
     if set(options.patterns) - set(PATTERNS):
         parser.error(f"--patterns {own.patterns}: expected some of {', '.join(PATTERNS)}")
     options.json, options.fa3 = own.json, own.fa3

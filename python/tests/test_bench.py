@@ -407,6 +407,24 @@ def test_the_gpu_bench_from_end_to_end(gpu, monkeypatch, tmp_path, capsys):
     assert all(f">{name}<" in (tmp_path / "gpu-both.svg").read_text() for name in ("FlexAttention", "flashattn", "cuDNN"))
 
 
+def test_block_masks_are_timed_and_checked(gpu, monkeypatch, tmp_path, capsys):
+    masks, file = load("block_masks"), tmp_path / "masks.json"
+    monkeypatch.setattr(masks.gpu, "TOKENS", 1024)
+    monkeypatch.setattr(masks.gpu, "HIDDEN", 32)
+    words = ["--head-dims", "16", "--seqlens", "512", "--groups", "1", "--json", file]
+    assert run(masks, monkeypatch, *words) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 2 * len(masks.PATTERNS) and "0 wrong answers" in capsys.readouterr().out
+    assert all(isinstance(row["tflops"]["ours"], float) and 0 < row["seen"] < 1 for row in rows)
+    right = masks.block_mask
+    monkeypatch.setattr(masks, "block_mask", lambda pattern, s: ([(0, s, 0, s, masks.FULL)], *right(pattern, s)[1:]))  # slices that show more
+    assert run(masks, monkeypatch, *words, "--patterns", "prefix") == 1
+    assert "WRONG" in capsys.readouterr().out
+    for wrong in (["--patterns", "stripes"], ["--seqlens", "256"], ["--head-dims", "x"]):
+        with pytest.raises(SystemExit):
+            run(masks, monkeypatch, *wrong)
+
+
 @pytest.mark.parametrize("words", [["--softcap", "3"], ["--alibi"], ["--passes", "backward", "--softcap", "2", "--alibi"],
                                    ["--softcap", "2", "--alibi", "--pages", "16"], ["--pages", "64"], ["--bias", "heads"], ["--bias", "own", "--softcap", "2"],
                                    ["--bias", "keys", "--alibi"], ["--bias", "heads", "--dbias"], ["--bias", "own", "--dbias"]])
