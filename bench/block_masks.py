@@ -51,7 +51,7 @@ def block_mask(pattern, s):
     if pattern == "answers":
         first = s // 4
         ends = [first, *(first + (s - first) * (n + 1) // 8 for n in range(8))]
-        of   = number_of_span(ends, s)
+        of = number_of_span(ends, s)
         return [(0, first, 0, first, CAUSAL), (first, s, 0, first, FULL), *((a, b, a, b, CAUSAL) for a, b in list(spans(ends))[1:])], lambda b, h, i, j: (i >= j) & ((j < first) | (of[i] == of[j])), None
     if pattern == "sinks":
         sinks, width = 64, s // 8
@@ -74,7 +74,7 @@ class MaskedCell(gpu.Cell):
         slices, self.sees, self.ends = block_mask(pattern, seqlen)
         self.slices = torch.tensor(slices, dtype=torch.int32)
         self.hidden = ~self.sees(0, 0, place[:, None], place[None, :])
-        self.pairs  = (~self.hidden).sum().item()
+        self.pairs = (~self.hidden).sum().item()
         super().__init__(d, seqlen, False, options, d_v)
         del self.hidden
 
@@ -96,7 +96,7 @@ def as_packed(cell, peer):
 
 
 def runs_of(cell, names):
-    own  = {"ours": gpu.ours, "portable": gpu.portable, "flex": gpu.flex}
+    own = {"ours": gpu.ours, "portable": gpu.portable, "flex": gpu.flex}
     runs = {}
     for name in names:
         try:
@@ -124,7 +124,7 @@ def parse():
     parser.add_argument("--fa3", metavar="LIBRARY")
     parser.add_argument("--groups", type=int, default=7)
     parser.add_argument("--json", metavar="FILE")
-    own     = parser.parse_args()
+    own = parser.parse_args()
     options = gpu.parse([])
     for name in ("passes", "tokens", "softcap", "alibi", "groups"):
         setattr(options, name, getattr(own, name))
@@ -145,23 +145,18 @@ def parse():
 
 def main():
     options = parse()
-    if not card.present():
-        print("skipped: no CUDA device")
+    before, names, rows, ratios = gpu.begin(options), options.names, [], []
+    if before is None:
         return 0
-    if options.fa3:
-        fa3.load(options.fa3)
-    torch.manual_seed(0)
-    before, names, rows, ratios = card.state(), options.names, [], []
-    print(f"before: {before}; PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
     print(f"{'pass':8} {'d':>7} {'pattern':9} {'s':>5} seen | " + " ".join(f"{n:>8}" for n in names) + " | /best")
     for d, pattern, seqlen in itertools.product(options.head_dims, options.patterns, options.seqlens):
         cell = MaskedCell(pattern, d[0], seqlen, options, d[1])
         runs = runs_of(cell, names)
         for backward in {"forward": [False], "backward": [True], "both": [False, True]}[options.passes]:
-            row    = gpu.bench_pass(cell, backward, runs, options.groups)
+            row = gpu.bench_pass(cell, backward, runs, options.groups)
             speeds = {n: x for n, x in row.items() if isinstance(x, float)}
-            best   = max((x for n, x in speeds.items() if n not in ("ours", "portable")), default=None)
-            over   = speeds["ours"] / best if best and "ours" in speeds else None
+            best = max((x for n, x in speeds.items() if n not in ("ours", "portable")), default=None)
+            over = speeds["ours"] / best if best and "ours" in speeds else None
             ratios += [over] if over else []
             rows.append({"pass": "backward" if backward else "forward", "head_dim": d[0], "head_dim_v": d[1], "pattern": pattern, "seqlen": seqlen, "heads": cell.heads, "heads_k": cell.heads_k,
                          "tokens": cell.tokens, "softcap": options.softcap, "alibi": options.alibi, "seen": cell.pairs / seqlen**2, "tflops": row})
@@ -170,7 +165,7 @@ def main():
             card.write_report(options.json, "flashattn-block-masks-1", before, rows)
     print(f"after: {card.state()}")
     wrong = sum(isinstance(x, str) for row in rows for x in row["tflops"].values())
-    over  = f"ours over the best peer: geometric mean {statistics.geometric_mean(ratios):.3f}, least {min(ratios):.3f}, {len(ratios)} cells; " if ratios else ""
+    over = f"ours over the best peer: geometric mean {statistics.geometric_mean(ratios):.3f}, least {min(ratios):.3f}, {len(ratios)} cells; " if ratios else ""
     print(f"{over}{wrong} wrong answers")
     return 1 if wrong else 0
 

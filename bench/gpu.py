@@ -544,16 +544,24 @@ def grid(options, write):
     return rows, [ratio for ratio in ratios if ratio]
 
 
-def main():
-    options = parse()
+def begin(options):
+    """The card's state, or None where there is no card; peers are there, and so is the seed."""
     if not card.present():
         print("skipped: no CUDA device")
-        return 0
+        return None
     if options.fa3:
         fa3.load(options.fa3)
     torch.manual_seed(0)
     before = card.state()
     print(f"before: {before}; PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
+    return before
+
+
+def main():
+    options = parse()
+    before = begin(options)
+    if before is None:
+        return 0
 
     def write(rows):
         card.write_report(options.json, "flashattn-gpu-bench-1", before, rows)

@@ -253,6 +253,14 @@ static bool has_twin_below(int r)
     return false;
 }
 
+/* Slices beside what needs most registers, of Hopper's own at head_dim 64; slices one by one, of the portable kernel's row for any rows. Lists themselves are built wherever "slices" is. */
+static bool has_more_slices(const fa_tune_row *row, const option *with)
+{
+    if (with->set == set_slices_few)
+        return row->head_dim == 64 && row->only == FA_FOR_ANY;
+    return row->head_dim == 64 && (row->kernel == FA_KERNEL_BACKWARD_SM90 || (row->kernel == FA_KERNEL_FORWARD_SM90 && row->only == FA_FOR_TMA && row->masks & FA_ON_WINDOW));
+}
+
 static bool is_mask(const option *with) { return with->set == set_full || with->set == set_window; }
 
 /* Above head_dim 64 another mask takes no more than the row's own; a window is built where queries have tiles of their own. Of Hopper's backward dropout
@@ -319,6 +327,8 @@ static bool is_built_with(const fa_tune_row *row, int arch, const option *with)
     bool slow = row->dtypes == FA_IN_F32 || is_backward(row), of_90 = row->arch_max >= 90 && row->arch_min <= 90;
     if (is_mask(with) && !has_masks(row, with))
         return false;
+    if (with->set == set_slices_few || with->set == set_slices_dropout || with->set == set_slices_softcap)
+        return arch == 90 && row->dtypes != FA_IN_F32 && has_more_slices(row, with);
     if (row->only == FA_FOR_PLANES && row->head_dim == 128) /* which is short of registers */
         return with->set == set_nothing || is_mask(with) || with->set == set_bias || with->set == set_dropout;
     if (row->only == FA_FOR_PLANES)
