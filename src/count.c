@@ -33,23 +33,13 @@ static int by_first_query(const void *x, const void *y)
     return (a->q_begin > b->q_begin) - (a->q_begin < b->q_begin);
 }
 
-/* Keys of query i in a slice. */
-static fa_range slice_keys(const flash_attn_slice *slice, int i)
-{
-    fa_range keys = {slice->k_begin, slice->k_end};
-    if (slice->kind & FLASH_ATTN_SLICE_CAUSAL)
-        keys.end = fa_min_int(keys.end, i - slice->q_end + slice->k_end + 1);
-    if (slice->kind & FLASH_ATTN_SLICE_INVERSE_CAUSAL)
-        keys.begin = fa_max_int(keys.begin, i - slice->q_begin + slice->k_begin);
-    return keys;
-}
-
 /* How many keys of `within` the slices show to query i: the size of a union, found by sorting the pieces by begin. */
 static int64_t union_size(const flash_attn_slice *const *active, int count, int i, fa_range within, fa_range *pieces)
 {
     int num_pieces = 0;
     for (int n = 0; n < count; n++) {
-        fa_range keys  = slice_keys(active[n], i);
+        const flash_attn_slice *s = active[n];
+        fa_range keys  = fa_keys_of_slice(s->q_begin, s->q_end, s->k_begin, s->k_end, (int)s->kind, i);
         fa_range piece = {fa_max_int(keys.begin, within.begin), fa_min_int(keys.end, within.end)};
         if (piece.begin >= piece.end)
             continue;

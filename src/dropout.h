@@ -22,6 +22,12 @@ typedef uint64_t fa_u64;
 #define FA_DROPOUT_INLINE static inline
 #endif
 
+/* Philox4x32's factors, and by what its keys grow from round to round. */
+#define FA_PHILOX_FACTOR_0 0xD2511F53u
+#define FA_PHILOX_FACTOR_1 0xCD9E8D57u
+#define FA_PHILOX_STEP_0 0x9E3779B9u
+#define FA_PHILOX_STEP_1 0xBB67AE85u
+
 typedef struct fa_philox {
     fa_u32 word[4];
 } fa_philox;
@@ -29,14 +35,14 @@ typedef struct fa_philox {
 FA_DROPOUT_INLINE fa_philox fa_philox4x32_10(fa_u32 c0, fa_u32 c1, fa_u32 c2, fa_u32 c3, fa_u32 k0, fa_u32 k1)
 {
     for (int round = 0; round < 10; round++) {
-        fa_u64 p0 = (fa_u64)0xD2511F53u * c0, p1 = (fa_u64)0xCD9E8D57u * c2;
+        fa_u64 p0 = (fa_u64)FA_PHILOX_FACTOR_0 * c0, p1 = (fa_u64)FA_PHILOX_FACTOR_1 * c2;
         fa_u32 n0 = (fa_u32)(p1 >> 32) ^ c1 ^ k0, n2 = (fa_u32)(p0 >> 32) ^ c3 ^ k1;
         c1 = (fa_u32)p1;
         c3 = (fa_u32)p0;
         c0 = n0;
         c2 = n2;
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
+        k0 += FA_PHILOX_STEP_0;
+        k1 += FA_PHILOX_STEP_1;
     }
     fa_philox out = {{c0, c1, c2, c3}};
     return out;

@@ -67,4 +67,17 @@ FA_INLINE bool fa_slice_sees(int q_begin, int q_end, int k_begin, int k_end, int
            (!(kind & 1) || j - k_end <= i - q_end) && (!(kind & 2) || j - k_begin >= i - q_begin);
 }
 
+/* The keys that query i sees through a slice, and the queries that see key j: intervals. */
+FA_INLINE fa_range fa_keys_of_slice(int q_begin, int q_end, int k_begin, int k_end, int kind, int i)
+{
+    fa_range none = {0, 0}, keys = {kind & 2 ? fa_max_int(k_begin, i - q_begin + k_begin) : k_begin, kind & 1 ? fa_min_int(k_end, i - q_end + k_end + 1) : k_end};
+    return i < q_begin || i >= q_end ? none : keys;
+}
+
+FA_INLINE fa_range fa_queries_of_slice(int q_begin, int q_end, int k_begin, int k_end, int kind, int j)
+{
+    fa_range none = {0, 0}, queries = {kind & 1 ? fa_max_int(q_begin, j - k_end + q_end) : q_begin, kind & 2 ? fa_min_int(q_end, j - k_begin + q_begin + 1) : q_end};
+    return j < k_begin || j >= k_end ? none : queries;
+}
+
 #endif

@@ -13,9 +13,6 @@
 
 #include <immintrin.h>
 
-#define FA_DROPOUT_0 0xD2511F53u
-#define FA_DROPOUT_1 0xCD9E8D57u
-
 #define FA_AVX512_INLINE static inline __attribute__((always_inline))
 
 /* Of 16 rows: what does not depend on the keys. */
@@ -30,17 +27,17 @@ typedef struct fa_dropout_rows {
 FA_AVX512_INLINE void fa_dropout_begin_rows(fa_dropout_rows *rows, const fa_dropout *dropout, fa_u32 batch_head,
                                             fa_u32 row_block, __m512i first, int step)
 {
-    fa_u64 p1    = (fa_u64)FA_DROPOUT_1 * batch_head;
+    fa_u64 p1    = (fa_u64)FA_PHILOX_FACTOR_1 * batch_head;
     rows->low    = (fa_u32)p1;
     rows->offset = dropout->offset_low;
     for (fa_u32 n = 0; n < 10; n++) {
-        rows->key[n][0] = dropout->seed_low + n * 0x9E3779B9u;
-        rows->key[n][1] = dropout->seed_high + n * 0xBB67AE85u;
+        rows->key[n][0] = dropout->seed_low + n * FA_PHILOX_STEP_0;
+        rows->key[n][1] = dropout->seed_high + n * FA_PHILOX_STEP_1;
     }
     for (int v = 0; v < 4; v++) {
         __m512i lane     = _mm512_add_epi64(first, _mm512_set1_epi64(row_block * 32u + (fa_u32)(step * v)));
         __m512i x        = _mm512_xor_si512(lane, _mm512_set1_epi64((fa_u32)(p1 >> 32) ^ rows->key[0][0]));
-        rows->product[v] = _mm512_mul_epu32(x, _mm512_set1_epi64(FA_DROPOUT_0));
+        rows->product[v] = _mm512_mul_epu32(x, _mm512_set1_epi64(FA_PHILOX_FACTOR_0));
     }
 }
 
@@ -52,9 +49,9 @@ typedef struct fa_dropout_block_words {
 FA_AVX512_INLINE fa_dropout_block_words fa_dropout_begin_block(const fa_dropout_rows *rows, fa_u32 col_block)
 {
     const fa_u32(*key)[2]        = rows->key;
-    fa_u64                 p0    = (fa_u64)FA_DROPOUT_0 * col_block;
-    fa_u64                 p1    = (fa_u64)FA_DROPOUT_1 * ((fa_u32)(p0 >> 32) ^ rows->offset ^ key[0][1]);
-    fa_u64                 p2    = (fa_u64)FA_DROPOUT_0 * ((fa_u32)(p1 >> 32) ^ rows->low ^ key[1][0]);
+    fa_u64                 p0    = (fa_u64)FA_PHILOX_FACTOR_0 * col_block;
+    fa_u64                 p1    = (fa_u64)FA_PHILOX_FACTOR_1 * ((fa_u32)(p0 >> 32) ^ rows->offset ^ key[0][1]);
+    fa_u64                 p2    = (fa_u64)FA_PHILOX_FACTOR_0 * ((fa_u32)(p1 >> 32) ^ rows->low ^ key[1][0]);
     fa_dropout_block_words words = {(fa_u32)p0 ^ key[1][1], (fa_u32)p1 ^ key[2][0], (fa_u32)(p2 >> 32) ^ key[2][1],
                                     (fa_u32)p2 ^ key[3][1]};
     return words;
@@ -70,7 +67,7 @@ FA_AVX512_INLINE __m512i fa_dropout_xor(__m512i a, __m512i b, fa_u32 c)
 FA_AVX512_INLINE void fa_dropout_numbers(__m512i out[4][2], const fa_dropout_rows *const rows[4],
                                          const fa_dropout_block_words *const at[4], const int v[4])
 {
-    const __m512i   m0 = _mm512_set1_epi64(FA_DROPOUT_0), m1 = _mm512_set1_epi64(FA_DROPOUT_1);
+    const __m512i   m0 = _mm512_set1_epi64(FA_PHILOX_FACTOR_0), m1 = _mm512_set1_epi64(FA_PHILOX_FACTOR_1);
     const __mmask16 lower = 0x5555;
     const fa_u32(*key)[2] = rows[0]->key;
     __m512i x0[4], x1[4], x2[4], x3[4];

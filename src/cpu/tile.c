@@ -156,14 +156,8 @@ int fa_slices_touching(const fa_call *call, int64_t b, fa_range queries, fa_rang
 /* Keys of the tile that query i sees through one slice: an interval. */
 static fa_range slice_keys(const flash_attn_slice *s, int i, fa_range keys)
 {
-    if (i < s->q_begin || i >= s->q_end)
-        return (fa_range){0, 0};
-    fa_range seen = {fa_max_int(keys.begin, s->k_begin), fa_min_int(keys.end, s->k_end)};
-    if (s->kind & 1)
-        seen.end = fa_min_int(seen.end, i - s->q_end + s->k_end + 1);
-    if (s->kind & 2)
-        seen.begin = fa_max_int(seen.begin, i - s->q_begin + s->k_begin);
-    return seen;
+    fa_range seen = fa_keys_of_slice(s->q_begin, s->q_end, s->k_begin, s->k_end, s->kind, i);
+    return (fa_range){fa_max_int(keys.begin, seen.begin), fa_min_int(keys.end, seen.end)};
 }
 
 /* ---- masks and options on scores ---- */

@@ -106,14 +106,8 @@ float fa_score_scale(const fa_call *call, int64_t b, int64_t head_k);
 /* Queries of `queries` that see key j through one slice: the same question from the other side. */
 static inline fa_range fa_slice_queries(const flash_attn_slice *s, fa_range queries, int j)
 {
-    if (j < s->k_begin || j >= s->k_end)
-        return (fa_range){0, 0};
-    fa_range see = {fa_max_int(queries.begin, s->q_begin), fa_min_int(queries.end, s->q_end)};
-    if (s->kind & 1)
-        see.begin = fa_max_int(see.begin, j - s->k_end + s->q_end);
-    if (s->kind & 2)
-        see.end = fa_min_int(see.end, j - s->k_begin + s->q_begin + 1);
-    return see;
+    fa_range see = fa_queries_of_slice(s->q_begin, s->q_end, s->k_begin, s->k_end, s->kind, j);
+    return (fa_range){fa_max_int(queries.begin, see.begin), fa_min_int(queries.end, see.end)};
 }
 
 /* True if scores need more than a positive factor: softcap, bias, ALiBi, or a scale that is not positive. They are

@@ -76,7 +76,7 @@ void fa_plan_use_row(fa_key *key, const fa_tune_row *row)
     key->min_blocks = row->min_blocks;
     key->variant    = row->variant;
     fa_tune_columns(row, key);
-    if (key->has_slices && (row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_BACKWARD_SM90))
+    if (key->has_slices && fa_is_hoppers_own(row->kernel))
         key->mask = FA_MASK_LISTED;
     if (row->kernel == FA_KERNEL_BACKWARD_SM90)
         key->deterministic = 0; /* a branch outside its main loop */
@@ -454,6 +454,7 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
     fa_args      *args   = &plan->args;
     arena         a      = {base, 0};
     int64_t       tokens = call->q.shape[0] * call->q.shape[1];
+    plan->zero_bytes    = 0; /* of the time before */
     args->slices        = take(&a, plan->slices_bytes > 0 ? call->slices.count : 0, sizeof(fa_slice));
     args->slice_offsets = take(&a, plan->offsets_bytes > 0 ? call->batch + 1 : 0, sizeof(int));
     if (key->has_split) {
@@ -518,8 +519,6 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         plan->zero_bytes = key->one_launch ? 0 : a.used - begin;
     }
     if (key->mask == FA_MASK_LISTED) { /* what is zeroed grows by one number */
-        if (call->pass == FLASH_ATTN_FORWARD)
-            plan->zero_bytes = 0;
         size_t begin      = a.used - plan->zero_bytes;
         args->masks_taken = take(&a, 1, sizeof(int));
         plan->zero        = base ? base + begin : NULL;

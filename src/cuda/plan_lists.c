@@ -3,10 +3,8 @@
 
 enum { ENDS = 2 }; /* places of a list beside those of its tiles */
 
-static bool is_backward(const fa_tune_row *row) { return row->kernel == FA_KERNEL_BACKWARD_SM90 || row->kernel == FA_KERNEL_BACKWARD_SM80; }
-
 /* Of Hopper's above 128 columns both consumers have the same keys, queries down (backward_block_sm90.cuh: BY_COLUMNS); elsewhere S is transposed. */
-static bool has_keys_down(const fa_tune_row *row) { return is_backward(row) && !(row->kernel == FA_KERNEL_BACKWARD_SM90 && row->tile_k == 80); }
+static bool has_keys_down(const fa_tune_row *row) { return fa_is_backward(row->kernel) && !(row->kernel == FA_KERNEL_BACKWARD_SM90 && row->tile_k == 80); }
 
 int64_t fa_mask_bytes(const fa_tune_row *row)
 {
@@ -50,7 +48,7 @@ int64_t fa_masks_of(const fa_call *call, const fa_tune_row *row)
     int64_t most = tiles * ceil_div(call->max_seqlen_k, row->tile_k), cut = 0;
     for (int n = 0; n < call->slices.count && cut < most; n++)
         cut += cut_by_slice(&call->slices.list[n], call, row) * (call->slices.offsets ? 1 : call->batch);
-    if (is_backward(row)) /* a sequence's last tile of queries is cut, if it is not whole */
+    if (fa_is_backward(row->kernel)) /* a sequence's last tile of queries is cut, if it is not whole */
         cut += call->batch * ceil_div(call->max_seqlen_k, row->tile_k);
     int64_t diagonals = (call->window.left < FA_UNLIMITED) + (call->window.right < FA_UNLIMITED), ends = 2;
     return least(most, cut + tiles * (ends + diagonals * cut_by_diagonal(row)));
@@ -59,7 +57,7 @@ int64_t fa_masks_of(const fa_call *call, const fa_tune_row *row)
 /* Places of all lists; of a backward in a fixed order as many turns are about as much. */
 static int64_t places_of_lists(const fa_call *call, const fa_tune_row *row)
 {
-    if (is_backward(row))
+    if (fa_is_backward(row->kernel))
         return tiles_of_keys(call, row) * (ceil_div(call->max_seqlen_q, row->tile_q) + ENDS);
     return tiles_of_queries(call, row) * (ceil_div(call->max_seqlen_k, row->tile_k) + ENDS);
 }
@@ -92,14 +90,14 @@ bool fa_lists_fit(const fa_call *call, const fa_tune_row *row)
 bool fa_plan_takes_lists(const fa_call *call, const fa_plan *plan, const fa_key *key)
 {
     enum { FEW_QUERIES = 64 };
-    return key->has_slices && !key->has_split && (is_backward(plan->row) || call->max_seqlen_q > FEW_QUERIES) && fa_lists_fit(call, plan->row);
+    return key->has_slices && !key->has_split && (fa_is_backward(plan->row->kernel) || call->max_seqlen_q > FEW_QUERIES) && fa_lists_fit(call, plan->row);
 }
 
 flash_attn_status fa_plan_add_lists(const fa_call *call, fa_plan *plan, const fa_key *main)
 {
     const fa_tune_row *row      = plan->row;
     fa_args           *args     = &plan->args;
-    bool               backward = is_backward(row);
+    bool               backward = fa_is_backward(row->kernel);
     fa_key             lists    = fa_plan_small_key(FA_KERNEL_LIST_TILES, main->arch);
     int64_t            queries = tiles_of_queries(call, row), keys = tiles_of_keys(call, row);
     lists.tile_q        = row->tile_q;

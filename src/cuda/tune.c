@@ -228,7 +228,9 @@ int fa_tune_arch(int device_arch)
     return 0;
 }
 
-static bool is_backward(enum fa_kernel_id kernel) { return kernel == FA_KERNEL_BACKWARD_SM80 || kernel == FA_KERNEL_BACKWARD_SM90 || kernel == FA_KERNEL_BACKWARD_F32_SM90; }
+bool fa_is_hoppers_own(enum fa_kernel_id kernel) { return kernel == FA_KERNEL_FORWARD_SM90 || kernel == FA_KERNEL_BACKWARD_SM90; }
+
+bool fa_is_backward(enum fa_kernel_id kernel) { return kernel == FA_KERNEL_BACKWARD_SM80 || kernel == FA_KERNEL_BACKWARD_SM90 || kernel == FA_KERNEL_BACKWARD_F32_SM90; }
 
 /* How far a row fits: the sentence of UNSUPPORTED comes from the row that came furthest. */
 enum fit { FIT_NO_KERNEL, FIT_NO_ARCH, FIT_NO_DTYPE, FIT_NO_HEAD_DIM, FIT_NO_MASK, FIT_WHOLLY };
@@ -297,7 +299,7 @@ static bool is_few(const fa_tune_row *row, const fa_call *call, bool plain)
 static bool has_own_options(const fa_tune_row *row, const fa_call *call)
 {
     enum { LARGEST_SOFTCAP = 128, SWIZZLE_ROWS = 8 };
-    bool own = row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_BACKWARD_SM90;
+    bool own = fa_is_hoppers_own(row->kernel);
     if (row->kernel == FA_KERNEL_BACKWARD_SM90 && (row->only == FA_FOR_NARROW_V_TMA || (row->only == FA_FOR_LONG_TMA && row->masks == FA_ON_CAUSAL)))
         own = false; /* no registers are left */
     return own && row->dtypes == FA_IN_16_BIT && call->softcap <= LARGEST_SOFTCAP &&
@@ -329,8 +331,7 @@ static const fa_tune_row *larger_tiles(const fa_tune_row *row)
 /* What Hopper's own ask of slices: no bias and no pages, and lists of tiles. */
 static bool takes_slices(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
-    bool own = row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_BACKWARD_SM90;
-    return own && row->dtypes == FA_IN_16_BIT && !(key->has_bias || key->has_paged) && fa_lists_fit(call, row);
+    return fa_is_hoppers_own(row->kernel) && row->dtypes == FA_IN_16_BIT && !(key->has_bias || key->has_paged) && fa_lists_fit(call, row);
 }
 
 static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *key)
@@ -351,14 +352,14 @@ static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *ke
         return false;
     if (row->only == FA_FOR_SHORT_TMA && call->max_seqlen_k > row->max_queries)
         return false;
-    if (row->only == FA_FOR_LONG_TMA && (call->max_seqlen_q <= row->max_queries || call->cache_batch_idx || (call->cu_seqlens_k && !is_backward(row->kernel))))
+    if (row->only == FA_FOR_LONG_TMA && (call->max_seqlen_q <= row->max_queries || call->cache_batch_idx || (call->cu_seqlens_k && !fa_is_backward(row->kernel))))
         return false; /* values_sm90 counts entries' tiles */
     return row->only == FA_FOR_ANY || (key->aligned && (plain || row->only == FA_FOR_ALIGNED));
 }
 
 static enum fit fit_of(const fa_tune_row *row, const fa_call *call, const fa_key *key, const char *name)
 {
-    if (is_backward(row->kernel) != (call->pass == FLASH_ATTN_BACKWARD) ||
+    if (fa_is_backward(row->kernel) != (call->pass == FLASH_ATTN_BACKWARD) ||
         (name && strcmp(fa_kernels[row->kernel].name, name) != 0))
         return FIT_NO_KERNEL;
     if (key->arch < row->arch_min || key->arch > row->arch_max)
@@ -367,7 +368,7 @@ static enum fit fit_of(const fa_tune_row *row, const fa_call *call, const fa_key
         return FIT_NO_DTYPE;
     if (call->head_dim > row->head_dim || call->head_dim_v > row->head_dim)
         return FIT_NO_HEAD_DIM;
-    int mask = key->has_slices && (row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_BACKWARD_SM90) ? FA_MASK_WINDOW : key->mask; /* lists of tiles are most like it */
+    int mask = key->has_slices && fa_is_hoppers_own(row->kernel) ? FA_MASK_WINDOW : key->mask; /* lists of tiles are most like it */
     if (!(row->masks >> mask & 1) || (row->max_queries && row->only != FA_FOR_LONG_TMA && call->max_seqlen_q > row->max_queries) ||
         !is_for(row, call, key))
         return FIT_NO_MASK;

@@ -111,6 +111,10 @@ extern const int         fa_num_tune_rows;
  * table knows, of the same major number and not above. 0: none. */
 int fa_tune_arch(int device_arch);
 
+/* The two that have TMA and WGMMA in 16 bits, and every backward. */
+bool fa_is_hoppers_own(enum fa_kernel_id kernel);
+bool fa_is_backward(enum fa_kernel_id kernel);
+
 /* More than 128 queries (fewer are split over the keys by the portable kernel, and so is what asks for parts), a
  * scale above 0, strides that a tensor map describes. */
 bool fa_tune_takes_tma(const fa_call *call);

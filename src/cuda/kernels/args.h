@@ -124,7 +124,7 @@ typedef struct fa_args {
                                               it; null: backward_sm80 is alone. Zeroed by launch.c */
     int dbias_terms[4];                    /* deterministic: dbias is stored for each (b, h, i, j), and backward_convert adds up so many along a dimension; else 1 */
     fa_listed *tile_lists;                 /* FA_MASK_LISTED, by list_tiles.cu: [all tiles of queries, in a backward of keys][list_places], for each the tiles that it meets; the first place has
-                                              how many these are, and before which of them a tile that it sees wholly may not stand; behind the last one's tile is -1 */
+                                              how many these are, and of a forward how many come before those that need no mask; behind the last one's tile is -1 */
     unsigned *tile_masks;                  /* likewise: [most_masks][rows of S or S^T in a tile][4], for each the columns that it sees, as its lanes hold them (columns_below) */
     int *masks_taken;                      /* likewise: how many are in use; zeroed by launch.c */
     int list_places, most_masks;
@@ -147,7 +147,7 @@ typedef struct fa_args {
  *                       they do nothing), then with FA_HAS_KV_ACCUM heads_k * kv tokens rows of dk_accum, dv_accum -> dk, dv,
  *                       then with FA_HAS_DBIAS dbias_extent[0] * [1] * [2] rows of dbias -> dbias_out
  *   backward_dsinks     head: one block sums over all rows, in a fixed order
- *   list_tiles          tile of all_tiles_q; of a backward of all_tiles_k
+ *   list_tiles          tile of all_tiles_q; of a backward of all_tiles_k, and behind them, in a fixed order, of all_tiles_q
  *   planes_sm90         of Q, then of K, then of V, then with FA_VARIANT 1 of dO: tile of all_tiles_q or all_tiles_k, head
  *   values_sm90         tile of k, key head, entry = tiles_k * heads_k * batch
  *   fold                FOLD_ROWS rows a warp: tokens * heads_q rows

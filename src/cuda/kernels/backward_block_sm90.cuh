@@ -256,6 +256,5 @@ FA_DEVICE bool has_item(unsigned n)
 
 /* Steps of a work: query tiles of one head after the other (backward_walk_sm90.cuh). */
 FA_DEVICE int steps_of(const work &w) { return (w.tiles.end - w.tiles.begin) * w.num_heads; }
-FA_DEVICE bool is_masked(const work &w, int tile) { return tile < w.clean.begin || tile >= w.clean.end; }
 
 #endif

@@ -297,19 +297,10 @@ FA_DEVICE int *turn_of(const fa_args &args, const work &w, place at)
     return args.dq_turn + ((fa_i64)w.b * args.heads_q + at.head) * args.tiles_q + at.tile;
 }
 
-FA_DEVICE int turn_number(const fa_args &args, const work &w, place at)
-{
-    if (LISTED)
-        return turn_of_keys(args, number_of_queries(args, w.b, at.tile), w.first_k / FA_TILE_K);
-    fa_range keys = fa_keys_seen(window_of(args), w.seq.diagonal, queries_of_tile(w, at.tile),
-                                 {w.seq.key_begin, w.seq.seqlen_k});
-    return w.first_k / FA_TILE_K - keys.begin / FA_TILE_K;
-}
-
 FA_DEVICE void wait_for_turn(const fa_args &args, const work &w, place at)
 {
     if (threadIdx.x == 0) {
-        int wanted = turn_number(args, w, at), now;
+        int wanted = turn_number(args, w, at.tile), now;
         do
             now = load_acquire(turn_of(args, w, at));
         while (now < wanted);

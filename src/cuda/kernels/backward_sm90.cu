@@ -125,10 +125,8 @@ FA_DEVICE bool begin_turn(const fa_args &args, const work &w, const walk &at)
             now = load_acquire(turn);
         return false;
     }
-    if (LISTED && args.dq_order == FA_DQ_IN_ORDER)
-        turns = turn_of_keys(args, number_of_queries(args, w.b, at.tile), w.first_k / FA_TILE_K);
-    else if (args.dq_order == FA_DQ_IN_ORDER)
-        turns = w.first_k / FA_TILE_K - fa_keys_seen(window_of(args), w.seq.diagonal, queries_of_tile(w, at.tile), {w.seq.key_begin, w.seq.seqlen_k}).begin / FA_TILE_K;
+    if (args.dq_order == FA_DQ_IN_ORDER)
+        turns = turn_number(args, w, at.tile);
     else if (w.first_k == 0)
         turns = 0;
     while (load_acquire(turn) < ADDERS * turns)

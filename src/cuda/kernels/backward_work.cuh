@@ -103,6 +103,15 @@ FA_DEVICE fa_range queries_of_tile(const work &w, int tile)
     return {tile * FA_TILE_Q, fa_min_int((tile + 1) * FA_TILE_Q, w.seq.seqlen_q)};
 }
 
+/* In a fixed order: so many tiles of keys come to a tile of queries before this block's. */
+FA_DEVICE int turn_number(const fa_args &args, const work &w, int tile)
+{
+    if (LISTED)
+        return turn_of_keys(args, number_of_queries(args, w.b, tile), w.first_k / FA_TILE_K);
+    fa_range keys = fa_keys_seen(window_of(args), w.seq.diagonal, queries_of_tile(w, tile), {w.seq.key_begin, w.seq.seqlen_k});
+    return w.first_k / FA_TILE_K - keys.begin / FA_TILE_K;
+}
+
 FA_DEVICE fa_range keys_of_block(const work &w) { return {w.first_k, w.first_k + FA_TILE_K}; }
 
 FA_DEVICE bool clean_tile(const fa_args &args, const work &w, int tile)

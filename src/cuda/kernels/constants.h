@@ -62,6 +62,6 @@
 #define FA_MASK_NONE 0
 #define FA_MASK_CAUSAL 1 /* window.left unlimited; window.right any */
 #define FA_MASK_WINDOW 2
-#define FA_MASK_LISTED 3 /* what lists of tiles say (list_tiles.cu): slices under any window, of Hopper's own kernels */
+#define FA_MASK_LISTED 3 /* what lists of tiles say (list_tiles.cu): slices under any window */
 
 #endif

@@ -1,5 +1,5 @@
 /*
- * Block masks for Hopper's own kernels (FA_MASK_LISTED): which tiles of keys a tile of queries meets, and of those that it does not see wholly, a bit for each pair.
+ * Block masks (FA_MASK_LISTED): which tiles of keys a tile of queries meets, and of those that it does not see wholly, a bit for each pair.
  * All heads have the same, so it is found once, before the kernel that works by it. One block for each tile. In a list come first a tile that is seen wholly, if there
  * is one, for rows that have seen something need fewer tests (softmax_ahead), then those that are cut, then the others, each from right to left.
  *
@@ -39,7 +39,7 @@ template <typename LOOK> FA_DEVICE void for_slices(const fa_args &args, const ne
             return;
 }
 
-/* Of the pairs with another tile are seen 0: none, 1: some, 2: all. A backward's tile of keys that has fewer, or of queries, is never seen wholly. */
+/* Of the pairs with another tile are seen 0: none, 1: some, 2: all. A tile that has fewer keys, or in a backward fewer queries, is never seen wholly. */
 FA_DEVICE int seen_of_tile(const fa_args &args, const near_slices &near, const own_tile &own, int other)
 {
     int      tile_k = OF_KEYS ? own.tile : other;
@@ -56,20 +56,6 @@ FA_DEVICE int seen_of_tile(const fa_args &args, const near_slices &near, const o
     return whole ? seen : fa_min_int(seen, 1);
 }
 
-/* The keys of a slice that query i sees, the queries that see key j. */
-FA_DEVICE fa_range keys_of_slice(const fa_slice &s, int i)
-{
-    if (i < s.q_begin || i >= s.q_end)
-        return {0, 0};
-    return {s.kind & 2 ? fa_max_int(s.k_begin, i - s.q_begin + s.k_begin) : s.k_begin, s.kind & 1 ? fa_min_int(s.k_end, i - s.q_end + s.k_end + 1) : s.k_end};
-}
-FA_DEVICE fa_range queries_of_slice(const fa_slice &s, int j)
-{
-    if (j < s.k_begin || j >= s.k_end)
-        return {0, 0};
-    return {s.kind & 1 ? fa_max_int(s.q_begin, j - s.k_end + s.q_end) : s.q_begin, s.kind & 2 ? fa_min_int(s.q_end, j - s.k_begin + s.q_begin + 1) : s.q_end};
-}
-
 /* Of a row those of a lane's columns that see it or are seen, the first of which is `first`. */
 FA_DEVICE unsigned seen_columns(const fa_args &args, const near_slices &near, const own_tile &own, int row, int first)
 {
@@ -82,7 +68,7 @@ FA_DEVICE unsigned seen_columns(const fa_args &args, const near_slices &near, co
     if (KEYS_DOWN ? row < own.seq.key_begin || row >= own.seq.seqlen_k : row >= own.seq.seqlen_q)
         return 0;
     for_slices(args, near, own.slices, [&](const fa_slice &s) {
-        fa_range of = KEYS_DOWN ? queries_of_slice(s, row) : keys_of_slice(s, row);
+        fa_range of = KEYS_DOWN ? fa_queries_of_slice(s.q_begin, s.q_end, s.k_begin, s.k_end, s.kind, row) : fa_keys_of_slice(s.q_begin, s.q_end, s.k_begin, s.k_end, s.kind, row);
         int      begin = fa_max_int(of.begin, all.begin), end = fa_min_int(of.end, all.end);
         if (begin < end)
             seen |= columns_below<COLUMNS>(end - first) & ~columns_below<COLUMNS>(begin - first);
