@@ -125,6 +125,7 @@ flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kerne
 /* Descriptions of Q, K and V for the tensor memory accelerator: boxes of 64 columns and of tile_q or tile_k rows, 128-byte
  * swizzle, or of FP8's panels. 16-bit elements and FP8; fa_maps_fit says whether the strides can be described. */
 bool              fa_maps_fit(const fa_call *call);
+bool              fa_gradient_maps_fit(const fa_call *call); /* of O, and of the gradients that are asked for */
 bool              fa_map_fits(const flash_attn_tensor *t);
 bool              fa_bias_map_fits(const fa_call *call); /* of its bias, F32 too */
 bool              fa_dbias_map_fits(const fa_call *call); /* of its bias's gradient, of Q's dtype; without dropout */

@@ -315,6 +315,15 @@ int fa_map_gradient_rows(const flash_attn_tensor *t)
     return t->data && t->dtype != FLASH_ATTN_F32 && fa_map_fits(t) ? fa_map_entry_rows(t) : -1;
 }
 
+bool fa_gradient_maps_fit(const fa_call *call)
+{
+    const flash_attn_tensor *stored[] = {&call->dq, &call->dk, &call->dv};
+    for (size_t i = 0; i < sizeof stored / sizeof *stored; i++)
+        if (stored[i]->data && fa_map_gradient_rows(stored[i]) < 0)
+            return false;
+    return fa_map_gradient_rows(&call->o) >= 0;
+}
+
 bool fa_maps_fit(const fa_call *call)
 {
     if (call->pass == FLASH_ATTN_BACKWARD)
@@ -452,6 +461,11 @@ flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, con
         FA_TRY(make(driver, &call->dk, stored, columns, wide, &maps->dk));
     if (fa_map_gradient_rows(&call->dv) >= 0)
         FA_TRY(make(driver, &call->dv, stored, columns, wide, &maps->dv));
+    if (row->only == FA_FOR_ONE_TILE) {
+        FA_TRY(make(driver, &call->o, row->tile_q, columns, wide, &maps->o));
+        if (call->dq.data)
+            FA_TRY(make(driver, &call->dq, stored, columns, wide, &maps->dq));
+    }
     if (fa_dbias_map_fits(call) && row->tile_k % 64 == 0) /* a consumer's dS is a panel */
         FA_TRY(make_map_of(driver, &call->dbias, (const int[]){3, 2, 1, 0}, (const int[]){row->tile_q, 1}, columns, wide, &maps->dbias));
     return make(driver, &call->dout, row->tile_q, columns, wide, &maps->dout);

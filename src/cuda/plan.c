@@ -78,8 +78,8 @@ void fa_plan_use_row(fa_key *key, const fa_tune_row *row)
     fa_tune_columns(row, key);
     if (key->has_slices && fa_is_hoppers_own(row->kernel))
         key->mask = FA_MASK_LISTED;
-    if (row->kernel == FA_KERNEL_BACKWARD_SM90)
-        key->deterministic = 0; /* a branch outside its main loop */
+    if (row->kernel == FA_KERNEL_BACKWARD_SM90 || row->kernel == FA_KERNEL_BACKWARD_SHORT_SM90)
+        key->deterministic = 0; /* a branch outside its main loop; always so */
 }
 
 fa_key fa_plan_small_key(enum fa_kernel_id kernel, int arch)
@@ -505,7 +505,7 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         args->dbias.data = take(&a, floats_of_dbias(key, args), sizeof(float));
         plan->zero       = base ? base + begin : NULL;
         plan->zero_bytes = a.used - begin;
-    } else if (call->pass == FLASH_ATTN_BACKWARD) {
+    } else if (call->pass == FLASH_ATTN_BACKWARD && key->kernel != FA_KERNEL_BACKWARD_SHORT_SM90) {
         args->delta  = take(&a, key->one_launch ? 0 : call->heads_q * tokens, sizeof(float));
         args->dq_accum = take(&a, call->heads_q * tokens * key->head_dim, sizeof(float));
         size_t begin   = a.used; /* kernels clear what lies before */

@@ -245,6 +245,25 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     return add_dsinks(call, plan, key);
 }
 
+/* One launch, in which nobody adds to what another has made. */
+static flash_attn_status plan_backward_short(const fa_call *call, fa_plan *plan, const fa_key *key)
+{
+    fa_args *args   = &plan->args;
+    plan->has_maps  = true;
+    args->apart_q    = fa_map_entry_rows(&call->q);
+    args->apart_k    = fa_map_entry_rows(&call->k);
+    args->apart_v    = fa_map_entry_rows(&call->v);
+    args->apart_o    = fa_map_entry_rows(&call->o);
+    args->apart_dout = fa_map_entry_rows(&call->dout);
+    args->apart_dq   = fa_map_gradient_rows(&call->dq);
+    args->apart_dk   = fa_map_gradient_rows(&call->dk);
+    args->apart_dv   = fa_map_gradient_rows(&call->dv);
+    plan->main       = plan->num_launches;
+    FA_TRY(fa_plan_add(plan, key, call->heads_k * call->batch));
+    plan->launch[plan->main].stays = true;
+    return FLASH_ATTN_OK;
+}
+
 /* Rows of float sums that become the caller's gradients. */
 static int64_t rows_to_convert(const fa_call *call, const fa_key *key, const fa_args *args)
 {
@@ -273,6 +292,8 @@ flash_attn_status fa_plan_backward(const fa_call *call, fa_plan *plan, fa_key *k
     fa_args *args = &plan->args;
     if (key->kernel == FA_KERNEL_BACKWARD_SM90)
         return plan_backward_sm90(call, plan, key);
+    if (key->kernel == FA_KERNEL_BACKWARD_SHORT_SM90)
+        return plan_backward_short(call, plan, key);
     choose_group_blocks(call, args);
     key->has_kv_accum = args->group_blocks > 1;
     bool planes = key->kernel == FA_KERNEL_BACKWARD_F32_SM90, small = !planes && is_small(call, key, args), lists = fa_plan_takes_lists(call, plan, key) && (!small || key->deterministic);

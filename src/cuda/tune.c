@@ -142,6 +142,10 @@ const fa_tune_row fa_tune_rows[] = {
     {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 576, FA_ON_ANY, FA_FOR_ANY, 0, 64, 32, 8, 2, 1, 0, 0, "216 KB of shared memory"},
     {120, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 576, FA_ON_ANY, FA_FOR_ANY, 0, 48, 16, 6, 1, 1, 0, 0, "90 KB of shared memory"},
 
+    {90, 90, FA_KERNEL_BACKWARD_SHORT_SM90, FA_IN_16_BIT, 64, FA_ON_NONE, FA_FOR_ONE_TILE, 0, 128, 128, 12, 2, 1, 0, 0,
+     "a sequence's queries and keys are one tile each: all three gradients in one launch (decision 0088)"},
+    {90, 90, FA_KERNEL_BACKWARD_SHORT_SM90, FA_IN_16_BIT, 128, FA_ON_NONE, FA_FOR_ONE_TILE, 0, 128, 128, 12, 1, 1, 0, 0,
+     "a sequence's queries and keys are one tile each; memory for one stage (decision 0088)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 128, 128, 12, 2, 1, 0, 408,
      "bias: a stage of it in place of a third of Q (decision 0083)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 96, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 64, 128, 12, 2, 1, 0, 448, "bias: likewise (decision 0083)"},
@@ -230,7 +234,10 @@ int fa_tune_arch(int device_arch)
 
 bool fa_is_hoppers_own(enum fa_kernel_id kernel) { return kernel == FA_KERNEL_FORWARD_SM90 || kernel == FA_KERNEL_BACKWARD_SM90; }
 
-bool fa_is_backward(enum fa_kernel_id kernel) { return kernel == FA_KERNEL_BACKWARD_SM80 || kernel == FA_KERNEL_BACKWARD_SM90 || kernel == FA_KERNEL_BACKWARD_F32_SM90; }
+bool fa_is_backward(enum fa_kernel_id kernel)
+{
+    return kernel == FA_KERNEL_BACKWARD_SM80 || kernel == FA_KERNEL_BACKWARD_SM90 || kernel == FA_KERNEL_BACKWARD_F32_SM90 || kernel == FA_KERNEL_BACKWARD_SHORT_SM90;
+}
 
 /* How far a row fits: the sentence of UNSUPPORTED comes from the row that came furthest. */
 enum fit { FIT_NO_KERNEL, FIT_NO_ARCH, FIT_NO_DTYPE, FIT_NO_HEAD_DIM, FIT_NO_MASK, FIT_WHOLLY };
@@ -278,6 +285,14 @@ static bool takes_planes(const fa_call *call, const fa_key *key)
         return !key->has_dbias && !call->deterministic && call->max_seqlen_q > FEW && call->max_seqlen_k > FEW && backward_takes_tma(call) && (!call->dk.data || call->dk.dtype == FLASH_ATTN_F32) &&
                (!call->dv.data || call->dv.dtype == FLASH_ATTN_F32);
     return call->max_seqlen_q > FEW && call->num_splits <= 1 && call->scale > 0;
+}
+
+/* What backward_short_sm90 asks for. A tensor map has no dimension of 0. */
+static bool takes_one_tile(const fa_tune_row *row, const fa_call *call, const fa_key *key)
+{
+    bool plain = !(key->has_softcap || key->has_bias || key->has_alibi || key->has_dropout || key->has_slices || key->has_paged || call->dsinks.data);
+    bool some  = call->q.shape[1] > 0 && call->k.shape[1] > 0 && call->max_seqlen_q <= row->tile_q && call->max_seqlen_k <= row->tile_k;
+    return plain && some && key->aligned && backward_takes_tma(call) && fa_maps_fit(call) && fa_gradient_maps_fit(call);
 }
 
 /* What forward_latent_sm90 asks for besides: V is the first columns of K's rows, of which there are more than 256. */
@@ -344,6 +359,8 @@ static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *ke
         return takes_few(row, call, key);
     if (row->only == FA_FOR_PLANES)
         return takes_planes(call, key);
+    if (row->only == FA_FOR_ONE_TILE)
+        return takes_one_tile(row, call, key);
     if (row->only >= FA_FOR_TMA && !fa_tune_takes_tma(call))
         return false;
     if (row->only == FA_FOR_FEW) /* of a bias, one that is the same for all heads of a tile, as padding is */
@@ -388,7 +405,7 @@ void fa_tune_columns(const fa_tune_row *row, fa_key *key)
     static const int of_output[] = {64, 96, 128, 192, 256}; /* of O, as WGMMA is there (ptx_sm90.cuh) */
     static const int of_two_k[] = {192, 256}, of_two_v[] = {128, 192, 256}, of_panels[] = {64, 128, 192, 256}; /* backward: panels that two consumers share */
     bool forward = row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_FORWARD_F32_SM90, backward = row->kernel == FA_KERNEL_BACKWARD_SM90, latent = row->kernel == FA_KERNEL_FORWARD_LATENT_SM90;
-    if (!forward && !backward && !latent && row->kernel != FA_KERNEL_FORWARD_FEW_SM90 && row->kernel != FA_KERNEL_BACKWARD_F32_SM90)
+    if (!forward && !backward && !latent && row->kernel != FA_KERNEL_FORWARD_FEW_SM90 && row->kernel != FA_KERNEL_BACKWARD_F32_SM90 && row->kernel != FA_KERNEL_BACKWARD_SHORT_SM90)
         return;
     key->even_d = 0;
     if (forward && key->dtype != FLASH_ATTN_F8E4M3) {

@@ -6,6 +6,7 @@
 
 #include "backward_dbias_sm90.cuh"
 #include "dropout_sm90.cuh"
+#include "gradients_sm90.cuh"
 
 /* Of its keys a consumer keeps the first 16 K_HELD columns of K and 16 V_HELD of V in registers, where these have room and it pays: S and dP then read the less of shared memory. */
 constexpr bool HOLDS_K = !HAS_NOTED && !FA_HAS_ALIBI && !FA_HAS_BIAS && (FA_HEAD_DIM == 64 ? FA_MASK != FA_MASK_WINDOW && !LISTED : (FA_HEAD_DIM == 96 && !LISTED) || (FA_HEAD_DIM == 128 && FA_MASK == FA_MASK_CAUSAL && FA_TILE_Q == 64));
@@ -378,13 +379,6 @@ FA_DEVICE void give_back_nonfinite(float (&p)[S_COUNT], const columns &seen, con
     }
 }
 
-FA_DEVICE void pack_operand(unsigned (&a)[P_STEPS][4], const float (&s)[S_COUNT])
-{
-#pragma unroll
-    for (int n = 0; n < S_COUNT / 2; n++)
-        a[n / 4][n % 4] = pack<FA_DTYPE>(s[2 * n], s[2 * n + 1]);
-}
-
 /* P^T as operands, c.p, and under dropout what dS is made of. */
 FA_DEVICE void pack_probabilities(consumer &c, const float (&s)[S_COUNT], const dropped_bits<S_COUNT> &bits)
 {
@@ -396,14 +390,6 @@ FA_DEVICE void pack_probabilities(consumer &c, const float (&s)[S_COUNT], const 
                 c.noted[n / 4][n % 4] = c.p[n / 4][n % 4];
         drop_pairs(c.p, c.noted, bits);
     }
-}
-
-/* Where this lane's row of the 8x8 matrices of dS is, 16 queries by this warp's 16 keys, turned round; 16 queries on: + 2048. BY_COLUMNS of P and dS with keys and
- * queries changed over, and of a panel of dK or dV with columns for queries. */
-FA_DEVICE unsigned turned_at(unsigned tile)
-{
-    int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8, chunk = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
-    return tile + row * 128 + ((chunk ^ row % 8) << 4);
 }
 
 /* dS, queries down, for dQ: a consumer's 64 keys are one panel. */
@@ -446,26 +432,6 @@ template <int GROUP = -1, int COUNT> FA_DEVICE void share_dq(const float (&dq)[C
             named_arrive(DQ_IS_THERE + group * PIECES + slot, 128 + 32);
         }
     }
-}
-
-/* A panel of dK or dV on its way out: a warp's 16 keys, of which `counting` count and the rest is 0. */
-template <int COUNT> FA_DEVICE void stage_panel(const float (&x)[COUNT], int panel, float factor, int lane, int counting, unsigned stage)
-{
-#pragma unroll
-    for (int n = 0; n < 32 && 32 * panel + n < COUNT; n += 8) { /* of 96 columns half of the second, and TMA stores no more */
-        unsigned a[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            a[i] = pack<FA_DTYPE>(x[32 * panel + n + 2 * i] * factor, x[32 * panel + n + 2 * i + 1] * factor);
-        store_matrix(stage + lane % 16 * 128 + ((n / 4 + lane / 16 ^ lane % 8) << 4), a);
-    }
-    if (counting < 16) {
-        __syncwarp();
-#pragma unroll 1
-        for (int hidden = fa_max_int(counting, 0) * 128 + lane * 16; hidden < 16 * 128; hidden += 512)
-            shared_store(stage + hidden, make_uint4(0, 0, 0, 0));
-    }
-    fence_async();
 }
 
 constexpr int SLOT_PANELS = DK_BY_DQ ? DQ_BYTES / PANEL_BYTES : K_PANELS, GRADIENT_ROUNDS = (K_PANELS + SLOT_PANELS - 1) / SLOT_PANELS; /* of dK in dQ's memory */

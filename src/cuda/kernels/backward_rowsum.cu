@@ -38,9 +38,6 @@ template <typename STORE> FA_DEVICE void delta_of_tile(const fa_args &args, cons
     }
 }
 
-/* Of a query for which a bias is -inf everywhere P is 0 too. */
-FA_DEVICE float lse_log2(float lse) { return lse == -infinity() ? infinity() : lse * FA_LOG2E; }
-
 /* A tile of all heads and sequences; those that are nobody's are not looked at again. */
 FA_DEVICE void fill_tile(const fa_args &args, unsigned n)
 {

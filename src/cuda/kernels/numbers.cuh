@@ -117,6 +117,9 @@ FA_DEVICE int quotient(int a, int b)
 FA_DEVICE bool finite(float x) { return (__float_as_int(x) & 0x7F800000) != 0x7F800000; }
 FA_DEVICE bool is_minus_0(float x) { return __float_as_int(x) == (int)0x80000000; }
 
+/* Of a query that sees nothing, or for which a bias is -inf everywhere, P is 0: its LSE of -inf becomes inf. */
+FA_DEVICE float lse_log2(float lse) { return lse == -infinity() ? infinity() : lse * FA_LOG2E; }
+
 /* Inf and NaN among two neighbours become zeros. */
 FA_DEVICE unsigned without_nonfinite(unsigned pair)
 {
