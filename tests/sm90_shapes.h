@@ -390,4 +390,27 @@ static const test_case backward_shapes[] = {
     {.name = "24 and 256 columns, dropout", .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .head_dim = 24, .head_dim_v = 256, .dropout = 0.3f},
 };
 
+/* For backward_short_sm90. */
+static const test_case short_shapes[] = {
+    {.name = "short, whole", .batch = 3, .seqlen_q = 128, .seqlen_k = 128, .heads_q = 4},
+    {.name = "short, causal, groups", .batch = 2, .seqlen_q = 128, .seqlen_k = 128, .heads_q = 6, .heads_k = 2, .mask = C},
+    {.name = "short, tails", .batch = 2, .seqlen_q = 77, .seqlen_k = 101, .heads_q = 4, .heads_k = 1},
+    {.name = "short, tails, causal", .batch = 2, .seqlen_q = 101, .seqlen_k = 77, .heads_q = 2, .mask = C},
+    {.name = "short, window", .batch = 2, .seqlen_q = 120, .seqlen_k = 126, .heads_q = 2, .mask = W, .window_left = 20, .window_right = 5},
+    {.name = "short, window, varlen", .batch = 7, .seqlen_q = 128, .seqlen_k = 110, .heads_q = 2, .mask = W, .window_left = 5, .window_right = 30, .varlen_q = LENGTHS_HOLES,
+     .varlen_k = LENGTHS_MIXED},
+    {.name = "short, varlen, many", .batch = 40, .seqlen_q = 100, .seqlen_k = 128, .heads_q = 4, .heads_k = 2, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_HOLES},
+    {.name = "short, used lengths, causal", .batch = 6, .seqlen_q = 128, .seqlen_k = 128, .heads_q = 3, .mask = C, .seqused_q = LENGTHS_HOLES, .seqused_k = LENGTHS_MIXED},
+    {.name = "short, used lengths, none", .batch = 4, .seqlen_q = 60, .seqlen_k = 50, .seqused_q = LENGTHS_EMPTY, .seqused_k = LENGTHS_MIXED},
+    {.name = "short, one query", .batch = 3, .seqlen_q = 1, .seqlen_k = 128, .heads_q = 2},
+    {.name = "short, one key", .batch = 3, .seqlen_q = 128, .seqlen_k = 1, .heads_q = 2},
+    {.name = "short, heads first", .batch = 2, .seqlen_q = 65, .seqlen_k = 64, .heads_q = 2, .layout = LAYOUT_HEADS_FIRST},
+    {.name = "short, packed, causal", .batch = 2, .seqlen_q = 90, .seqlen_k = 90, .heads_q = 2, .layout = LAYOUT_PACKED, .mask = C},
+    {.name = "short, large logits", .batch = 2, .seqlen_q = 100, .seqlen_k = 100, .logit_size = 30},
+    {.name = "short, 8 and 64 columns", .batch = 2, .seqlen_q = 70, .seqlen_k = 80, .heads_q = 2, .head_dim = 8, .head_dim_v = 64},
+    {.name = "short, 72 and 128 columns, causal", .batch = 2, .seqlen_q = 110, .seqlen_k = 120, .heads_q = 2, .head_dim = 72, .head_dim_v = 128, .mask = C},
+    {.name = "short, 128 and 16 columns, window", .batch = 2, .seqlen_q = 110, .seqlen_k = 120, .heads_q = 2, .head_dim = 128, .head_dim_v = 16, .mask = W, .window_left = 40,
+     .window_right = 40},
+};
+
 #endif

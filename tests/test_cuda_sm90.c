@@ -9,7 +9,7 @@
 
 static const case_memory   *memory;
 static const case_gpu      *gpu;
-static flash_attn_context  *context, *backward_context, *portable_context; /* the latter for who has 32 columns */
+static flash_attn_context  *context, *backward_context, *portable_context /* for who has 32 columns */, *short_context;
 static char                 why_not[300];
 
 enum { NUM_SHAPES = sizeof shapes / sizeof *shapes };
@@ -32,13 +32,14 @@ static int run_shape(test_case shape, flash_attn_dtype dtype, flash_attn_context
 {
     char why[300];
     shape.group             = "sm90";
-    unsigned       flags    = with == backward_context ? CASE_BACKWARD : 0;
+    bool           backward = with != context;
+    unsigned       flags    = backward ? CASE_BACKWARD : 0;
     case_instance *instance = case_build(&shape, dtype, flags, 1, why, sizeof why);
     if (!instance)
         fail_msg("%s: %s", shape.name, why);
     case_device device = {.context = with, .device = {.type = FLASH_ATTN_CUDA}, .memory = memory};
     int         failed = run_case(instance, &shape, dtype, &device);
-    if (with == backward_context) {
+    if (backward) {
         device.deterministic = true;
         failed += run_case(instance, &shape, dtype, &device);
         uint64_t bits = case_output_hash(instance);
@@ -68,7 +69,7 @@ static void run_shapes(const test_case *all, int count, flash_attn_context *with
             test_case shape = all[n];
             if (!strstr(shape.name, only_shapes))
                 continue;
-            if ((shape.head_dim && d > 64) || (d == 256 && with == backward_context && n % 2 == 0))
+            if ((shape.head_dim && d > 64) || (d == 256 && (with == short_context || (with == backward_context && n % 2 == 0))))
                 continue;
             if (turn++ % parts != part)
                 continue;
@@ -97,12 +98,20 @@ static void every_backward_shape_is_right(void **state)
     run_shapes(backward_shapes, sizeof backward_shapes / sizeof *backward_shapes, backward_context);
 }
 
+/* Up to 128 queries and keys. */
+static void every_short_backward_is_right(void **state)
+{
+    (void)state;
+    need_hopper();
+    run_shapes(short_shapes, sizeof short_shapes / sizeof *short_shapes, short_context);
+}
+
 /* ---- Inf and NaN in V reach the rows that see them and no other ---- */
 
 enum { LENGTH = 300, HEAD_DIM = 256 /* from row to row */, COUNT = LENGTH * HEAD_DIM,
        BIAS_ROW = 304, BIAS_AT = 4 * COUNT + 8, HOST_COUNT = BIAS_AT + LENGTH * BIAS_ROW /* Q, K, V, O, a sink, a bias */ };
 
-static int columns_k = 64, columns_v = 64; /* that the tests below use */
+static int columns_k = 64, columns_v = 64, length = LENGTH; /* that the tests below use */
 
 static float value_of(uint16_t bf16)
 {
@@ -128,7 +137,7 @@ static flash_attn_problem problem_at(char *at, flash_attn_mask mask)
         p.window_left = 70, p.window_right = 20;
     flash_attn_tensor *all[] = {&p.q, &p.k, &p.v, &p.o};
     for (int n = 0; n < 4; n++)
-        *all[n] = (flash_attn_tensor){at + n * COUNT * 2, FLASH_ATTN_BF16, 0, {1, LENGTH, 1, n < 2 ? columns_k : columns_v}, {COUNT, HEAD_DIM, HEAD_DIM, 1}};
+        *all[n] = (flash_attn_tensor){at + n * COUNT * 2, FLASH_ATTN_BF16, 0, {1, length, 1, n < 2 ? columns_k : columns_v}, {COUNT, HEAD_DIM, HEAD_DIM, 1}};
     return p;
 }
 
@@ -303,7 +312,7 @@ static flash_attn_problem backward_at(char *at, flash_attn_mask mask, bool packe
     if (packed) {
         p.batch        = 2;
         p.cu_seqlens_q = p.cu_seqlens_k = (const int32_t *)(at + LENGTHS_AT);
-        p.max_seqlen_q = p.max_seqlen_k = LENGTH;
+        p.max_seqlen_q = p.max_seqlen_k = length;
     }
     *g         = (flash_attn_grads){0};
     for (int n = 0; n < 4; n++) {
@@ -346,7 +355,7 @@ static void expect_nan_where_it_belongs(int rounds)
     static _Alignas(16) uint16_t host[BACKWARD_BYTES / 2];
     static uint16_t              got[GRADS];
     char                        *device = gpu->alloc(sizeof host);
-    flash_attn_context          *taken  = columns_k != 32 ? backward_context : portable_context;
+    flash_attn_context          *taken  = length < LENGTH ? short_context : columns_k != 32 ? backward_context : portable_context;
     assert_non_null(device);
     for (size_t n = 0; n < sizeof poisoned / sizeof *poisoned; n++)
         for (int round = 1; round <= rounds; round++) {
@@ -357,7 +366,7 @@ static void expect_nan_where_it_belongs(int rounds)
                 continue;
             flash_attn_grads   want_grads, grads;
             flash_attn_problem want = backward_at((char *)host, mask, packed, &want_grads), p = backward_at(device, mask, packed, &grads);
-            memcpy((char *)host + LENGTHS_AT, (const int32_t[]){0, 133, LENGTH}, 12);
+            memcpy((char *)host + LENGTHS_AT, (const int32_t[]){0, 133 * length / LENGTH, length}, 12);
             want.device.type          = FLASH_ATTN_REFERENCE;
             p.device.type             = FLASH_ATTN_CUDA;
             want.softcap = p.softcap  = round > 6 ? 3.0f : 0.0f;
@@ -366,7 +375,7 @@ static void expect_nan_where_it_belongs(int rounds)
                 for (int col = poisoned[n].zeros[0]; col < poisoned[n].zeros[1]; col++)
                     host[2 * COUNT + row * HEAD_DIM + col] = 0;
             if (poisoned[n].row >= 0)
-                host[poisoned[n].tensor * COUNT + poisoned[n].row * HEAD_DIM + 17] = 0x7FC0;
+                host[poisoned[n].tensor * COUNT + poisoned[n].row * length / LENGTH * HEAD_DIM + 17] = 0x7FC0;
             assert_true(gpu->to_device(device, host, sizeof host));
             expect_ok(flash_attn_forward(NULL, &want, NULL));
             expect_ok(flash_attn_backward(NULL, &want, &want_grads, NULL));
@@ -399,6 +408,16 @@ static void nan_reaches_only_gradients_that_depend_on_it(void **state)
     (void)state;
     need_hopper();
     with_widths(all, sizeof all / sizeof *all, expect_nan_where_it_belongs);
+}
+
+static void nan_reaches_only_short_gradients_that_depend_on_it(void **state)
+{
+    static const widths all[] = {{64, 64, 5}, {128, 128, 5}, {40, 24, 5}};
+    (void)state;
+    need_hopper();
+    length = 120;
+    with_widths(all, sizeof all / sizeof *all, expect_nan_where_it_belongs);
+    length = LENGTH;
 }
 
 /* All scores are 0. dO hands out one query a column of dV; and as all of dP is 1 and K hands out one key a column of dQ, that is below 0 where it is dropped,
@@ -458,6 +477,7 @@ static void find_hopper(void)
     context          = case_gpu_hopper("forward_sm90", why_not, sizeof why_not);
     backward_context = context ? case_gpu_hopper("backward_sm90", why_not, sizeof why_not) : NULL;
     portable_context = context ? case_gpu_hopper("backward_sm80", why_not, sizeof why_not) : NULL;
+    short_context    = context ? case_gpu_hopper("backward_short_sm90", why_not, sizeof why_not) : NULL;
 }
 
 /* Options: sm90_shapes.h; a part has some widths of the other tests too. */
@@ -475,10 +495,13 @@ int main(int argc, char **argv)
         cmocka_unit_test(every_backward_shape_is_right),
         cmocka_unit_test(nan_reaches_only_gradients_that_depend_on_it),
         cmocka_unit_test(the_backward_drops_the_pairs_that_the_reference_drops),
+        cmocka_unit_test(every_short_backward_is_right),
+        cmocka_unit_test(nan_reaches_only_short_gradients_that_depend_on_it),
     };
     int failed = cmocka_run_group_tests_name("cuda_sm90", tests, NULL, NULL);
     flash_attn_destroy(context);
     flash_attn_destroy(backward_context);
     flash_attn_destroy(portable_context);
+    flash_attn_destroy(short_context);
     return failed;
 }

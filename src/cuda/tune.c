@@ -24,6 +24,8 @@ const fa_tune_row fa_tune_rows[] = {
      "softcap: exponentials bound it; 192x128 spills and is as fast but for long calls without a mask, 6% (decision 0061)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_CAUSAL, FA_FOR_SHORT_TMA, 2048, 128, 64, 12, 4, 2, 1, 16,
      "short and causal: two blocks a multiprocessor hide each other's starts and ends; 64 keys waste less of the diagonal; pages' planner spills, once an item (decision 0047)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_NONE, FA_FOR_SHORT_TMA, 320, 128, 64, 12, 4, 2, 1, 16,
+     "shorter: likewise; 192 rows are a tile and a third of 256 (decision 0088)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_NONE, FA_FOR_TMA, 1024, 192, 128, 16, 3, 1, 1, 60,
      "short: two stages of Q, so that the walk does not stop between tiles of queries; dropout spills (decision 0047)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_NONE, FA_FOR_TMA, 0, 192, 128, 16, 3, 1, 0, 0,
@@ -142,9 +144,9 @@ const fa_tune_row fa_tune_rows[] = {
     {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 576, FA_ON_ANY, FA_FOR_ANY, 0, 64, 32, 8, 2, 1, 0, 0, "216 KB of shared memory"},
     {120, 129, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 576, FA_ON_ANY, FA_FOR_ANY, 0, 48, 16, 6, 1, 1, 0, 0, "90 KB of shared memory"},
 
-    {90, 90, FA_KERNEL_BACKWARD_SHORT_SM90, FA_IN_16_BIT, 64, FA_ON_NONE, FA_FOR_ONE_TILE, 0, 128, 128, 12, 2, 1, 0, 0,
+    {90, 90, FA_KERNEL_BACKWARD_SHORT_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ONE_TILE, 0, 128, 128, 12, 2, 1, 0, 0,
      "a sequence's queries and keys are one tile each: all three gradients in one launch (decision 0088)"},
-    {90, 90, FA_KERNEL_BACKWARD_SHORT_SM90, FA_IN_16_BIT, 128, FA_ON_NONE, FA_FOR_ONE_TILE, 0, 128, 128, 12, 1, 1, 0, 0,
+    {90, 90, FA_KERNEL_BACKWARD_SHORT_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_ONE_TILE, 0, 128, 128, 12, 1, 1, 0, 0,
      "a sequence's queries and keys are one tile each; memory for one stage (decision 0088)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 128, 128, 12, 2, 1, 0, 408,
      "bias: a stage of it in place of a third of Q (decision 0083)"},
@@ -247,11 +249,19 @@ static bool backward_takes_tma(const fa_call *call)
     return !call->cache_batch_idx && !call->leftpad_k /* without a mask it hides keys past the last alone */ && call->dout.dtype == call->q.dtype;
 }
 
+/* Forward, of so few keys that nobody splits them: queries of more than half a tile, at 64 columns of a quarter (decision 0088). */
+static bool is_short(const fa_call *call)
+{
+    enum { FEW_KEYS = 256, NARROW = 64 };
+    bool narrow = call->head_dim <= NARROW && call->head_dim_v <= NARROW;
+    return call->pass == FLASH_ATTN_FORWARD && call->max_seqlen_k <= FEW_KEYS && call->max_seqlen_q > (narrow ? 32 : 64);
+}
+
 bool fa_tune_takes_tma(const fa_call *call)
 {
     if (call->pass == FLASH_ATTN_BACKWARD && !backward_takes_tma(call))
         return false;
-    return call->max_seqlen_q > 128 && call->num_splits <= 1 && call->scale > 0 && fa_maps_fit(call);
+    return (call->max_seqlen_q > 128 || is_short(call)) && call->num_splits <= 1 && call->scale > 0 && fa_maps_fit(call);
 }
 
 /* What Hopper's kernels for packed rows ask for: a scale above 0, strides of K that a tensor map describes, pages of a multiple of eight keys; no softcap, bias, ALiBi,

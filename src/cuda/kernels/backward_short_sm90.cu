@@ -1,5 +1,5 @@
 /*
- * FlashAttention's backward for Hopper where a sequence's queries and its keys are one tile each: up to 128, without a mask. float16 and bfloat16.
+ * FlashAttention's backward for Hopper where a sequence's queries and its keys are one tile each: up to 128. float16 and bfloat16.
  * Then nothing is added to by others: one launch makes delta, P, dS and stores dQ, dK and dV in their own type, in the same order each time, and what it takes is
  * what memory takes to read five tensors and to write three.
  *
@@ -16,6 +16,10 @@
  *
  * At head_dim 128 S and dP of 64 queries at a time are what registers hold beside dK and dV: two passes over the same tiles.
  *
+ * Under a mask P and dS are 0 where a query does not see a key, but 0 * NaN is NaN: while the first products run the consumers look whether Q, K or dO hold
+ * what is not finite. Then (rare) all of it becomes 0 before the other products begin: LSE and delta are NaN for who sees it, and dV of keys that a query sees whose dO it was is
+ * made NaN on its way out.
+ *
  * Shared memory: stages of Q, dO, O, K and V (at head_dim 64 two, else one), dS of a pass, dK on its way out. dQ leaves by way of O, which nobody reads behind
  * delta, and dV by way of its consumer's rows of V.
  */
@@ -28,7 +32,7 @@ static_assert(FA_TILE_Q == 128 && FA_TILE_K == 128 && FA_WARPS == 12 && FA_HEAD_
 enum { Q, DOUT, O, K, V, TILES };
 constexpr int PANEL_BYTES = 128 * 128, TILE_BYTES = PANELS * PANEL_BYTES, HALF = PANEL_BYTES / 2 /* 64 rows of a panel */, DS_PANEL = PASS_Q * 128 /* of a consumer's keys */;
 constexpr int DS_AT = STAGES * TILES * TILE_BYTES, DK_AT = DS_AT + CONSUMERS * DS_PANEL, LSE_AT = DK_AT + CONSUMERS * PANELS * HALF, DELTA_AT = LSE_AT + STAGES * 512;
-constexpr int BARRIERS_AT = DELTA_AT + 512, STEPS_AT = BARRIERS_AT + 8 * 2 * STAGES;
+constexpr int MARKS_AT = DELTA_AT + 512, SPOILT_AT = MARKS_AT + 2 * 512, BARRIERS_AT = SPOILT_AT + 16, STEPS_AT = BARRIERS_AT + 8 * 2 * STAGES;
 
 /* A head of a sequence. In its stage. */
 struct step {
@@ -52,9 +56,14 @@ FA_DEVICE unsigned ds_at(int group) { return shared_address(shared) + DS_AT + gr
 FA_DEVICE unsigned dk_at(int group) { return shared_address(shared) + DK_AT + group * (PANELS * HALF); }
 FA_DEVICE unsigned lse_at(unsigned n) { return shared_address(shared) + LSE_AT + n % STAGES * 512; }
 FA_DEVICE unsigned delta_at() { return shared_address(shared) + DELTA_AT; }
+FA_DEVICE float &mark_of_query(int i) { return ((float *)(shared + MARKS_AT))[i]; } /* not 0: its dO is not finite */
+FA_DEVICE float &mark_of_key(int j) { return ((float *)(shared + MARKS_AT))[128 + j]; } /* not 0: some such query of the key head sees it */
+FA_DEVICE int &spoilt_at(unsigned n) { return ((int *)(shared + SPOILT_AT))[n % 2]; }
 FA_DEVICE step &step_at(unsigned n) { return ((step *)(shared + STEPS_AT))[n % STAGES]; }
 
-enum { DELTA_IS_THERE = 1, DS_IS_THERE, DS_IS_FREE, OWN /* and one more: a consumer's */ };
+enum { DELTA_IS_THERE = 1, DS_IS_THERE, DS_IS_FREE, ALL_ARE_HERE, OWN /* and one more: a consumer's */ };
+constexpr bool MASKED = FA_MASK != FA_MASK_NONE;
+constexpr int  THREADS = 128 * CONSUMERS;
 
 /* The n-th step of a block: every gridDim.x-th key head of all sequences, and of each the heads. */
 FA_DEVICE bool find_step(const fa_args &args, unsigned n, step &s)
@@ -147,6 +156,78 @@ FA_DEVICE void make_delta(unsigned n, int group)
         shared_store(delta_at() + row * 4, sum);
 }
 
+/* ---- what is not finite; MASKED ---- */
+
+template <typename EACH> FA_DEVICE void for_each_tile(unsigned n, EACH each)
+{
+#pragma unroll
+    for (int i = 0; i < 3; i++)
+        each(tile_at(n, i == 0 ? Q : i == 1 ? DOUT : K) + threadIdx.x % THREADS * 16);
+}
+
+FA_DEVICE void look_for_nonfinite(unsigned n)
+{
+    bool some = false;
+    for_each_tile(n, [&](unsigned from) { some |= holds_nonfinite<TILE_BYTES, THREADS * 16>(from); });
+    if (__any_sync(~0u, some) && threadIdx.x % 32 == 0)
+        spoilt_at(n) = 1;
+}
+
+/* By all consumers, whose first products are over. Rare. */
+FA_DEVICE void clear_nonfinite(unsigned n)
+{
+    int  row = threadIdx.x % THREADS / 2, half = threadIdx.x % 2;
+    bool odd = false;
+    named_sync(ALL_ARE_HERE, THREADS);
+    for (int panel = 0; panel < PANELS; panel++)
+        odd |= holds_nonfinite<64, 16>(tile_at(n, DOUT) + panel * PANEL_BYTES + row * 128 + half * 64);
+    odd |= __shfl_xor_sync(~0u, (int)odd, 1);
+    mark_of_query(row) = odd ? 1.0f : 0.0f;
+    named_sync(ALL_ARE_HERE, THREADS);
+    for_each_tile(n, [&](unsigned from) { clear_nonfinite_of_lane<TILE_BYTES, THREADS * 16>(from); });
+    fence_async();
+    named_sync(ALL_ARE_HERE, THREADS);
+}
+
+/* ---- masks ---- */
+
+/* Of a thread's first key, which queries see it: [first, last] less its own first column; of the second, eight behind, as many more. */
+struct columns {
+    int first, last;
+};
+
+FA_DEVICE columns columns_of(const fa_args &args, const step &w, int first_key)
+{
+    fa_window window = window_of(args);
+    int       same   = first_key + fragment_row() - w.seq.diagonal - threadIdx.x % 4 * 2;
+    return {same - window.right, FA_MASK == FA_MASK_WINDOW ? same + window.left : 0};
+}
+
+FA_DEVICE bool sees(const columns &seen, int h, int col) { return col - 8 * h >= seen.first && (FA_MASK != FA_MASK_WINDOW || col - 8 * h <= seen.last); }
+
+/* Of this consumer's keys those that a marked query sees. Rare. */
+FA_DEVICE void mark_keys(const fa_args &args, const step &w, int keys, int group)
+{
+    fa_window window = window_of(args);
+    int       key    = 64 * group + threadIdx.x % 64, same = key - w.seq.diagonal;
+    for (int i = fa_max_int(same - window.right, 0); i < w.seq.seqlen_q && key < keys; i++)
+        if ((FA_MASK != FA_MASK_WINDOW || i <= same + window.left) && mark_of_query(i) != 0.0f)
+            mark_of_key(key) = 1.0f;
+}
+
+/* Their dV, which is staged: 0x7FFF is NaN in both formats. */
+FA_DEVICE void give_back_nonfinite(unsigned staged, int first_key)
+{
+    int lane = threadIdx.x % 32;
+    __syncwarp();
+    if (!__any_sync(~0u, mark_of_key(first_key + lane % 16) != 0.0f))
+        return;
+    for (int row = 0; row < 16; row++)
+        for (int panel = 0; panel < PANELS && mark_of_key(first_key + row) != 0.0f; panel++)
+            shared_store(staged + panel * PANEL_BYTES + row * 128 + lane * 4, 0x7FFF7FFFu);
+    fence_async();
+}
+
 /* LSE or delta of this thread's columns 8 j and 8 j + 1 of a pass. */
 FA_DEVICE float2 stats_of(unsigned from, int j) { return shared_load_float2(from + threadIdx.x % 4 * 8 + 32 * j); }
 
@@ -214,6 +295,8 @@ FA_DEVICE void consume(const fa_args &args, const fa_maps &maps, int group)
 #pragma unroll
             for (int i = 0; i < GRADIENT_COUNT; i++)
                 dk[i] = dv[i] = 0.0f;
+        if (MASKED && w.first && lane < 16)
+            mark_of_key(64 * group + 16 * warp + lane) = 0.0f;
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
             float    s[S_COUNT], dp[S_COUNT], dq[DQ_COUNT];
@@ -221,13 +304,17 @@ FA_DEVICE void consume(const fa_args &args, const fa_maps &maps, int group)
             start_rows_by_rows<128, 128>(s, tile_at(n, K) + group * HALF, q);
             start_rows_by_rows<128, 128>(dp, tile_at(n, V) + group * HALF, dout);
             if (pass == 0) {
+                if (MASKED)
+                    look_for_nonfinite(n);
                 make_delta(n, group);
                 if (asks && n > 0) { /* the step before has left */
                     bulk_added_was_read();
                     if (STAGES > 1)
                         barrier_arrive(empty(n - 1));
                 }
-                named_sync(DELTA_IS_THERE, 128 * CONSUMERS);
+                named_sync(DELTA_IS_THERE, THREADS);
+                if (MASKED && threadIdx.x == 128) /* all have read the step's before */
+                    spoilt_at(n + 1) = 0;
             }
             wgmma_wait<1>();
             hold(s);
@@ -240,18 +327,26 @@ FA_DEVICE void consume(const fa_args &args, const fa_maps &maps, int group)
             }
             wgmma_wait<0>();
             hold(dp);
+            columns seen = columns_of(args, w, 64 * group);
 #pragma unroll
             for (int i = 0; i < S_COUNT; i += 4) {
                 float2 row = stats_of(delta_at() + pass * PASS_Q * 4, i / 4);
 #pragma unroll
-                for (int e = 0; e < 4; e++)
-                    dp[i + e] = s[i + e] * (dp[i + e] - (e % 2 ? row.y : row.x));
+                for (int e = 0; e < 4; e++) {
+                    bool some = !MASKED || sees(seen, e / 2, pass * PASS_Q + 2 * i + e % 2);
+                    dp[i + e] = some ? s[i + e] * (dp[i + e] - (e % 2 ? row.y : row.x)) : 0.0f;
+                    s[i + e]  = some ? s[i + e] : 0.0f;
+                }
             }
             pack_operand(p, s);
             pack_operand(ds, dp);
             clear_hidden_keys(ds, 64 * group, keys);
+            if (MASKED && pass == 0 && same_for_all(spoilt_at(n))) {
+                clear_nonfinite(n);
+                mark_keys(args, w, keys, group);
+            }
             if (pass > 0) /* the other consumer has made dQ of it */
-                named_sync(DS_IS_FREE, 128 * CONSUMERS);
+                named_sync(DS_IS_FREE, THREADS);
             unsigned to = turned_at(ds_at(group));
 #pragma unroll
             for (int i = 0; i < P_STEPS; i++)
@@ -259,7 +354,7 @@ FA_DEVICE void consume(const fa_args &args, const fa_maps &maps, int group)
             fence_async();
             start_gradient(dv, p, dout);
             start_gradient(dk, ds, q);
-            named_sync(DS_IS_THERE, 128 * CONSUMERS);
+            named_sync(DS_IS_THERE, THREADS);
             start_dq(dq, n, group);
             wgmma_wait<0>();
             hold(dv);
@@ -270,12 +365,15 @@ FA_DEVICE void consume(const fa_args &args, const fa_maps &maps, int group)
             stage_panel(dq, 0, args.scale, lane, w.seq.seqlen_q - first_query(pass, group) - 16 * warp, dq_at(n, pass, group) + warp * 2048);
         }
         if (w.last) {
-            int counting = keys - 64 * group - 16 * warp;
+            int      counting = keys - 64 * group - 16 * warp;
+            unsigned staged   = tile_at(n, V) + group * HALF + warp * 2048;
 #pragma unroll
             for (int panel = 0; panel < PANELS; panel++) {
-                stage_panel(dv, panel, 1.0f, lane, counting, tile_at(n, V) + panel * PANEL_BYTES + group * HALF + warp * 2048);
+                stage_panel(dv, panel, 1.0f, lane, counting, staged + panel * PANEL_BYTES);
                 stage_panel(dk, panel, args.scale, lane, counting, dk_at(group) + panel * HALF + warp * 2048);
             }
+            if (MASKED)
+                give_back_nonfinite(staged, 64 * group + 16 * warp);
         }
         named_sync(OWN + group, 128);
         if (asks) {
@@ -302,6 +400,7 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 1)
     backward_short_sm90(const __grid_constant__ fa_args args, const __grid_constant__ fa_maps maps)
 {
     if (threadIdx.x == 0) {
+        spoilt_at(0) = 0;
         for (int n = 0; n < STAGES; n++) {
             barrier_init(full(n), 2);
             barrier_init(empty(n), CONSUMERS);
