@@ -317,7 +317,15 @@ class _Function(torch.autograd.Function):
         return (*_Backward.apply(ctx.ring, ctx.needs_input_grad[:4], dout, q, k, v, sinks, out, lse), None, None)
 
 
-@_disable_dynamo  # torch.compile breaks its graph here; the public torch.compiler.disable would import the compiler for this
+def _attend(q, k, v, sinks, ring, return_attn_probs):
+    want_lse = return_attn_probs or wants_gradient(q, k, v, sinks)
+    out, lse = _Function.apply(q, k, v, sinks, _Ring(*ring), want_lse)
+    return (out, lse, None) if return_attn_probs else out
+
+
+_attend_outside = _disable_dynamo(_attend)  # imports the compiler, for which nobody else should wait
+
+
 def ring_flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
                          alibi_slopes=None, deterministic=False, return_attn_probs=False, *, layout="zigzag", seqlen=None,
                          sinks=None, group=None, host_group=None):
@@ -336,12 +344,10 @@ def ring_flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=Fals
     (dist.new_group(backend="gloo")) by which their hosts agree before and after each pass, some tens of microseconds a rank;
     without it the rank raises alone, and the others' streams wait until NCCL's time limit, as for every collective. A rank whose
     transfer fails raises what torch.distributed raised; the group is then of no more use."""
-    ring = _Ring(group, host_group, layout, seqlen, dict(scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
-                                                         alibi_slopes=alibi_slopes, dropout_p=dropout_p,
-                                                         deterministic=deterministic))
-    want_lse = return_attn_probs or wants_gradient(q, k, v, sinks)
-    out, lse = _Function.apply(q, k, v, sinks, ring, want_lse)
-    return (out, lse, None) if return_attn_probs else out
+    options = dict(scale=softmax_scale, causal=causal, window=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
+                   dropout_p=dropout_p, deterministic=deterministic)
+    attend = _attend_outside if torch.compiler.is_compiling() else _attend  # a graph breaks here
+    return attend(q, k, v, sinks, (group, host_group, layout, seqlen, options), return_attn_probs)
 
 
 __all__ = ["ring_flash_attn_func", "ring_share", "ring_scatter", "ring_gather"]

@@ -63,6 +63,13 @@ class World:
             same_rows(a, b, ring_share(b.shape[1], layout, group), name)
         torch.testing.assert_close(lse, lse_whole[..., ring_share(seqlens[0], layout, group)], atol=1e-5, rtol=1e-6)
 
+    def same(self, a, b):
+        """Bit for bit; a GPU may take another kernel for other strides or fewer results."""
+        if self.device == "cpu":
+            math_.assert_same(a, b)
+        else:
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
     def fails(self, where, kind, match, call):
         """`call` raises `kind` on the rank `where`; on the others the sentence that it failed."""
         mine = self.rank == where
@@ -76,10 +83,11 @@ def same_rows(ours, whole, rows, name):
     if expected.numel() == 0:
         return
     scale, exact = whole.abs().max().item(), ours.dtype == F32
-    assert (ours - expected).abs().max() <= scale * (3e-6 if exact else 2.0**-6), name
+    off, turned = (2.0**-6, 1e-4) if not exact else (3e-6, 1e-11) if ours.is_cpu else (2e-5, 1e-9)
+    assert (ours - expected).abs().max() <= scale * off, name
     ours, expected = ours.double().flatten(), expected.double().flatten()
     if expected.norm() > 0.1 * scale:
-        assert torch.nn.functional.cosine_similarity(ours, expected, 0) > 1 - (1e-11 if exact else 1e-4), name
+        assert torch.nn.functional.cosine_similarity(ours, expected, 0) > 1 - turned, name
 
 
 def grid(layout, mask):
@@ -126,7 +134,7 @@ def strides_are_read_in_place(world):
         results.append([out, *(t.grad for t in leaves)])
     for result in results[:2]:
         for a, b in zip(result, results[2]):
-            math_.assert_same(a, b)
+            world.same(a, b)
 
 
 def without_a_gradient_nothing_is_kept(world):
@@ -135,8 +143,10 @@ def without_a_gradient_nothing_is_kept(world):
     expected, lse, _ = run(return_attn_probs=True)
     with torch.no_grad():
         out, again, _ = run(return_attn_probs=True)
-        assert torch.equal(run(), expected)
-    assert out.grad_fn is None and torch.equal(out, expected) and torch.equal(again, lse)
+        world.same(run(), expected)
+    assert out.grad_fn is None
+    world.same(out, expected)
+    world.same(again, lse)
 
 
 def only_some_gradients(world):
@@ -146,7 +156,7 @@ def only_some_gradients(world):
     for wanted in ((0,), (1,), (1, 2)):
         leaves = [t if n in wanted else t.detach() for n, t in enumerate((q, k, v))]
         for n, grad in zip(wanted, torch.autograd.grad(run(*leaves), [leaves[n] for n in wanted], dout)):
-            math_.assert_same(grad, expected[n])
+            world.same(grad, expected[n])
 
 
 def checkpointing_runs_it_again(world):
@@ -155,7 +165,7 @@ def checkpointing_runs_it_again(world):
     expected = torch.autograd.grad(run(*leaves), leaves, dout)
     again = torch.autograd.grad(torch.utils.checkpoint.checkpoint(run, *leaves, use_reentrant=False), leaves, dout)
     for a, b in zip(again, expected):
-        math_.assert_same(a, b)
+        world.same(a, b)
 
 
 def a_second_derivative_is_refused(world):
@@ -164,6 +174,27 @@ def a_second_derivative_is_refused(world):
     dq, = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward is not supported"):
         dq.sum().backward()
+
+
+def what_travels_is_the_workspace(world):
+    """Between the ranks views of the one tensor that a pass has for all, copied nowhere; the notes by the hosts' group if there
+    is one."""
+    q, k, v, dout = world.own(world.make((48, 48)), "zigzag")
+    group, hosts, good, seen = dist.new_group(), dist.new_group(backend="gloo"), dist.batch_isend_irecv, []
+    dist.batch_isend_irecv = lambda ops: seen.extend(ops) or good(ops)
+    try:
+        out = ring_flash_attn_func(q, k, v, causal=True, group=group, host_group=hosts)
+        forward, seen = seen, []
+        out.backward(dout)
+    finally:
+        dist.batch_isend_irecv = good
+    kv_bytes = 2 * (48 // world.ranks) * 2 * (16 + 24) * 4
+    for ops, transfers in ((forward, world.ranks - 1), (seen, 2 * world.ranks - 1)):
+        notes = [op.tensor for op in ops if op.group is hosts]
+        moved = [op.tensor for op in ops if op.group is group]
+        assert len(notes) == 2 * 2 * (world.ranks - 1) and len(moved) == 2 * transfers and len(notes) + len(moved) == len(ops)
+        assert all(t.is_cpu and t.numel() < 1000 for t in notes) and all(t.numel() == kv_bytes for t in moved)
+        assert all(t._is_view() for t in moved) and len({t.untyped_storage().data_ptr() for t in moved}) == 1
 
 
 def dealt_and_gathered(world):
@@ -279,10 +310,10 @@ def a_transport_that_fails(world):
 CASES = {f"{layout}, {mask}": grid(layout, mask) for layout in LAYOUTS for mask in MASKS}
 CASES.update({case.__name__: case for case in (
     few_rows, sinks_and_their_gradient, strides_are_read_in_place, without_a_gradient_nothing_is_kept, only_some_gradients,
-    checkpointing_runs_it_again, a_second_derivative_is_refused, dealt_and_gathered, a_group_of_some_ranks,
+    checkpointing_runs_it_again, a_second_derivative_is_refused, what_travels_is_the_workspace, dealt_and_gathered, a_group_of_some_ranks,
     what_one_rank_was_given_fails_on_all, shares_of_other_lengths_need_the_length, what_a_ring_cannot, a_transport_that_fails)})
 ON_GPUS = [name for name in CASES if name != "a_transport_that_fails"]  # NCCL's watchdog would end the process
-WORLDS = {2: ON_GPUS, 3: list(CASES), 4: ["zigzag, causal", "few_rows", "a_group_of_some_ranks"]}
+WORLDS = {2: ON_GPUS, 3: [name for name in CASES if name != "checkpointing_runs_it_again"], 4: ["zigzag, causal", "few_rows", "a_group_of_some_ranks"]}
 
 
 def run_rank(rank, ranks, folder, device):
