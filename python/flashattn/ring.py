@@ -45,8 +45,20 @@ def _layout(name):
     return _LAYOUTS[name]
 
 
+def _lengths(seqlen, count):
+    """seqlen, a number or `count` of them, as `count` numbers."""
+    try:
+        lengths = [index(n) for n in (seqlen if isinstance(seqlen, (tuple, list)) else [seqlen] * count)]
+    except TypeError:
+        lengths = []
+    if len(lengths) != count or max(map(abs, lengths)) >= 2**63:
+        pair = ", or two, of q and of k" if count == 2 else ""
+        raise _native.InvalidError(f"seqlen is {seqlen!r}: expected a number of positions{pair}")
+    return lengths
+
+
 def _positions(seqlen, layout, ranks, rank, device=None):
-    share = _native.RingShare()
+    share, (seqlen,) = _native.RingShare(), _lengths(seqlen, 1)
     check(lib.flash_attn_ring_get_share(_layout(layout), ranks, rank, seqlen, ctypes.byref(share)))
     return torch.cat([torch.arange(begin, begin + count * share.step, share.step, dtype=torch.int64, device=device)
                       for begin, count in zip(share.begin, share.count)])
@@ -73,8 +85,8 @@ def ring_gather(tensor, layout="zigzag", group=None, *, dim=1, seqlen=None):
     shares = [_positions(seqlen, layout, ranks, n, tensor.device) for n in range(ranks)]
     rows, most = tensor.shape[dim], max(len(share) for share in shares)
     if rows != len(shares[rank]):
-        raise _native.InvalidError(f"tensor.shape[{dim}] is {rows}, expected {len(shares[rank])}, what rank {rank} of {ranks} has "
-                                   f"of {seqlen} positions")
+        raise _native.InvalidError(f"tensor.shape[{dim}] is {rows}, expected {len(shares[rank])}, what rank {rank} of {ranks} "
+                                   f"has of {seqlen} positions")
     with torch.no_grad():
         own = tensor.movedim(dim, 0)
         whole = own.new_empty((seqlen, *own.shape[1:]))
@@ -197,13 +209,8 @@ class _Ring:
         self.group, self.host_group, self.layout, self.seqlen, self.options = group, host_group, layout, seqlen, options
 
     def _struct(self, transport, q, k):
-        seqlen = self.seqlen
-        if seqlen is None:
-            seqlen = [t.shape[1] * transport.ranks for t in (q, k)]
-        try:
-            seqlen_q, seqlen_k = map(index, seqlen if isinstance(seqlen, (tuple, list)) else (seqlen, seqlen))
-        except (TypeError, ValueError):
-            raise _native.InvalidError(f"seqlen is {seqlen!r}: expected a number of positions, or two, of q and of k") from None
+        seqlen = [t.shape[1] * transport.ranks for t in (q, k)] if self.seqlen is None else self.seqlen
+        seqlen_q, seqlen_k = _lengths(seqlen, 2)
         return _native.Ring(rank=transport.rank, ranks=transport.ranks, layout=_layout(self.layout), seqlen_q=seqlen_q,
                             seqlen_k=seqlen_k, transport=transport.struct())
 
