@@ -3,7 +3,7 @@
 from ._arrays import view
 from ._call import Call, append_kv, merge
 from ._native import (CompileError, FlashAttnError, InvalidError, LaunchError, NoDeviceError, NoMemoryError,
-                      UnsupportedError, device_info)
+                      TransportError, UnsupportedError, device_info)
 from ._native import version as __version__
 from .interface import (flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
                         flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func, flash_attn_with_kvcache)

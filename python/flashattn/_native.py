@@ -96,6 +96,20 @@ class Partial(Structure):
     _fields_ = [("o", Tensor), ("lse", Tensor)]
 
 
+class RingShare(Structure):
+    _fields_ = [("rows", c_int64), ("begin", c_int64 * 2), ("count", c_int64 * 2), ("step", c_int64)]
+
+
+class Transport(Structure):
+    _fields_ = [("begin", c_void_p), ("wait", c_void_p), ("exchange_host", c_void_p), ("user", c_void_p),
+                ("reserved", c_uint64 * 4)]
+
+
+class Ring(Structure):
+    _fields_ = [("rank", c_int32), ("ranks", c_int32), ("layout", c_int32), ("reserved0", c_int32), ("seqlen_q", c_int64),
+                ("seqlen_k", c_int64), ("transport", Transport), ("reserved", c_uint64 * 8)]
+
+
 # A tensor's bytes at once: filling ctypes fields one by one would cost more than a small attention.
 pack_tensor = struct.Struct("<Qi4x4q4q").pack_into
 assert struct.calcsize("<Qi4x4q4q") == ctypes.sizeof(Tensor)
@@ -132,7 +146,11 @@ class LaunchError(FlashAttnError):
     """The GPU driver refused or failed a launch."""
 
 
-_ERRORS = (None, InvalidError, UnsupportedError, NoDeviceError, NoMemoryError, CompileError, LaunchError)
+class TransportError(FlashAttnError):
+    """Another rank failed, or what moves the bytes between ranks."""
+
+
+_ERRORS = (None, InvalidError, UnsupportedError, NoDeviceError, NoMemoryError, CompileError, LaunchError, TransportError)
 
 
 def check(status):
@@ -174,6 +192,10 @@ _PROTOTYPES = {
     "flash_attn_explain": (c_int32, [c_void_p, c_void_p, c_int32, POINTER(Explanation)]),
     "flash_attn_append_kv": (c_int32, [c_void_p, c_void_p, c_void_p]),
     "flash_attn_merge": (c_int32, [c_void_p, Device, c_void_p, c_int32, c_void_p, c_void_p]),
+    "flash_attn_ring_get_share": (c_int32, [c_int32, c_int32, c_int32, c_int64, POINTER(RingShare)]),
+    "flash_attn_ring_forward": (c_int32, [c_void_p, c_void_p, POINTER(Ring), c_void_p]),
+    "flash_attn_ring_backward": (c_int32, [c_void_p, c_void_p, c_void_p, POINTER(Ring), c_void_p]),
+    "flash_attn_ring_workspace_size": (c_int32, [c_void_p, c_void_p, POINTER(Ring), c_int32, POINTER(c_size_t)]),
 }
 for _name, (_result, _arguments) in _PROTOTYPES.items():
     _function = getattr(lib, _name)

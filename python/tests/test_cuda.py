@@ -18,6 +18,7 @@ import test_interface
 import test_kvcache
 import test_parity
 import test_passes
+import test_ring
 import test_sdpa
 import test_torch
 import test_variants
@@ -253,6 +254,10 @@ def test_a_client_that_torch_compile_sees_through():
 @pytest.mark.parametrize("module", [interface, interface3], ids=["2", "3"])
 def test_ring_attention_is_the_whole_call(module):
     test_passes.test_ring_attention_is_the_whole_call(module, BF16, 5)
+
+
+def test_ring_attention_over_nccl(tmp_path):
+    test_ring.test_two_gpus_and_nccl(tmp_path)
 
 
 @pytest.mark.parametrize("pair", [(40, 40), (1, 33), (64, 128)], ids=str)
