@@ -146,6 +146,8 @@ const fa_tune_row fa_tune_rows[] = {
 
     {90, 90, FA_KERNEL_BACKWARD_SHORT_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ONE_TILE, 0, 128, 128, 12, 2, 1, 0, 0,
      "a sequence's queries and keys are one tile each: all three gradients in one launch (decision 0088)"},
+    {90, 90, FA_KERNEL_BACKWARD_SHORT_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ONE_TILE, 0, 256, 256, 12, 1, 1, 0, 0,
+     "likewise, in two tiles of keys; dQ stays in registers (decision 0088)"},
     {90, 90, FA_KERNEL_BACKWARD_SHORT_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_ONE_TILE, 0, 128, 128, 12, 1, 1, 0, 0,
      "a sequence's queries and keys are one tile each; memory for one stage (decision 0088)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 128, 128, 12, 2, 1, 0, 408,
@@ -302,7 +304,8 @@ static bool takes_one_tile(const fa_tune_row *row, const fa_call *call, const fa
 {
     bool plain = !(key->has_softcap || key->has_bias || key->has_alibi || key->has_dropout || key->has_slices || key->has_paged || call->dsinks.data);
     bool some  = call->q.shape[1] > 0 && call->k.shape[1] > 0 && call->max_seqlen_q <= row->tile_q && call->max_seqlen_k <= row->tile_k;
-    return plain && some && key->aligned && backward_takes_tma(call) && fa_maps_fit(call) && fa_gradient_maps_fit(call);
+    bool shares = row->tile_q <= 128 || call->group == 1; /* dK and dV of two tiles of keys are not kept from head to head */
+    return plain && some && shares && key->aligned && backward_takes_tma(call) && fa_maps_fit(call) && fa_gradient_maps_fit(call);
 }
 
 /* What forward_latent_sm90 asks for besides: V is the first columns of K's rows, of which there are more than 256. */
