@@ -73,7 +73,7 @@ template <typename BRING> FA_DEVICE void for_tiles(const fa_args &args, const fa
     bring(O, maps.o, s.head, q.q_entry * args.apart_o + q.q_row + q.seqlen_q, q.seqlen_q);
 }
 
-/* By one thread. With one stage the next step comes into L2 while this one is worked on. */
+/* By one thread. LARGE the next step comes into L2 while this one is worked on: 3% faster, at head_dim 128 8% slower. */
 FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
 {
     for (unsigned n = 0;; n++) {
@@ -88,7 +88,7 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
             fetch_ragged<ROWS, FA_HEAD_DIM>(tile_at(n, which), map, full(n), head, end, rows);
         });
         step next;
-        if (STAGES == 1 && find_step(args, n + 1, next))
+        if (LARGE && find_step(args, n + 1, next))
             for_tiles(args, maps, next, [&](int, const fa_map &map, int head, int end, int rows) { prefetch_ragged<ROWS, FA_HEAD_DIM>(map, head, end, rows); });
     }
 }
