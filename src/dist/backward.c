@@ -37,7 +37,7 @@ static flash_attn_status differentiate(const fa_ring_call *r, const fa_ring_rect
         g.dk = fa_ring_k(r, dkv, rows, FLASH_ATTN_F32);
     if (r->call.dv.data)
         g.dv = fa_ring_v(r, dkv, rows, FLASH_ATTN_F32);
-    return flash_attn_backward(r->context, &p, &g, &r->exec);
+    return fa_run(r->context, &p, &g, FLASH_ATTN_BACKWARD, &r->exec, true);
 }
 
 static flash_attn_status add(const fa_ring_call *r, flash_attn_tensor sum, flash_attn_tensor part)
@@ -76,7 +76,7 @@ static flash_attn_status make_dsinks(const fa_ring_call *r, flash_attn_tensor k,
     flash_attn_problem p    = fa_ring_problem(r, &none, k, v);
     flash_attn_grads   g    = {.dout = r->call.dout, .dsinks = {.data = r->memory.base + r->memory.dsinks}};
     p.sinks                 = r->problem->sinks;
-    return r->call.dsinks.data ? flash_attn_backward(r->context, &p, &g, &r->exec) : FLASH_ATTN_OK;
+    return r->call.dsinks.data ? fa_run(r->context, &p, &g, FLASH_ATTN_BACKWARD, &r->exec, true) : FLASH_ATTN_OK;
 }
 
 /* A step's own share of K and V, and where its gradients are added up. */

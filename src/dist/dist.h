@@ -1,7 +1,8 @@
 /*
  * Attention over a sequence that several ranks share: which rows a rank has (shares.c), which of its queries see which
- * keys of another rank (shares.c), the ring (ring.c forward.c backward.c). It stands on the public calls alone: every
- * step is a flash_attn_forward, a flash_attn_backward or a merge of parts.
+ * keys of another rank (shares.c), the ring (ring.c forward.c backward.c). It stands on the public calls: every step
+ * is a flash_attn_forward, a flash_attn_backward (by fa_run, for transfers have part of a GPU meanwhile) or a merge of
+ * parts.
  */
 #ifndef FA_DIST_H
 #define FA_DIST_H

@@ -21,7 +21,7 @@ static flash_attn_status attend(const fa_ring_call *r, const fa_ring_rect *rect,
         p.sinks = r->problem->sinks;
     p.o   = result->o;
     p.lse = result->lse;
-    return flash_attn_forward(r->context, &p, &r->exec);
+    return fa_run(r->context, &p, NULL, FLASH_ATTN_FORWARD, &r->exec, true);
 }
 
 static flash_attn_partial partial_at(const fa_ring_call *r, size_t o, size_t lse, int64_t rows)

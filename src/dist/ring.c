@@ -99,7 +99,7 @@ static flash_attn_status inner_workspace(const fa_ring_call *r, const fa_ring_re
         sub.o   = fa_ring_results(r, 0, sub.q.shape[1], r->call.head_dim_v);
         sub.lse = fa_ring_lse(r, 0, sub.q.shape[1]);
     }
-    FA_TRY(flash_attn_workspace_size(r->context, &sub, r->call.pass, &bytes));
+    FA_TRY(fa_workspace_size(r->context, &sub, r->call.pass, true, &bytes));
     *most = bytes > *most ? bytes : *most;
     return FLASH_ATTN_OK;
 }
