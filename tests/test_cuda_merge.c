@@ -1,6 +1,6 @@
 /*
- * flash_attn_merge and a ring's sums on CUDA: rows that merge.cu moves in pieces against the same rows one element further, which it
- * moves one by one, bit by bit, and against the host's.
+ * flash_attn_merge and a ring's sums on CUDA: rows that merge.cu moves in pieces against the same rows one element
+ * further, which it moves one by one, bit by bit, and against the host's.
  *
  *     test_cuda_merge [--shapes WORDS] [TESTS]     only such shapes; only such tests
  */
@@ -61,7 +61,9 @@ static buffer buffer_of(const struct shape *c, flash_attn_dtype dtype, int shift
 {
     int64_t d = c->d + (c->as == PADDED ? 8 : 0);
     buffer  m = {.t = {.dtype = dtype, .shape = {c->b, c->s, c->h, c->d}}};
-    memcpy(m.t.stride, c->as == HEADS_FIRST ? (int64_t[4]){c->h * c->s * d, d, c->s * d, 1} : (int64_t[4]){c->s * c->h * d, c->h * d, d, 1},
+    memcpy(m.t.stride,
+           c->as == HEADS_FIRST ? (int64_t[4]){c->h * c->s * d, d, c->s * d, 1}
+                                : (int64_t[4]){c->s * c->h * d, c->h * d, d, 1},
            sizeof m.t.stride);
     if (lse)
         m.t = (flash_attn_tensor){.shape = {c->b, c->h, c->s, 1}, .stride = {c->h * c->s, c->s, 1, 1}};
@@ -85,9 +87,15 @@ static void fill_part(const struct shape *c, int n, buffer *o, buffer *lse)
                 int64_t row   = (b * c->s + i) * c->h + h;
                 bool    empty = c->lse && is_empty(n, row);
                 for (int64_t d = 0; d < c->d; d++)
-                    set(&o->t, b, i, h, d, empty ? (d % 2 ? (double)NAN : (double)INFINITY) : d % 11 == 3 ? -0.0 : random_normal(&random));
+                    set(&o->t, b, i, h, d,
+                        empty         ? (d % 2 ? (double)NAN : (double)INFINITY)
+                        : d % 11 == 3 ? -0.0
+                                      : random_normal(&random));
                 if (c->lse)
-                    set(&lse->t, b, h, i, 0, row == NAN_ROW && n == 0 ? (double)NAN : empty ? -(double)INFINITY : 3 * random_normal(&random));
+                    set(&lse->t, b, h, i, 0,
+                        row == NAN_ROW && n == 0 ? (double)NAN
+                        : empty                  ? -(double)INFINITY
+                                                 : 3 * random_normal(&random));
             }
 }
 
@@ -102,7 +110,8 @@ static flash_attn_tensor uploaded(const buffer *m, char **device)
     return t;
 }
 
-static flash_attn_status merge_on(bool on_device, const struct shape *c, const flash_attn_partial *parts, const flash_attn_partial *result)
+static flash_attn_status merge_on(bool on_device, const struct shape *c, const flash_attn_partial *parts,
+                                  const flash_attn_partial *result)
 {
     flash_attn_context *context = NULL;
     fa_exec             exec    = {0};
@@ -148,7 +157,8 @@ static void merged(const struct shape *c, int shift, bool on_device, buffer out[
         result.lse.data = NULL;
     expect_ok(merge_on(on_device, c, parts, &result));
     for (int n = 0; n < 1 + c->lse && on_device; n++)
-        assert_true(case_gpu_get()->wait(NULL) && case_gpu_get()->to_host(out[n].host, device[first + n], out[n].bytes));
+        assert_true(case_gpu_get()->wait(NULL) &&
+                    case_gpu_get()->to_host(out[n].host, device[first + n], out[n].bytes));
     for (int n = 0; n < used; n++)
         case_gpu_get()->free(device[n]);
     for (int n = 0; n < 2 * c->num_parts; n++)
@@ -158,13 +168,14 @@ static void merged(const struct shape *c, int shift, bool on_device, buffer out[
 
 static void check_beside(const buffer *m)
 {
-    const flash_attn_tensor *t = &m->t;
+    const flash_attn_tensor *t    = &m->t;
     char                    *seen = calloc(m->bytes, 1);
     size_t                   size = dtype_bytes(t->dtype);
     assert_non_null(seen);
     for (int64_t n = 0; n < count_of(t); n++) {
         int64_t at = n % t->shape[3] * t->stride[3] + n / t->shape[3] % t->shape[2] * t->stride[2] +
-                     n / t->shape[3] / t->shape[2] % t->shape[1] * t->stride[1] + n / t->shape[3] / t->shape[2] / t->shape[1] * t->stride[0];
+                     n / t->shape[3] / t->shape[2] % t->shape[1] * t->stride[1] +
+                     n / t->shape[3] / t->shape[2] / t->shape[1] * t->stride[0];
         memset(seen + ((char *)t->data - m->host) + (size_t)at * size, 1, size);
     }
     for (size_t n = 0; n < m->bytes; n++)

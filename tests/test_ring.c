@@ -1,5 +1,5 @@
-/* Ring attention on the host: ranks are threads, the transport is the sockets of examples/ring. With --short each case has one layout, number
- * of ranks and dtype, in turn, for where they take minutes. */
+/* Ring attention on the host: ranks are threads, the transport is the sockets of examples/ring. With --short each case
+ * has one layout, number of ranks and dtype, in turn, for where they take minutes. */
 #include "dist/dist.h"
 #include "harness_ring.h"
 
@@ -275,10 +275,44 @@ static void future_keys_do_not_change_causal_output(void **state)
     }
 }
 
+/* dK and dV come home as they are wanted, or both in float32. */
+static void gradients_may_have_dtypes_of_their_own(void **state)
+{
+    (void)state;
+    for (int kind = 1; kind < 8; kind++) {
+        ring_case   shape        = usual_ring(3);
+        ring_world *test         = ring_start(shape, FLASH_ATTN_F16, 5);
+        void       *memory[3][3] = {0};
+        enum { GUARD = 64 };
+        for (int rank = 0; rank < 3; rank++) {
+            ring_rank         *r    = ring_world_rank(test, rank);
+            flash_attn_tensor *g[3] = {&r->g.dq, &r->g.dk, &r->g.dv};
+            for (int n = 0; n < 3; n++)
+                if (kind >> n & 1) {
+                    memory[rank][n] = g[n]->data;
+                    g[n]->dtype     = FLASH_ATTN_F32;
+                    g[n]->data      = (char *)malloc((size_t)count_of(g[n]) * sizeof(float) + 2 * GUARD) + GUARD;
+                }
+        }
+        ring_world_run(test, true);
+        expect_ring_right(test, "with gradients in float32");
+        for (int rank = 0; rank < 3; rank++) {
+            ring_rank         *r    = ring_world_rank(test, rank);
+            flash_attn_tensor *g[3] = {&r->g.dq, &r->g.dk, &r->g.dv};
+            for (int n = 0; n < 3; n++)
+                if (kind >> n & 1) {
+                    free((char *)g[n]->data - GUARD);
+                    g[n]->data = memory[rank][n];
+                }
+        }
+        ring_world_free(test);
+    }
+}
+
 int main(int argc, char **argv)
 {
-    is_short  = argc > 1 && strcmp(argv[1], "--short") == 0;
-    one_dtype = argc > 1 && strcmp(argv[1], "--one-dtype") == 0;
+    is_short                        = argc > 1 && strcmp(argv[1], "--short") == 0;
+    one_dtype                       = argc > 1 && strcmp(argv[1], "--one-dtype") == 0;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(shares_hold_every_position_once),
         cmocka_unit_test(rectangles_show_each_visible_pair_once),
@@ -287,6 +321,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(every_tier_runs_a_ring),
         cmocka_unit_test(one_rank_gives_the_bits_of_the_plain_call),
         cmocka_unit_test(gradients_that_are_not_wanted_may_be_absent),
+        cmocka_unit_test(gradients_may_have_dtypes_of_their_own),
         cmocka_unit_test(future_keys_do_not_change_causal_output),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
