@@ -309,6 +309,44 @@ static void gradients_may_have_dtypes_of_their_own(void **state)
     }
 }
 
+/* A second one would come to a GPU when the first one's place is taken (src/dist/backward.c). */
+typedef struct counted {
+    flash_attn_transport real;
+    int                  under_way, most;
+} counted;
+
+static int counted_begin(void *user, const void *send, size_t send_bytes, void *recv, size_t recv_bytes, void *stream)
+{
+    counted *c = user;
+    c->under_way++;
+    c->most = c->under_way > c->most ? c->under_way : c->most;
+    return c->real.begin(c->real.user, send, send_bytes, recv, recv_bytes, stream);
+}
+
+static int counted_wait(void *user, void *stream)
+{
+    counted *c   = user;
+    c->under_way = 0;
+    return c->real.wait(c->real.user, stream);
+}
+
+static void one_transfer_is_under_way_at_a_time(void **state)
+{
+    (void)state;
+    ring_world *test = ring_start(usual_ring(4), FLASH_ATTN_BF16, 5);
+    counted     c[4];
+    for (int rank = 0; rank < 4; rank++) {
+        flash_attn_transport *t = &ring_world_rank(test, rank)->ring.transport;
+        c[rank]                 = (counted){.real = *t};
+        *t = (flash_attn_transport){.begin = counted_begin, .wait = counted_wait, .user = &c[rank]};
+    }
+    ring_world_run(test, true);
+    expect_ring_right(test, "counted");
+    for (int rank = 0; rank < 4; rank++)
+        assert_true(c[rank].most == 1 && c[rank].under_way == 0);
+    ring_world_free(test);
+}
+
 int main(int argc, char **argv)
 {
     is_short                        = argc > 1 && strcmp(argv[1], "--short") == 0;
@@ -322,6 +360,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(one_rank_gives_the_bits_of_the_plain_call),
         cmocka_unit_test(gradients_that_are_not_wanted_may_be_absent),
         cmocka_unit_test(gradients_may_have_dtypes_of_their_own),
+        cmocka_unit_test(one_transfer_is_under_way_at_a_time),
         cmocka_unit_test(future_keys_do_not_change_causal_output),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
