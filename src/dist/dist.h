@@ -122,8 +122,8 @@ flash_attn_status fa_ring_wait(fa_ring_call *r);
 /* Begin to send on the K and V of this step and to receive those of the next, if there is one. */
 flash_attn_status fa_ring_begin_kv(fa_ring_call *r, int step);
 
-/* ---- the two passes: nothing of the caller's is written before fa_ring_*_finish. On a GPU the backward's last transfer
- * may be under way then ---- */
+/* ---- the two passes: nothing of the caller's is written before fa_ring_*_finish. Where ranks cannot agree, the
+ * backward's last transfer may be under way then ---- */
 
 flash_attn_status fa_ring_forward(fa_ring_call *r);
 flash_attn_status fa_ring_forward_finish(const fa_ring_call *r);

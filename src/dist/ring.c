@@ -329,7 +329,7 @@ static flash_attn_status run_ring(fa_ring_call *r, flash_attn_pass pass, const f
     bool forward = pass == FLASH_ATTN_FORWARD;
     FA_TRY(agree(r, check_all(r, pass, exec, owned)));
     flash_attn_status status = forward ? fa_ring_forward(r) : fa_ring_backward(r);
-    if (fa_on_host(r->problem->device)) /* notes go the same way */
+    if (can_speak(r)) /* notes may go the same way as what is still under way */
         status = settle(r, status);
     status = agree(r, status);
     if (status == FLASH_ATTN_OK)
