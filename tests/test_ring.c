@@ -275,6 +275,16 @@ static void future_keys_do_not_change_causal_output(void **state)
     }
 }
 
+static bool has_more_than_16_bits(const flash_attn_tensor *t)
+{
+    double *values = values_of(t);
+    int64_t more   = 0;
+    for (int64_t n = 0; n < count_of(t); n++)
+        more += fa_float_of_f16(fa_f16_of_float((float)values[n])) != (float)values[n];
+    free(values);
+    return more > count_of(t) / 2;
+}
+
 /* dK and dV come home as they are wanted, or both in float32. */
 static void gradients_may_have_dtypes_of_their_own(void **state)
 {
@@ -301,6 +311,7 @@ static void gradients_may_have_dtypes_of_their_own(void **state)
             flash_attn_tensor *g[3] = {&r->g.dq, &r->g.dk, &r->g.dv};
             for (int n = 0; n < 3; n++)
                 if (kind >> n & 1) {
+                    assert_true(has_more_than_16_bits(g[n]));
                     free((char *)g[n]->data - GUARD);
                     g[n]->data = memory[rank][n];
                 }
