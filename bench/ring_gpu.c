@@ -3,6 +3,10 @@
  * process, a thread for each GPU; bfloat16, causal, both passes.
  *
  *     ring_gpu [GPUs [heads [head_dim [seqlen ...]]]]
+ *     ring_gpu --alone RANKS [heads [head_dim [seqlen ...]]]
+ *
+ * --alone: on one GPU, what a rank of so many has to do where nothing is sent and nothing arrives, zigzag: the longer
+ * of the first rank's and the last one's time. Nothing is checked.
  */
 #include "../examples/ring/nccl.h"
 
@@ -27,7 +31,7 @@ typedef struct problem {
     int64_t                seqlen;
     int                    heads, head_dim, gpus;
     flash_attn_ring_layout layout;
-    bool                   dry;            /* nothing is sent: what the compute alone takes */
+    bool                   dry; /* nothing is sent, by ranks that know nothing of NCCL: what the compute alone takes */
     uint16_t              *whole[TENSORS]; /* on the host */
 } problem;
 
@@ -37,7 +41,7 @@ static size_t row_bytes(const problem *p) { return (size_t)p->heads * (size_t)p-
 typedef struct rank {
     const problem        *problem;
     ncclComm_t            comm;
-    int                   number, ranks;
+    int                   number, ranks, device;
     flash_attn_ring_share share;
     pthread_barrier_t    *barrier;
     double                milliseconds[2];
@@ -101,6 +105,17 @@ static int send_nothing(void *user, const void *send, size_t send_bytes, void *r
     return 0;
 }
 
+/* What arrives where nothing is sent: numbers as good as others. Zeros would take less power, and with NaN rows are
+ * computed once more. */
+static void fill(void *workspace, size_t bytes, const void *numbers, size_t numbers_bytes)
+{
+    for (size_t at = 0; at < bytes; at += numbers_bytes)
+        stop_if(cudaMemcpy((char *)workspace + at, numbers, bytes - at < numbers_bytes ? bytes - at : numbers_bytes,
+                           cudaMemcpyDeviceToDevice) != cudaSuccess,
+                "a copy");
+    stop_if(cudaDeviceSynchronize() != cudaSuccess, "copies");
+}
+
 static void *run_rank(void *argument)
 {
     rank          *r = argument;
@@ -109,14 +124,16 @@ static void *run_rank(void *argument)
     cudaEvent_t    event[REPEATS + 1];
     ring_nccl      nccl;
     void          *tensor[TENSORS], *lse, *workspace;
-    stop_if(cudaSetDevice(r->number) != cudaSuccess ||
+    bool           sends = r->ranks > 1 && !p->dry;
+    stop_if(cudaSetDevice(r->device) != cudaSuccess ||
                 cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess,
             "a stream");
     flash_attn_ring ring = {
         .rank = r->number, .ranks = r->ranks, .layout = p->layout, .seqlen_q = p->seqlen, .seqlen_k = p->seqlen};
-    if (r->ranks > 1) {
+    ring.transport.begin = send_nothing;
+    if (sends) {
         stop_if(ring_nccl_open(&nccl, r->comm) != ncclSuccess, "NCCL");
-        ring.transport = p->dry ? (flash_attn_transport){.begin = send_nothing} : ring_nccl_transport(&nccl);
+        ring.transport = ring_nccl_transport(&nccl);
     }
     flash_attn_ring_get_share(p->layout, r->ranks, r->number, p->seqlen, &r->share);
     flash_attn_tensor t[TENSORS];
@@ -126,7 +143,7 @@ static void *run_rank(void *argument)
                  .data = tensor[n], .dtype = FLASH_ATTN_BF16, .shape = {1, r->share.rows, p->heads, p->head_dim}};
     }
     stop_if(cudaMalloc(&lse, (size_t)r->share.rows * (size_t)p->heads * sizeof(float)) != cudaSuccess, "memory");
-    flash_attn_problem call  = {.device = {FLASH_ATTN_CUDA, r->number},
+    flash_attn_problem call  = {.device = {FLASH_ATTN_CUDA, r->device},
                                 .q      = t[Q],
                                 .k      = t[K],
                                 .v      = t[V],
@@ -142,6 +159,8 @@ static void *run_rank(void *argument)
                 "the size");
         stop_if(cudaMalloc(&workspace, exec.workspace_bytes + 1) != cudaSuccess, "memory");
         exec.workspace = workspace;
+        if (p->dry && r->ranks > 1)
+            fill(workspace, exec.workspace_bytes, tensor[K], row_bytes(p) * (size_t)r->share.rows);
         for (int n = 0; n < REPEATS + 1; n++) { /* the first is not counted */
             meet(r);
             stop_if(cudaEventCreate(&event[n]) != cudaSuccess || cudaEventRecord(event[n], stream) != cudaSuccess,
@@ -166,7 +185,7 @@ static void *run_rank(void *argument)
     for (int n = 0; n < TENSORS; n++)
         cudaFree(tensor[n]);
     cudaFree(lse);
-    if (r->ranks > 1)
+    if (sends)
         ring_nccl_close(&nccl);
     cudaStreamDestroy(stream);
     return NULL;
@@ -181,7 +200,12 @@ static void run_all(const problem *p, ncclComm_t *comms, int ranks, double milli
     memset(all, 0, sizeof all);
     pthread_barrier_init(&barrier, NULL, (unsigned)ranks);
     for (int n = 0; n < ranks; n++) {
-        all[n] = (rank){.problem = p, .comm = comms[n], .number = n, .ranks = ranks, .barrier = &barrier};
+        all[n] = (rank){.problem = p,
+                        .comm    = comms ? comms[n] : NULL,
+                        .number  = n,
+                        .ranks   = ranks,
+                        .device  = n,
+                        .barrier = &barrier};
         stop_if(pthread_create(&thread[n], NULL, run_rank, &all[n]) != 0, "a thread");
     }
     for (int n = 0; n < ranks; n++) {
@@ -198,11 +222,36 @@ static void run_all(const problem *p, ncclComm_t *comms, int ranks, double milli
     pthread_barrier_destroy(&barrier);
 }
 
+/* One rank of so many after the other, on one GPU. */
+static void run_alone(const problem *p, int ranks, double milliseconds[2])
+{
+    pthread_barrier_t barrier;
+    pthread_barrier_init(&barrier, NULL, 1);
+    for (int number = 0; number < ranks; number += ranks - 1) {
+        rank one = {.problem = p, .number = number, .ranks = ranks, .barrier = &barrier};
+        run_rank(&one);
+        for (int pass = 0; pass < 2; pass++)
+            milliseconds[pass] = fmax(milliseconds[pass], one.milliseconds[pass]);
+    }
+    pthread_barrier_destroy(&barrier);
+}
+
+static void print_times(const problem *p, const char *what, const double ms[2], const double one_gpu[2])
+{
+    double flops = 2.0 * (double)p->seqlen * (double)p->seqlen * p->heads * p->head_dim;
+    printf("%lld tokens, %s: forward %.2f ms, %.0f TFLOP/s, %.2f times; backward %.2f ms, %.0f TFLOP/s, %.2f times\n",
+           (long long)p->seqlen, what, ms[0], flops / ms[0] / 1e9, one_gpu[0] / ms[0], ms[1], 2.5 * flops / ms[1] / 1e9,
+           one_gpu[1] / ms[1]);
+    fflush(stdout);
+}
+
+/* comms: NULL for a rank alone. */
 static void run_length(problem p, ncclComm_t *comms)
 {
-    static const char *const layouts[] = {"contiguous", "zigzag", "striped", "zigzag without transfers"};
-    uint32_t                 random    = 1;
-    double flops = 2.0 * (double)p.seqlen * (double)p.seqlen * p.heads * p.head_dim, alone[2] = {0, 0};
+    static const char *const layouts[]  = {"contiguous", "zigzag", "striped", "zigzag without transfers"};
+    uint32_t                 random     = 1;
+    double                   one_gpu[2] = {0, 0};
+    char                     what[64];
     for (int n = 0; n < TENSORS; n++) {
         p.whole[n] = malloc(row_bytes(&p) * (size_t)p.seqlen);
         stop_if(!p.whole[n], "memory");
@@ -214,19 +263,18 @@ static void run_length(problem p, ncclComm_t *comms)
             p.whole[n][i] = (uint16_t)(bits >> 16);
         }
     }
-    run_all(&p, comms, 1, alone);
-    printf("%lld tokens, 1 GPU: forward %.2f ms, %.0f TFLOP/s; backward %.2f ms, %.0f TFLOP/s\n", (long long)p.seqlen,
-           alone[0], flops / alone[0] / 1e9, alone[1], 2.5 * flops / alone[1] / 1e9);
-    for (int layout = 0; layout < 4; layout++) {
+    run_all(&p, comms, 1, one_gpu);
+    print_times(&p, "1 GPU", one_gpu, one_gpu);
+    for (int layout = comms ? 0 : 3; layout < 4; layout++) {
         double ms[2] = {0, 0};
         p.dry        = layout == 3;
         p.layout     = p.dry ? FLASH_ATTN_RING_ZIGZAG : (flash_attn_ring_layout)layout;
-        run_all(&p, comms, p.gpus, ms);
-        printf("%lld tokens, %d GPUs, %s: forward %.2f ms, %.0f TFLOP/s, %.2f times; backward %.2f ms, %.0f TFLOP/s, "
-               "%.2f times\n",
-               (long long)p.seqlen, p.gpus, layouts[layout], ms[0], flops / ms[0] / 1e9, alone[0] / ms[0], ms[1],
-               2.5 * flops / ms[1] / 1e9, alone[1] / ms[1]);
-        fflush(stdout);
+        if (comms)
+            run_all(&p, comms, p.gpus, ms);
+        else
+            run_alone(&p, p.gpus, ms);
+        snprintf(what, sizeof what, comms ? "%d GPUs, %s" : "one rank of %d alone, %s", p.gpus, layouts[layout]);
+        print_times(&p, what, ms, one_gpu);
     }
     for (int n = 0; n < TENSORS; n++)
         free(p.whole[n]);
@@ -234,20 +282,24 @@ static void run_length(problem p, ncclComm_t *comms)
 
 int main(int argc, char **argv)
 {
-    int        count = 0, wanted = argc > 1 ? atoi(argv[1]) : 2;
+    bool alone = argc > 1 && strcmp(argv[1], "--alone") == 0;
+    if (alone)
+        argc--, argv++;
+    int        count = 0, wanted = argc > 1 ? atoi(argv[1]) : 2, gpus = alone ? 1 : wanted;
     problem    p = {.gpus = wanted, .heads = argc > 2 ? atoi(argv[2]) : 16, .head_dim = argc > 3 ? atoi(argv[3]) : 128};
-    ncclComm_t comms[MAX_GPUS];
-    if (wanted < 2 || wanted > MAX_GPUS || cudaGetDeviceCount(&count) != cudaSuccess || count < wanted) {
-        printf("skipped: it takes %d GPUs, here are %d\n", wanted, count);
+    ncclComm_t comms[MAX_GPUS] = {0};
+    if (wanted < 2 || gpus > MAX_GPUS || cudaGetDeviceCount(&count) != cudaSuccess || count < gpus) {
+        printf("skipped: it takes %d GPUs, here are %d\n", gpus, count);
         return 0;
     }
-    stop_if(ncclCommInitAll(comms, wanted, NULL) != ncclSuccess, "ncclCommInitAll");
+    if (!alone)
+        stop_if(ncclCommInitAll(comms, wanted, NULL) != ncclSuccess, "ncclCommInitAll");
     printf("bfloat16, causal, %d heads of %d, fastest of %d\n", p.heads, p.head_dim, REPEATS);
     for (int n = 4; n < argc || n == 4; n++) {
         p.seqlen = argc > n ? atoll(argv[n]) : 32768;
-        run_length(p, comms);
+        run_length(p, alone ? NULL : comms);
     }
-    for (int n = 0; n < wanted; n++)
+    for (int n = 0; n < wanted && !alone; n++)
         ncclCommDestroy(comms[n]);
     return 0;
 }

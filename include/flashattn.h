@@ -517,11 +517,12 @@ typedef struct flash_attn_ring {
  * (Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; striping: Brandon et al.,
  * "Striped Attention", 2023). Every rank calls it with its own rows: q, o [b, rows of seqlen_q, hq, ...], k, v
  * [b, rows of seqlen_k, hk, ...], lse [b, hq, rows of seqlen_q, 1]; the same ring but for `rank` and transport, the
- * same options, and the same of dk and dv wanted. The mask is that of the whole sequence, aligned bottom right. Each
- * rank's results are its rows of the results over the whole sequence. Parts are added up in float32.
+ * same options, and the same of dk and dv wanted, in the same dtypes. The mask is that of the whole sequence, aligned
+ * bottom right. Each rank's results are its rows of the results over the whole sequence. Parts are added up in float32.
  *
- * In a backward dK and dV travel in float32 beside K and V and come home complete. dsinks is the part of this rank's
- * queries: add it up over the ranks, as the gradient of any parameter.
+ * In a backward dK and dV travel in float32 with K and V and come home complete, in the dtype in which they are wanted
+ * (one of them in float32: both). dsinks is the part of this rank's queries: add it up over the ranks, as the gradient
+ * of any parameter.
  *
  * Supported: batch, GQA, any strides, head_dim and head_dim_v, F32, F16 and BF16, scale, softcap, all masks, sinks,
  * deterministic. UNSUPPORTED: varlen (call it for each sequence), bias, ALiBi, dropout, slices, used lengths, padding,

@@ -73,13 +73,14 @@ flash_attn_status fa_check_workspace(const fa_exec *exec, size_t needed_bytes)
                    needed_bytes);
 }
 
-static flash_attn_status run(flash_attn_context *context, const flash_attn_problem *problem,
-                             const flash_attn_grads *grads, flash_attn_pass pass, const flash_attn_exec *exec)
+flash_attn_status fa_run(flash_attn_context *context, const flash_attn_problem *problem, const flash_attn_grads *grads,
+                         flash_attn_pass pass, const flash_attn_exec *exec, bool shares_gpu)
 {
     fa_call call;
     fa_exec how;
     FA_TRY(fa_context_of(&context));
     FA_TRY(fa_normalise(problem, grads, pass, FA_RUN, &call));
+    call.shares_gpu = shares_gpu;
     FA_TRY(fa_check_exec(context, problem->device, exec, &how));
     if (problem->device.type == FLASH_ATTN_CPU)
         FA_TRY(fa_check_workspace(&how, fa_cpu_workspace(context->cpu, &call)));
@@ -90,26 +91,33 @@ static flash_attn_status run(flash_attn_context *context, const flash_attn_probl
 flash_attn_status flash_attn_forward(flash_attn_context *context, const flash_attn_problem *problem,
                                      const flash_attn_exec *exec)
 {
-    return run(context, problem, NULL, FLASH_ATTN_FORWARD, exec);
+    return fa_run(context, problem, NULL, FLASH_ATTN_FORWARD, exec, false);
 }
 
 flash_attn_status flash_attn_backward(flash_attn_context *context, const flash_attn_problem *problem,
                                       const flash_attn_grads *grads, const flash_attn_exec *exec)
 {
-    return run(context, problem, grads, FLASH_ATTN_BACKWARD, exec);
+    return fa_run(context, problem, grads, FLASH_ATTN_BACKWARD, exec, false);
 }
 
 /* ---- what a call would do ---- */
 
-flash_attn_status flash_attn_workspace_size(flash_attn_context *context, const flash_attn_problem *problem,
-                                            flash_attn_pass pass, size_t *bytes)
+flash_attn_status fa_workspace_size(flash_attn_context *context, const flash_attn_problem *problem,
+                                    flash_attn_pass pass, bool shares_gpu, size_t *bytes)
 {
     fa_call call;
     if (!bytes)
         return fa_fail(FLASH_ATTN_INVALID, "bytes is NULL, expected a place for the size");
     FA_TRY(fa_context_of(&context));
     FA_TRY(fa_normalise(problem, NULL, pass, FA_PLAN, &call));
+    call.shares_gpu = shares_gpu;
     return workspace_on(context, problem->device, &call, bytes);
+}
+
+flash_attn_status flash_attn_workspace_size(flash_attn_context *context, const flash_attn_problem *problem,
+                                            flash_attn_pass pass, size_t *bytes)
+{
+    return fa_workspace_size(context, problem, pass, false, bytes);
 }
 
 flash_attn_status flash_attn_prepare(flash_attn_context *context, const flash_attn_problem *problem,

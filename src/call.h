@@ -61,6 +61,7 @@ typedef struct fa_call {
     const int32_t *cu_seqlens_q, *cu_seqlens_k, *seqused_q, *seqused_k, *leftpad_k, *cache_batch_idx;
     int32_t        num_splits; /* 0: by shape */
     bool           deterministic;
+    bool           shares_gpu; /* CUDA: others, such as a ring's transfers, have some of its multiprocessors meanwhile (fa_run) */
 } fa_call;
 
 /* Where sequence b lies. For host memory. */

@@ -123,6 +123,12 @@ flash_attn_status fa_check_page_ids(const flash_attn_pages *pages, int64_t num_p
 flash_attn_status fa_check_exec(const flash_attn_context *context, flash_attn_device device, const flash_attn_exec *given,
                                 fa_exec *out);
 
+/* flash_attn_forward and flash_attn_backward (grads), and what they need, of a call that has not the whole GPU (api.c). */
+flash_attn_status fa_run(flash_attn_context *context, const flash_attn_problem *problem, const flash_attn_grads *grads,
+                         flash_attn_pass pass, const flash_attn_exec *exec, bool shares_gpu);
+flash_attn_status fa_workspace_size(flash_attn_context *context, const flash_attn_problem *problem,
+                                    flash_attn_pass pass, bool shares_gpu, size_t *bytes);
+
 /* ---- the other calls ---- */
 
 /* Check an append and make it explicit: strides, implied shapes, row_stride, head counts (append.c). */

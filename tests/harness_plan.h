@@ -33,14 +33,22 @@ static inline void make_varlen(flash_attn_problem *p, int32_t longest)
     p->max_seqlen_q = p->max_seqlen_k = longest;
 }
 
-static inline void plan_it(const flash_attn_problem *p, flash_attn_pass pass, int arch, fa_call *call, fa_plan *plan)
+/* shares_gpu: as a ring's steps are planned. */
+static inline void plan_shared(const flash_attn_problem *p, flash_attn_pass pass, int arch, bool shares_gpu, fa_call *call, fa_plan *plan)
 {
     flash_attn_dtype dtype = p->q.dtype;
     flash_attn_grads g     = {
             {.dtype = dtype}, {.dtype = dtype}, {.dtype = dtype}, {.dtype = dtype}, {.dtype = p->bias.dtype}, {0}, {0}};
-    if (fa_normalise(p, pass == FLASH_ATTN_BACKWARD ? &g : NULL, pass, FA_PLAN, call) != FLASH_ATTN_OK ||
-        fa_plan_make(call, arch, NULL, NULL, plan) != FLASH_ATTN_OK)
+    if (fa_normalise(p, pass == FLASH_ATTN_BACKWARD ? &g : NULL, pass, FA_PLAN, call) != FLASH_ATTN_OK)
         fail_msg("sm_%d: %s", arch, flash_attn_last_error());
+    call->shares_gpu = shares_gpu;
+    if (fa_plan_make(call, arch, NULL, NULL, plan) != FLASH_ATTN_OK)
+        fail_msg("sm_%d: %s", arch, flash_attn_last_error());
+}
+
+static inline void plan_it(const flash_attn_problem *p, flash_attn_pass pass, int arch, fa_call *call, fa_plan *plan)
+{
+    plan_shared(p, pass, arch, false, call, plan);
 }
 
 static inline int64_t tiles_of(int64_t rows, int64_t tile) { return (rows + tile - 1) / tile; }

@@ -41,6 +41,33 @@ static void the_forward_for_hopper_has_blocks_for_all_tiles(void **state)
             }
 }
 
+/* A ring's steps: all tiles are dealt, if there are more of them than blocks. */
+static void the_forward_deals_tiles_where_others_have_the_gpu_too(void **state)
+{
+    (void)state;
+    for (int m = 0; m < 2; m++)
+        for (int length = 256; length <= 8192; length *= 2) {
+            fa_call            call;
+            fa_plan            plan;
+            flash_attn_problem p = problem_of((shape){1, length, length, 16, 4, 128}, FLASH_ATTN_BF16, (flash_attn_mask)m);
+            p.o.dtype            = FLASH_ATTN_F32;
+            plan_shared(&p, FLASH_ATTN_FORWARD, 90, true, &call, &plan);
+            const fa_launch *main  = main_of(&plan);
+            int64_t          items = 16 * tiles_of(length, main->key.tile_q);
+            bool             more  = items > plan.chip.multiprocessors * main->key.min_blocks;
+            assert_int_equal(main->key.kernel, FA_KERNEL_FORWARD_SM90);
+            assert_int_equal(more, length >= 2048); /* both are seen */
+            assert_true(main->stays && main->blocks == items);
+            assert_int_equal(plan.args.all_items, more ? items : 0);
+            assert_int_equal(plan.num_launches, 1 + more);
+            assert_int_equal(plan.workspace_bytes > 0, more);
+            assert_true(!more || plan.launch[0].key.kernel == FA_KERNEL_DEAL);
+            fa_key own = main->key;
+            plan_it(&p, FLASH_ATTN_FORWARD, 90, &call, &plan);
+            assert_memory_equal(&own, &main_of(&plan)->key, sizeof own); /* the same kernel */
+        }
+}
+
 /* As many as have K and V in 32 MB, equally many each time; where a head's tiles are alike one (decision 0082). */
 static void heads_that_are_dealt_together_have_their_keys_in_l2(void **state)
 {
@@ -524,6 +551,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_forward_for_hopper_has_blocks_for_all_tiles),
+        cmocka_unit_test(the_forward_deals_tiles_where_others_have_the_gpu_too),
         cmocka_unit_test(heads_that_are_dealt_together_have_their_keys_in_l2),
         cmocka_unit_test(a_value_of_fp8_is_turned_for_every_tile_of_keys),
         cmocka_unit_test(parts_cover_all_keys),

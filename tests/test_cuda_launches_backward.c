@@ -39,6 +39,24 @@ static void the_backward_for_hopper_deals_every_head_once(void **state)
     }
 }
 
+/* A ring's steps: no block owns tiles that it might come to late. */
+static void the_backward_deals_tiles_where_others_have_the_gpu_too(void **state)
+{
+    (void)state;
+    for (int m = 0; m < 2; m++) {
+        fa_call            call;
+        fa_plan            plan;
+        flash_attn_problem p = problem_of((shape){1, 8192, 8192, 24, 24, 128}, FLASH_ATTN_BF16, (flash_attn_mask)m);
+        plan_it(&p, FLASH_ATTN_BACKWARD, 90, &call, &plan);
+        assert_int_equal(plan.args.own_heads > 0, m == FLASH_ATTN_CAUSAL);
+        fa_key own = main_of(&plan)->key;
+        plan_shared(&p, FLASH_ATTN_BACKWARD, 90, true, &call, &plan);
+        assert_int_equal(plan.args.own_heads, 0);
+        assert_int_equal(plan.args.dealt_heads, 24);
+        assert_memory_equal(&own, &main_of(&plan)->key, sizeof own); /* the same kernel */
+    }
+}
+
 /* Without a mask Hopper's own hides keys past the last alone. */
 static void a_backward_with_left_padding_is_the_portable_kernels(void **state)
 {
@@ -153,6 +171,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_backward_for_hopper_deals_every_head_once),
+        cmocka_unit_test(the_backward_deals_tiles_where_others_have_the_gpu_too),
         cmocka_unit_test(a_backward_with_left_padding_is_the_portable_kernels),
         cmocka_unit_test(the_first_keys_store_dq_only_if_all_queries_see_them),
         cmocka_unit_test(a_small_backward_is_one_cluster_a_head),

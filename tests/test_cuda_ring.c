@@ -27,8 +27,9 @@ static const struct {
     {{SHAPE(1, 700, 700, 1, 1, 64, 64), CAUSAL, RING(ZIGZAG, 2)},
      FLASH_ATTN_BF16}, /* enough queries for Hopper's own kernels */
     {{SHAPE(1, 600, 600, 2, 1, 128, 128), CAUSAL, RING(STRIPED, 2)}, FLASH_ATTN_BF16},
+    {{SHAPE(1, 560, 560, 4, 2, 64, 64), RING(CONTIGUOUS, 2)}, FLASH_ATTN_F16}, /* more tiles than the emulated GPU's blocks */
 };
-enum { NUM_CASES = sizeof cases / sizeof *cases, NUM_LONG = 2 };
+enum { NUM_CASES = sizeof cases / sizeof *cases, NUM_LONG = 3 };
 
 static bool without_long_cases; /* --short: for the emulated GPU, which runs none of Hopper's own kernels */
 

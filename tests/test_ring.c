@@ -1,5 +1,5 @@
-/* Ring attention on the host: ranks are threads, the transport is the sockets of examples/ring. With --short each case has one layout, number
- * of ranks and dtype, in turn, for where they take minutes. */
+/* Ring attention on the host: ranks are threads, the transport is the sockets of examples/ring. With --short each case
+ * has one layout, number of ranks and dtype, in turn, for where they take minutes. */
 #include "dist/dist.h"
 #include "harness_ring.h"
 
@@ -275,10 +275,93 @@ static void future_keys_do_not_change_causal_output(void **state)
     }
 }
 
+static bool has_more_than_16_bits(const flash_attn_tensor *t)
+{
+    double *values = values_of(t);
+    int64_t more   = 0;
+    for (int64_t n = 0; n < count_of(t); n++)
+        more += fa_float_of_f16(fa_f16_of_float((float)values[n])) != (float)values[n];
+    free(values);
+    return more > count_of(t) / 2;
+}
+
+/* dK and dV come home as they are wanted, or both in float32. */
+static void gradients_may_have_dtypes_of_their_own(void **state)
+{
+    (void)state;
+    for (int kind = 1; kind < 8; kind++) {
+        ring_case   shape        = usual_ring(3);
+        ring_world *test         = ring_start(shape, FLASH_ATTN_F16, 5);
+        void       *memory[3][3] = {0};
+        enum { GUARD = 64 };
+        for (int rank = 0; rank < 3; rank++) {
+            ring_rank         *r    = ring_world_rank(test, rank);
+            flash_attn_tensor *g[3] = {&r->g.dq, &r->g.dk, &r->g.dv};
+            for (int n = 0; n < 3; n++)
+                if (kind >> n & 1) {
+                    memory[rank][n] = g[n]->data;
+                    g[n]->dtype     = FLASH_ATTN_F32;
+                    g[n]->data      = (char *)malloc((size_t)count_of(g[n]) * sizeof(float) + 2 * GUARD) + GUARD;
+                }
+        }
+        ring_world_run(test, true);
+        expect_ring_right(test, "with gradients in float32");
+        for (int rank = 0; rank < 3; rank++) {
+            ring_rank         *r    = ring_world_rank(test, rank);
+            flash_attn_tensor *g[3] = {&r->g.dq, &r->g.dk, &r->g.dv};
+            for (int n = 0; n < 3; n++)
+                if (kind >> n & 1) {
+                    assert_true(has_more_than_16_bits(g[n]));
+                    free((char *)g[n]->data - GUARD);
+                    g[n]->data = memory[rank][n];
+                }
+        }
+        ring_world_free(test);
+    }
+}
+
+/* A second one would come to a GPU when the first one's place is taken (src/dist/backward.c). */
+typedef struct counted {
+    flash_attn_transport real;
+    int                  under_way, most;
+} counted;
+
+static int counted_begin(void *user, const void *send, size_t send_bytes, void *recv, size_t recv_bytes, void *stream)
+{
+    counted *c = user;
+    c->under_way++;
+    c->most = c->under_way > c->most ? c->under_way : c->most;
+    return c->real.begin(c->real.user, send, send_bytes, recv, recv_bytes, stream);
+}
+
+static int counted_wait(void *user, void *stream)
+{
+    counted *c   = user;
+    c->under_way = 0;
+    return c->real.wait(c->real.user, stream);
+}
+
+static void one_transfer_is_under_way_at_a_time(void **state)
+{
+    (void)state;
+    ring_world *test = ring_start(usual_ring(4), FLASH_ATTN_BF16, 5);
+    counted     c[4];
+    for (int rank = 0; rank < 4; rank++) {
+        flash_attn_transport *t = &ring_world_rank(test, rank)->ring.transport;
+        c[rank]                 = (counted){.real = *t};
+        *t = (flash_attn_transport){.begin = counted_begin, .wait = counted_wait, .user = &c[rank]};
+    }
+    ring_world_run(test, true);
+    expect_ring_right(test, "counted");
+    for (int rank = 0; rank < 4; rank++)
+        assert_true(c[rank].most == 1 && c[rank].under_way == 0);
+    ring_world_free(test);
+}
+
 int main(int argc, char **argv)
 {
-    is_short  = argc > 1 && strcmp(argv[1], "--short") == 0;
-    one_dtype = argc > 1 && strcmp(argv[1], "--one-dtype") == 0;
+    is_short                        = argc > 1 && strcmp(argv[1], "--short") == 0;
+    one_dtype                       = argc > 1 && strcmp(argv[1], "--one-dtype") == 0;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(shares_hold_every_position_once),
         cmocka_unit_test(rectangles_show_each_visible_pair_once),
@@ -287,6 +370,8 @@ int main(int argc, char **argv)
         cmocka_unit_test(every_tier_runs_a_ring),
         cmocka_unit_test(one_rank_gives_the_bits_of_the_plain_call),
         cmocka_unit_test(gradients_that_are_not_wanted_may_be_absent),
+        cmocka_unit_test(gradients_may_have_dtypes_of_their_own),
+        cmocka_unit_test(one_transfer_is_under_way_at_a_time),
         cmocka_unit_test(future_keys_do_not_change_causal_output),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

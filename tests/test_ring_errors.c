@@ -105,6 +105,18 @@ static void ranks_that_want_other_gradients_are_found_out(void **state)
     }
     r->g.dv.data = dv;
     ring_world_free(test);
+    enum { GUARD = 64 }; /* in another dtype they would come home in fewer bytes */
+    test          = ring_start(usual_ring(2), FLASH_ATTN_F16, 3);
+    r             = ring_world_rank(test, 1);
+    void *dk      = r->g.dk.data;
+    r->g.dk.dtype = FLASH_ATTN_F32;
+    r->g.dk.data  = (char *)malloc((size_t)count_of(&r->g.dk) * sizeof(float) + 2 * GUARD) + GUARD;
+    ring_world_run(test, true);
+    for (int rank = 0; rank < 2; rank++)
+        assert_non_null(strstr(ring_world_rank(test, rank)->error[1], "another dk"));
+    free((char *)r->g.dk.data - GUARD);
+    r->g.dk.data = dk;
+    ring_world_free(test);
 }
 
 /* ---- a transport that fails at its n-th call ---- */

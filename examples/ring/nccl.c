@@ -44,11 +44,13 @@ static int done(ring_nccl *ring, bool ok, ncclResult_t result)
     return result == ncclSuccess ? ncclUnhandledCudaError : result;
 }
 
-/* In a group, so that no rank waits in its send for another's receive. */
+/* In a group, so that no rank waits in its send for another's receive. What comes next on `stream` waits for the other
+ * stream to have come here: launched behind the same kernel, attention would be there a moment before the transfer, and
+ * its blocks, which stay to the end, would leave no multiprocessor to it. Nothing else is under way by then. */
 static int begin(void *user, const void *send, size_t send_bytes, void *recv, size_t recv_bytes, void *stream)
 {
     ring_nccl *ring = user;
-    if (!order(ring, stream, ring->stream))
+    if (!order(ring, stream, ring->stream) || !order(ring, ring->stream, stream))
         return done(ring, false, ncclSuccess);
     ncclResult_t result = ncclGroupStart(), sent = ncclSuccess, received = ncclSuccess;
     if (result == ncclSuccess && send_bytes > 0)

@@ -1,6 +1,7 @@
 /* What api.c calls for a CUDA problem. */
 #include "cuda/cuda.h"
 #include "cuda/ladder.h"
+#include "cuda/plan.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -273,11 +274,11 @@ static fa_merge_part merge_part(const flash_attn_partial *part)
     return out;
 }
 
-static flash_attn_status launch_rows_at(const fa_place *place, enum fa_kernel_id id, int64_t rows, void *args)
+static flash_attn_status launch_warps_at(const fa_place *place, enum fa_kernel_id id, int64_t warps, void *args)
 {
     fa_kernel *kernel;
     fa_key     key    = fa_plan_small_key(id, place->device->built_for);
-    int64_t    blocks = (rows + key.warps - 1) / key.warps;
+    int64_t    blocks = (warps + key.warps - 1) / key.warps;
     if (blocks > INT32_MAX)
         return fa_fail(FLASH_ATTN_UNSUPPORTED, "%s would need %lld blocks; CUDA allows %d in a launch", fa_kernels[id].name,
                        (long long)blocks, INT32_MAX);
@@ -285,21 +286,49 @@ static flash_attn_status launch_rows_at(const fa_place *place, enum fa_kernel_id
     return fa_kernel_launch(place, kernel, blocks, 1, args, NULL);
 }
 
-/* A kernel with one warp for each row, that needs nothing but its arguments. */
-static flash_attn_status launch_rows(flash_attn_context *context, int32_t index, const fa_exec *exec,
-                                     enum fa_kernel_id id, int64_t rows, void *args)
+/* A kernel of so many warps that needs nothing but its arguments. */
+static flash_attn_status launch_warps(flash_attn_context *context, int32_t index, const fa_exec *exec,
+                                      enum fa_kernel_id id, int64_t warps, void *args)
 {
     fa_place place;
     FA_TRY(fa_place_enter(context, index, exec->stream, &place));
-    flash_attn_status status = launch_rows_at(&place, id, rows, args);
+    flash_attn_status status = launch_warps_at(&place, id, warps, args);
     fa_place_leave(&place);
     return status;
+}
+
+/* Rows are whole pieces of so many neighbours, each aligned. */
+static bool lies_in_pieces(const flash_attn_tensor *t, const int64_t shape[4], int columns)
+{
+    if ((uintptr_t)t->data % (columns * fa_dtype_bytes(t->dtype)) != 0 || t->stride[3] != 1)
+        return false;
+    for (int i = 0; i < 3; i++)
+        if (shape[i] > 1 && t->stride[i] % columns != 0)
+            return false;
+    return true;
+}
+
+/* fa_merge_args.columns. merge.cu counts rows in 32 bits there. */
+static int columns_at_once(const flash_attn_partial *parts, int num_parts, const flash_attn_tensor *result, int64_t rows)
+{
+    const int64_t *shape = result->shape;
+    for (int columns = 8; columns >= 4; columns /= 2) {
+        bool fits = num_parts <= FA_MERGE_FEW_PARTS && rows <= INT32_MAX - 32 && shape[3] > 0 && shape[3] % columns == 0 &&
+                    lies_in_pieces(result, shape, columns) && (columns == 4 || result->dtype != FLASH_ATTN_F32);
+        for (int n = 0; n < num_parts && fits; n++)
+            fits = lies_in_pieces(&parts[n].o, shape, columns) && (columns == 4 || parts[n].o.dtype != FLASH_ATTN_F32);
+        if (fits)
+            return columns;
+    }
+    return 0;
 }
 
 flash_attn_status fa_cuda_merge(flash_attn_context *context, int32_t device, const flash_attn_partial *parts,
                                 int32_t num_parts, const flash_attn_partial *result, const fa_exec *exec)
 {
+    enum { WARP = 32 };
     const int64_t *shape = result->o.shape;
+    int64_t        rows = shape[0] * shape[1] * shape[2], warps = rows;
     if (num_parts > FA_MERGE_MAX_PARTS)
         return fa_fail(FLASH_ATTN_UNSUPPORTED, "num_parts is %d; on CUDA at most %d parts are merged at once", num_parts,
                        FA_MERGE_MAX_PARTS);
@@ -311,7 +340,13 @@ flash_attn_status fa_cuda_merge(flash_attn_context *context, int32_t device, con
                           .result     = merge_part(result)};
     for (int i = 0; i < num_parts; i++)
         args.part[i] = merge_part(&parts[i]);
-    return launch_rows(context, device, exec, FA_KERNEL_MERGE, shape[0] * shape[1] * shape[2], &args);
+    args.columns = columns_at_once(parts, num_parts, &result->o, rows);
+    if (args.columns > 0) {
+        int64_t lanes  = ceil_div(shape[3], (int64_t)FA_MERGE_PIECES * args.columns);
+        args.row_lanes = (int)(lanes < WARP ? lanes : WARP);
+        warps          = ceil_div(rows, WARP / args.row_lanes);
+    }
+    return launch_warps(context, device, exec, FA_KERNEL_MERGE, warps, &args);
 }
 
 flash_attn_status fa_cuda_append(flash_attn_context *context, const flash_attn_append *a, const fa_exec *exec)
@@ -346,5 +381,5 @@ flash_attn_status fa_cuda_append(flash_attn_context *context, const flash_attn_a
                               .interleaved     = a->rotary.interleaved,
                               .q_at_end        = a->q_at_end};
     int64_t rows = (int64_t)args.batch * ((int64_t)args.seqlen_new * args.heads_k + (int64_t)args.seqlen_q * args.heads_q);
-    return launch_rows(context, a->device.index, exec, FA_KERNEL_APPEND, rows, &args);
+    return launch_warps(context, a->device.index, exec, FA_KERNEL_APPEND, rows, &args);
 }

@@ -224,17 +224,18 @@ static int64_t heads_dealt_together(const fa_call *call, const fa_key *key)
     return times > 1 ? heads / times : heads;
 }
 
-/* Tiles are dealt to who is free where sequences, or what a window shows of one, are not all alike, and where there are many of many lengths: else blocks know theirs, and
- * nothing has to be cleared before (decision 0082). */
+/* Tiles are dealt to who is free where sequences, or what a window shows of one, are not all alike, where there are many of many lengths, and where blocks of others may let some
+ * of ours begin late: else blocks know theirs, and nothing has to be cleared before (decision 0082). */
 static bool deals_tiles(const fa_call *call, const fa_plan *plan, const fa_key *key, int64_t items)
 {
     enum { MANY_LENGTHS = 16, MANY_TILES = 7 /* of a block */ };
+    int64_t blocks = (int64_t)plan->chip.multiprocessors * key->min_blocks;
     if (items > INT32_MAX)
         return false;
     if (!fa_plan_is_alike(call) || key->mask == FA_MASK_WINDOW || key->mask == FA_MASK_LISTED)
         return true;
     return !key->has_bias /* which own_place keeps in L2 */ &&
-           key->mask == FA_MASK_CAUSAL && plan->args.tiles_q >= MANY_LENGTHS && items >= (int64_t)MANY_TILES * plan->chip.multiprocessors * key->min_blocks;
+           (call->shares_gpu ? items > blocks : key->mask == FA_MASK_CAUSAL && plan->args.tiles_q >= MANY_LENGTHS && items >= MANY_TILES * blocks);
 }
 
 flash_attn_status fa_plan_add_planes(const fa_call *call, fa_plan *plan, const fa_key *main)

@@ -56,10 +56,10 @@ static int64_t key_heads_in_l2(const fa_call *call, const fa_key *key, const fa_
     return heads < 1 ? 1 : heads < all ? heads : all;
 }
 
-/* All tiles of keys go to who is free: where lengths differ, where blocks wait for those of earlier keys, and where tiles are all alike. */
+/* All tiles of keys go to who is free: where lengths differ, where blocks wait for those of earlier keys, where tiles are all alike, and where others' blocks may hold ours back. */
 static bool is_dealt(const fa_call *call, const fa_key *key, const fa_args *args)
 {
-    return args->dq_order != FA_DQ_FIRST_COMES || key->mask != FA_MASK_CAUSAL || !fa_plan_is_alike(call);
+    return args->dq_order != FA_DQ_FIRST_COMES || key->mask != FA_MASK_CAUSAL || !fa_plan_is_alike(call) || call->shares_gpu;
 }
 
 /* Query tiles of a head that see a tile of keys. */

@@ -4,24 +4,28 @@
  *
  *     begin to send the own K, V on, and to receive those of rank r - 1
  *     for t = 0 .. R - 1:
- *         dQ_t, dK_t, dV_t from the own Q, dO, O, LSE and K, V of rank r - t
+ *         dQ_t, dK_t, dV_t from the own Q, dO, O, LSE and K, V of rank r - t;    dQ += dQ_t
  *         wait: dK, dV of rank r - t are here, and K, V of rank r - t - 1
- *         begin to send K, V of rank r - t - 1 on, and to receive those of rank r - t - 2
- *         dQ += dQ_t, dK += dK_t, dV += dV_t
- *         begin to send dK, dV of rank r - t on, and to receive those of rank r - t - 1
+ *         dK += dK_t, dV += dV_t
+ *         begin to send these dK, dV on with K, V of rank r - t - 1, and to receive those of the ranks before
  *     wait
+ *
+ * Both are one transfer: on a GPU a second one would begin when the first one's blocks have gone, and by then the next
+ * step's have taken their places. The last sums are rounded as they are made: dQ's in the finish, those of dK and dV
+ * before they go home.
  *
  * O and LSE are those over all keys, so each part's P = exp(S - LSE) and Delta are the whole's.
  */
 #include "dist/dist.h"
 
-static bool wants_kv(const fa_ring_call *r) { return r->call.dk.data || r->call.dv.data; }
+static char *dkv_at(const fa_ring_call *r, int step) { return r->memory.base + fa_ring_dkv_at(r, step); }
 
-static char *dkv_at(const fa_ring_call *r, int step) { return r->memory.base + r->memory.dkv[step % 2]; }
-
-static size_t dkv_bytes(const fa_ring_call *r, int step)
+/* What dK and dV come home in: what the caller wants, but for both float32 if one of them is. */
+static flash_attn_dtype home_dtype(const fa_ring_call *r)
 {
-    return fa_ring_kv_bytes(r, fa_ring_source(r, step).rows, FLASH_ATTN_F32);
+    const fa_call *c = &r->call;
+    bool whole       = (c->dk.data && c->dk.dtype == FLASH_ATTN_F32) || (c->dv.data && c->dv.dtype == FLASH_ATTN_F32);
+    return whole ? FLASH_ATTN_F32 : c->q.dtype;
 }
 
 /* The gradients that one call makes: in `dq` and, for `rows` rows of keys, at `dkv`. */
@@ -37,7 +41,7 @@ static flash_attn_status differentiate(const fa_ring_call *r, const fa_ring_rect
         g.dk = fa_ring_k(r, dkv, rows, FLASH_ATTN_F32);
     if (r->call.dv.data)
         g.dv = fa_ring_v(r, dkv, rows, FLASH_ATTN_F32);
-    return flash_attn_backward(r->context, &p, &g, &r->exec);
+    return fa_run(r->context, &p, &g, FLASH_ATTN_BACKWARD, &r->exec, true);
 }
 
 static flash_attn_status add(const fa_ring_call *r, flash_attn_tensor sum, flash_attn_tensor part)
@@ -76,7 +80,7 @@ static flash_attn_status make_dsinks(const fa_ring_call *r, flash_attn_tensor k,
     flash_attn_problem p    = fa_ring_problem(r, &none, k, v);
     flash_attn_grads   g    = {.dout = r->call.dout, .dsinks = {.data = r->memory.base + r->memory.dsinks}};
     p.sinks                 = r->problem->sinks;
-    return r->call.dsinks.data ? flash_attn_backward(r->context, &p, &g, &r->exec) : FLASH_ATTN_OK;
+    return r->call.dsinks.data ? fa_run(r->context, &p, &g, FLASH_ATTN_BACKWARD, &r->exec, true) : FLASH_ATTN_OK;
 }
 
 /* A step's own share of K and V, and where its gradients are added up. */
@@ -91,7 +95,7 @@ static at_step enter_step(const fa_ring_call *r, int number)
 {
     flash_attn_ring_share share;
     at_step               s  = {.number = number};
-    char                 *kv = r->memory.base + r->memory.kv[number % 2];
+    char                 *kv = r->memory.base + fa_ring_kv_at(r, number);
     s.count                  = fa_ring_step(r, number, &share, s.rects);
     s.rows                   = share.rows;
     s.k                      = fa_ring_k(r, kv, share.rows, r->call.k.dtype);
@@ -100,12 +104,17 @@ static at_step enter_step(const fa_ring_call *r, int number)
     return s;
 }
 
+static bool is_last(const fa_ring_call *r, int step) { return step + 1 == r->ring.ranks; }
+
+/* Of the last rectangle of all the sums are made in the end. */
 static flash_attn_status run_rect(const fa_ring_call *r, const at_step *s, int n)
 {
     const fa_ring_rect *rect = &s->rects[n];
     flash_attn_tensor   part = fa_ring_results(r, r->memory.part, rect->q_end - rect->q_begin, r->call.head_dim);
     FA_TRY(differentiate(r, rect, s->k, s->v, part, r->memory.base + r->memory.dkv_part));
-    return r->call.dq.data ? add(r, fa_ring_rows(s->dq, 1, rect->q_begin, rect->q_end), part) : FLASH_ATTN_OK;
+    if (!r->call.dq.data || (is_last(r, s->number) && n + 1 == s->count))
+        return FLASH_ATTN_OK;
+    return add(r, fa_ring_rows(s->dq, 1, rect->q_begin, rect->q_end), part);
 }
 
 static bool is_all(const fa_ring_call *r, const at_step *s)
@@ -123,54 +132,87 @@ static flash_attn_status begin_step(const fa_ring_call *r, at_step *s)
     return differentiate(r, s->rects, s->k, s->v, s->dq, dkv_at(r, 0));
 }
 
-/* The first rectangle's work runs while dK and dV are still on their way here; the last one's sums, while K and V
- * already leave. *status: of the work; what is returned: of the transport. */
+/* dK and dV of the last step, complete, where K and V were that nobody needs any more. */
+static flash_attn_status complete_kv(const fa_ring_call *r, const at_step *s)
+{
+    const fa_ring_rect *last = &r->pending;
+    char   *part = r->memory.base + r->memory.dkv_part, *acc = dkv_at(r, s->number), *home = dkv_at(r, s->number + 1);
+    int64_t own             = last->k_end - last->k_begin;
+    flash_attn_partial k[3] = {{.o = fa_ring_k(r, acc, s->rows, FLASH_ATTN_F32)},
+                               {.o = fa_ring_k(r, part, own, FLASH_ATTN_F32)},
+                               {.o = fa_ring_k(r, home, s->rows, home_dtype(r))}};
+    flash_attn_partial v[3] = {{.o = fa_ring_v(r, acc, s->rows, FLASH_ATTN_F32)},
+                               {.o = fa_ring_v(r, part, own, FLASH_ATTN_F32)},
+                               {.o = fa_ring_v(r, home, s->rows, home_dtype(r))}};
+    if (r->call.dk.data)
+        FA_TRY(fa_ring_close(r, &k[0], &k[1], last->k_begin, last->k_end, &k[2]));
+    if (r->call.dv.data)
+        FA_TRY(fa_ring_close(r, &v[0], &v[1], last->k_begin, last->k_end, &v[2]));
+    return FLASH_ATTN_OK;
+}
+
+/* Behind step `step`, dK and dV of which are made: they leave, with the next step's K and V if these have still to go
+ * on. */
+static flash_attn_status begin_next(fa_ring_call *r, int step)
+{
+    size_t bytes[2]; /* of what leaves, of what comes */
+    bool   last = is_last(r, step), kv = !last && !is_last(r, step + 1);
+    for (int n = 0; n < 2; n++) {
+        int64_t rows = fa_ring_source(r, step + n).rows;
+        bytes[n]     = last ? fa_ring_kv_bytes(r, rows, home_dtype(r)) : fa_ring_dkv_room(r, step + n);
+        if (kv)
+            bytes[n] += fa_ring_kv_bytes(r, fa_ring_source(r, step + 1 + n).rows, r->call.k.dtype);
+    }
+    if (!kv && !fa_ring_wants_kv(r))
+        return FLASH_ATTN_OK;
+    return fa_ring_begin(r, fa_ring_dkv_at(r, step + last), bytes[0], fa_ring_dkv_at(r, step + !last), bytes[1]);
+}
+
+/* The first rectangle's work runs while dK and dV are still on their way here. *status: of the work; what is returned:
+ * of the transport. */
 static flash_attn_status run_step(fa_ring_call *r, int number, flash_attn_status *status)
 {
     at_step s = enter_step(r, number);
     if (number == 0 && *status == FLASH_ATTN_OK)
         *status = begin_step(r, &s);
     for (int n = 0; n == 0 || n < s.count; n++) {
-        bool work = n < s.count;
-        if (work && *status == FLASH_ATTN_OK)
+        bool left = is_last(r, number) && n + 1 == s.count;
+        if (n < s.count && *status == FLASH_ATTN_OK)
             *status = run_rect(r, &s, n);
         if (n == 0)
             FA_TRY(fa_ring_wait(r));
-        if (n + 1 >= s.count)
-            FA_TRY(fa_ring_begin_kv(r, number + 1));
-        if (work && *status == FLASH_ATTN_OK)
+        if (left)
+            r->pending = s.rects[n];
+        else if (n < s.count && *status == FLASH_ATTN_OK)
             *status = add_kv(r, &s.rects[n], number, s.rows);
     }
-    return FLASH_ATTN_OK;
+    if (is_last(r, number) && *status == FLASH_ATTN_OK)
+        *status = complete_kv(r, &s);
+    return begin_next(r, number);
 }
 
 flash_attn_status fa_ring_backward(fa_ring_call *r)
 {
     flash_attn_status status = fa_ring_pack(r); /* whatever fails here, the ring goes on, for the others' sake */
     FA_TRY(fa_ring_begin_kv(r, 0));
-    for (int step = 0; step < r->ring.ranks; step++) {
+    for (int step = 0; step < r->ring.ranks; step++)
         FA_TRY(run_step(r, step, &status));
-        if (wants_kv(r))
-            FA_TRY(fa_ring_begin(r, r->memory.dkv[step % 2], dkv_bytes(r, step), r->memory.dkv[(step + 1) % 2],
-                                 dkv_bytes(r, step + 1)));
-    }
-    FA_TRY(fa_ring_wait(r));
     return status;
 }
 
-flash_attn_status fa_ring_backward_finish(const fa_ring_call *r)
+/* dQ while dK and dV are on their way home, if they still are. */
+flash_attn_status fa_ring_backward_finish(fa_ring_call *r)
 {
-    const fa_call    *c    = &r->call;
-    char             *home = dkv_at(r, r->ring.ranks);
-    int64_t           rows = c->k.shape[1];
-    flash_attn_tensor dq   = fa_ring_results(r, r->memory.acc, r->q.rows, c->head_dim);
-    flash_attn_tensor dk = fa_ring_k(r, home, rows, FLASH_ATTN_F32), dv = fa_ring_v(r, home, rows, FLASH_ATTN_F32);
+    const fa_call      *c    = &r->call;
+    const fa_ring_rect *last = &r->pending;
+    char               *home = dkv_at(r, r->ring.ranks - 1);
+    int64_t             rows = c->k.shape[1];
+    flash_attn_tensor   dk = fa_ring_k(r, home, rows, home_dtype(r)), dv = fa_ring_v(r, home, rows, home_dtype(r));
+    flash_attn_partial  acc = {.o = fa_ring_results(r, r->memory.acc, r->q.rows, c->head_dim)},
+                       part = {.o = fa_ring_results(r, r->memory.part, last->q_end - last->q_begin, c->head_dim)},
+                       dq   = {.o = c->dq};
     if (c->dq.data)
-        FA_TRY(fa_ring_sum(r, &dq, 1, c->dq));
-    if (c->dk.data)
-        FA_TRY(fa_ring_sum(r, &dk, 1, c->dk));
-    if (c->dv.data)
-        FA_TRY(fa_ring_sum(r, &dv, 1, c->dv));
+        FA_TRY(fa_ring_close(r, &acc, &part, last->q_begin, last->q_end, &dq));
     if (c->dsinks.data) {
         flash_attn_tensor from = {
             .data = r->memory.base + r->memory.dsinks, .shape = {1, 1, 1, c->heads_q}, .stride = {0, 0, 0, 1}};
@@ -178,5 +220,10 @@ flash_attn_status fa_ring_backward_finish(const fa_ring_call *r)
             .data = c->dsinks.data, .shape = {1, 1, 1, c->heads_q}, .stride = {0, 0, 0, c->dsinks.stride[1]}};
         FA_TRY(fa_ring_sum(r, &from, 1, to));
     }
+    FA_TRY(fa_ring_wait(r));
+    if (c->dk.data)
+        FA_TRY(fa_ring_sum(r, &dk, 1, c->dk));
+    if (c->dv.data)
+        FA_TRY(fa_ring_sum(r, &dv, 1, c->dv));
     return FLASH_ATTN_OK;
 }

@@ -1,7 +1,8 @@
 /*
  * Attention over a sequence that several ranks share: which rows a rank has (shares.c), which of its queries see which
- * keys of another rank (shares.c), the ring (ring.c forward.c backward.c). It stands on the public calls alone: every
- * step is a flash_attn_forward, a flash_attn_backward or a merge of parts.
+ * keys of another rank (shares.c), the ring (ring.c forward.c backward.c). It stands on the public calls: every step
+ * is a flash_attn_forward, a flash_attn_backward (by fa_run, for transfers have part of a GPU meanwhile) or a merge of
+ * parts.
  */
 #ifndef FA_DIST_H
 #define FA_DIST_H
@@ -34,9 +35,9 @@ int fa_ring_rects(const flash_attn_ring_share *q, const flash_attn_ring_share *k
 /* Places in the one block of memory of a call. */
 typedef struct fa_ring_memory {
     char  *base;
-    size_t kv_bytes;         /* of a place for K and V of any rank */
-    size_t kv[2], acc, part; /* acc: the result so far; part: what one call adds */
-    size_t dkv[2];           /* backward: dK and dV, float32, on their way */
+    size_t place[2];         /* what travels: K and V; in a backward dK and dV of a step, float32, and behind them K and V
+                                of the next, so that both are one transfer */
+    size_t acc, part;        /* acc: the result so far; part: what one call adds */
     size_t lse, part_lse;    /* forward */
     size_t dkv_part, dsinks; /* backward */
     size_t inner, inner_bytes, total;
@@ -52,6 +53,7 @@ typedef struct fa_ring_call {
     fa_ring_mask              mask;
     flash_attn_ring_share     q;
     fa_ring_memory            memory;
+    fa_ring_rect              pending; /* whose part in memory waits to be merged; none: no rows */
     int                       begun;  /* transfers that nobody has waited for */
     bool                      broken; /* the transport has failed: nothing is sent any more */
 } fa_ring_call;
@@ -85,11 +87,31 @@ flash_attn_tensor fa_ring_rows(flash_attn_tensor t, int dimension, int64_t begin
 flash_attn_problem fa_ring_problem(const fa_ring_call *r, const fa_ring_rect *rect, flash_attn_tensor k,
                                    flash_attn_tensor v);
 
+/* flash_attn_merge of what needs no check; a sum where the parts have no LSE. */
+flash_attn_status fa_ring_merge(const fa_ring_call *r, const flash_attn_partial *parts, int num_parts,
+                                const flash_attn_partial *result);
+
+/* result = acc, but of rows [begin, end) of O's dimension 1 acc merged with part, which has these alone: what is added
+ * last is rounded at once, so that acc is not written and read again. */
+flash_attn_status fa_ring_close(const fa_ring_call *r, const flash_attn_partial *acc, const flash_attn_partial *part,
+                                int64_t begin, int64_t end, const flash_attn_partial *result);
+
+/* A part's rows [begin, end). */
+flash_attn_partial fa_ring_part_rows(flash_attn_partial part, int64_t begin, int64_t end);
+
 /* result = the sum of the parts, which have its shape; it may be part 0; none: zeros. */
 flash_attn_status fa_ring_sum(const fa_ring_call *r, const flash_attn_tensor *parts, int num_parts,
                               flash_attn_tensor result);
 
-/* K and V of this rank, contiguous, into the first place of the two. */
+/* Where K and V of a step lie. */
+size_t fa_ring_kv_at(const fa_ring_call *r, int step);
+
+/* Backward: dK and dV of a step, which its place begins with; the bytes up to the next step's K and V. */
+static inline bool   fa_ring_wants_kv(const fa_ring_call *r) { return r->call.dk.data || r->call.dv.data; }
+static inline size_t fa_ring_dkv_at(const fa_ring_call *r, int step) { return r->memory.place[step % 2]; }
+size_t               fa_ring_dkv_room(const fa_ring_call *r, int step);
+
+/* K and V of this rank, contiguous, into the place of the first step. */
 flash_attn_status fa_ring_pack(const fa_ring_call *r);
 
 /* Begin to send to the next rank and to receive from the one before, between places of the call's memory; wait for all
@@ -100,11 +122,12 @@ flash_attn_status fa_ring_wait(fa_ring_call *r);
 /* Begin to send on the K and V of this step and to receive those of the next, if there is one. */
 flash_attn_status fa_ring_begin_kv(fa_ring_call *r, int step);
 
-/* ---- the two passes: nothing of the caller's is written before fa_ring_*_finish ---- */
+/* ---- the two passes: nothing of the caller's is written before fa_ring_*_finish. Where ranks cannot agree, the
+ * backward's last transfer may be under way then ---- */
 
 flash_attn_status fa_ring_forward(fa_ring_call *r);
 flash_attn_status fa_ring_forward_finish(const fa_ring_call *r);
 flash_attn_status fa_ring_backward(fa_ring_call *r);
-flash_attn_status fa_ring_backward_finish(const fa_ring_call *r);
+flash_attn_status fa_ring_backward_finish(fa_ring_call *r);
 
 #endif

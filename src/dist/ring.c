@@ -99,7 +99,7 @@ static flash_attn_status inner_workspace(const fa_ring_call *r, const fa_ring_re
         sub.o   = fa_ring_results(r, 0, sub.q.shape[1], r->call.head_dim_v);
         sub.lse = fa_ring_lse(r, 0, sub.q.shape[1]);
     }
-    FA_TRY(flash_attn_workspace_size(r->context, &sub, r->call.pass, &bytes));
+    FA_TRY(fa_workspace_size(r->context, &sub, r->call.pass, true, &bytes));
     *most = bytes > *most ? bytes : *most;
     return FLASH_ATTN_OK;
 }
@@ -128,20 +128,18 @@ static flash_attn_status plan_memory(fa_ring_call *r, bool inner)
     int64_t         head_rows = c->batch * c->heads_q * r->q.rows, most_bytes;
     if (__builtin_mul_overflow(head_rows, (int64_t)LARGEST_ROW, &most_bytes)) /* no such tensor exists */
         return fa_fail(FLASH_ATTN_NO_MEMORY, "the ring's memory has more bytes than 64 bits can count");
-    size_t dkv_bytes = fa_ring_kv_bytes(r, rows_k, FLASH_ATTN_F32);
-    size_t acc_bytes = (size_t)(head_rows * (forward ? c->head_dim_v : c->head_dim)) * sizeof(float);
-    m->base     = (char *)(uintptr_t)4096; /* nobody reads it while planning */
-    m->kv_bytes = dkv_bytes / sizeof(float) * fa_dtype_bytes(c->k.dtype) + 16;
-    m->kv[0]    = take(m, m->kv_bytes);
-    m->kv[1]    = take(m, m->kv_bytes);
-    m->acc      = take(m, acc_bytes);
-    m->part     = take(m, acc_bytes);
+    size_t dkv_bytes   = forward ? 0 : fa_ring_kv_bytes(r, rows_k, FLASH_ATTN_F32) + 16;
+    size_t place_bytes = dkv_bytes + fa_ring_kv_bytes(r, rows_k, c->k.dtype);
+    size_t acc_bytes   = (size_t)(head_rows * (forward ? c->head_dim_v : c->head_dim)) * sizeof(float);
+    m->base            = (char *)(uintptr_t)4096; /* nobody reads it while planning */
+    m->place[0]        = take(m, place_bytes);
+    m->place[1]        = take(m, place_bytes);
+    m->acc             = take(m, acc_bytes);
+    m->part            = take(m, acc_bytes);
     if (forward) {
         m->lse      = take(m, (size_t)head_rows * sizeof(float));
         m->part_lse = take(m, (size_t)head_rows * sizeof(float));
     } else {
-        m->dkv[0]   = take(m, dkv_bytes);
-        m->dkv[1]   = take(m, dkv_bytes);
         m->dkv_part = take(m, dkv_bytes);
         m->dsinks   = take(m, (size_t)c->heads_q * sizeof(float));
     }
@@ -237,8 +235,8 @@ flash_attn_status fa_ring_wait(fa_ring_call *r)
     X(scale, fa_bits_of_float(c->scale))                    \
     X(softcap, fa_bits_of_float(c->softcap))                \
     X(sinks, c->sinks.data != NULL)                         \
-    X(dk, c->dk.data != NULL)                               \
-    X(dv, c->dv.data != NULL)
+    X(dk, c->dk.data ? 1 + (int)c->dk.dtype : 0)            \
+    X(dv, c->dv.data ? 1 + (int)c->dv.dtype : 0)
 
 static const char *const agreed_names[] = {
 #define X(name, value) #name,
@@ -320,15 +318,23 @@ static flash_attn_status agree(fa_ring_call *r, flash_attn_status status)
 
 /* ---- the calls ---- */
 
+/* Nothing is under way any more, whatever comes: the memory is about to go. */
+static flash_attn_status settle(fa_ring_call *r, flash_attn_status status)
+{
+    return !r->broken && fa_ring_wait(r) != FLASH_ATTN_OK ? FLASH_ATTN_TRANSPORT : status;
+}
+
 static flash_attn_status run_ring(fa_ring_call *r, flash_attn_pass pass, const flash_attn_exec *exec, void **owned)
 {
     bool forward = pass == FLASH_ATTN_FORWARD;
     FA_TRY(agree(r, check_all(r, pass, exec, owned)));
     flash_attn_status status = forward ? fa_ring_forward(r) : fa_ring_backward(r);
-    if (!r->broken && fa_ring_wait(r) != FLASH_ATTN_OK) /* the memory is about to go */
-        status = FLASH_ATTN_TRANSPORT;
-    FA_TRY(agree(r, status));
-    return forward ? fa_ring_forward_finish(r) : fa_ring_backward_finish(r);
+    if (can_speak(r)) /* notes may go the same way as what is still under way */
+        status = settle(r, status);
+    status = agree(r, status);
+    if (status == FLASH_ATTN_OK)
+        status = forward ? fa_ring_forward_finish(r) : fa_ring_backward_finish(r);
+    return settle(r, status);
 }
 
 static flash_attn_status run(flash_attn_context *context, const flash_attn_problem *problem,

@@ -7,12 +7,16 @@ static flash_attn_tensor contiguous(char *memory, flash_attn_dtype dtype, int64_
         .data = memory, .dtype = dtype, .shape = {a, b, c, d}, .stride = {b * c * d, c * d, d, 1}};
 }
 
-/* V begins at 16 bytes on a GPU, whose kernels load so many at once. On the host there is no gap, whose bytes nobody
- * has set. */
+/* What lies behind others begins at 16 bytes on a GPU, whose kernels load so many at once. On the host there is no gap,
+ * whose bytes nobody has set. */
+static size_t aligned(const fa_ring_call *r, size_t bytes)
+{
+    return fa_on_host(r->problem->device) ? bytes : (bytes + 15) / 16 * 16;
+}
+
 static size_t v_at(const fa_ring_call *r, int64_t rows, flash_attn_dtype dtype)
 {
-    size_t bytes = (size_t)(r->call.batch * rows * r->call.heads_k * r->call.head_dim) * fa_dtype_bytes(dtype);
-    return fa_on_host(r->problem->device) ? bytes : (bytes + 15) / 16 * 16;
+    return aligned(r, (size_t)(r->call.batch * rows * r->call.heads_k * r->call.head_dim) * fa_dtype_bytes(dtype));
 }
 
 flash_attn_tensor fa_ring_k(const fa_ring_call *r, char *memory, int64_t rows, flash_attn_dtype dtype)
@@ -85,24 +89,62 @@ flash_attn_problem fa_ring_problem(const fa_ring_call *r, const fa_ring_rect *re
     return p;
 }
 
+flash_attn_status fa_ring_merge(const fa_ring_call *r, const flash_attn_partial *parts, int num_parts,
+                                const flash_attn_partial *result)
+{
+    fa_exec how = {.stream = r->exec.stream};
+    if (fa_on_host(r->problem->device)) {
+        fa_host_merge(parts, num_parts, result);
+        return FLASH_ATTN_OK;
+    }
+    return fa_cuda_merge(r->context, r->problem->device.index, parts, num_parts, result, &how);
+}
+
+flash_attn_partial fa_ring_part_rows(flash_attn_partial part, int64_t begin, int64_t end)
+{
+    return (flash_attn_partial){.o = fa_ring_rows(part.o, 1, begin, end), .lse = fa_ring_rows(part.lse, 2, begin, end)};
+}
+
+flash_attn_status fa_ring_close(const fa_ring_call *r, const flash_attn_partial *acc, const flash_attn_partial *part,
+                                int64_t begin, int64_t end, const flash_attn_partial *result)
+{
+    const int64_t cuts[] = {0, begin, end, acc->o.shape[1]};
+    for (int n = 0; n < 3; n++) {
+        flash_attn_partial parts[2] = {fa_ring_part_rows(*acc, cuts[n], cuts[n + 1]), *part};
+        flash_attn_partial to       = fa_ring_part_rows(*result, cuts[n], cuts[n + 1]);
+        if (cuts[n] < cuts[n + 1])
+            FA_TRY(fa_ring_merge(r, parts, n == 1 ? 2 : 1, &to));
+    }
+    return FLASH_ATTN_OK;
+}
+
 /* A merge without LSE: every part weighs 1. */
 flash_attn_status fa_ring_sum(const fa_ring_call *r, const flash_attn_tensor *parts, int num_parts,
                               flash_attn_tensor result)
 {
     flash_attn_partial part[2] = {{.o = result}}, sum = {.o = result};
-    fa_exec            how = {.stream = r->exec.stream};
     for (int n = 0; n < num_parts; n++)
         part[n].o = parts[n];
-    if (fa_on_host(r->problem->device)) {
-        fa_host_merge(part, num_parts, &sum);
-        return FLASH_ATTN_OK;
-    }
-    return fa_cuda_merge(r->context, r->problem->device.index, part, num_parts, &sum, &how);
+    return fa_ring_merge(r, part, num_parts, &sum);
+}
+
+size_t fa_ring_dkv_room(const fa_ring_call *r, int step)
+{
+    size_t bytes = fa_ring_kv_bytes(r, fa_ring_source(r, step).rows, FLASH_ATTN_F32);
+    return !fa_ring_wants_kv(r) ? 0 : aligned(r, bytes);
+}
+
+/* Those that were received with dK and dV of the step before lie behind them. */
+size_t fa_ring_kv_at(const fa_ring_call *r, int step)
+{
+    if (r->call.pass == FLASH_ATTN_FORWARD)
+        return r->memory.place[step % 2];
+    return r->memory.place[(step + 1) % 2] + (step > 0 ? fa_ring_dkv_room(r, step - 1) : 0);
 }
 
 flash_attn_status fa_ring_pack(const fa_ring_call *r)
 {
-    char   *to   = r->memory.base + r->memory.kv[0];
+    char   *to   = r->memory.base + fa_ring_kv_at(r, 0);
     int64_t rows = r->call.k.shape[1];
     FA_TRY(fa_ring_sum(r, &r->call.k, 1, fa_ring_k(r, to, rows, r->call.k.dtype)));
     return fa_ring_sum(r, &r->call.v, 1, fa_ring_v(r, to, rows, r->call.k.dtype));
@@ -113,6 +155,6 @@ flash_attn_status fa_ring_begin_kv(fa_ring_call *r, int step)
     flash_attn_dtype dtype = r->call.k.dtype;
     if (step + 1 >= r->ring.ranks)
         return FLASH_ATTN_OK;
-    return fa_ring_begin(r, r->memory.kv[step % 2], fa_ring_kv_bytes(r, fa_ring_source(r, step).rows, dtype),
-                         r->memory.kv[(step + 1) % 2], fa_ring_kv_bytes(r, fa_ring_source(r, step + 1).rows, dtype));
+    return fa_ring_begin(r, fa_ring_kv_at(r, step), fa_ring_kv_bytes(r, fa_ring_source(r, step).rows, dtype),
+                         fa_ring_kv_at(r, step + 1), fa_ring_kv_bytes(r, fa_ring_source(r, step + 1).rows, dtype));
 }

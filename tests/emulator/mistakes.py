@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Puts mistakes into the texts of Hopper's own kernels, one at a time, and sees that the emulated GPU finds each.
+"""Puts mistakes into the texts of Hopper's own kernels and of merge.cu, one at a time, and sees that the emulated GPU finds each.
 
     mistakes.py TEST EMULATOR_FOLDER KERNEL_FOLDER [WORDS]
 
-TEST: test_cuda_sm90, beside which test_cuda_latent, test_cuda_few and test_cuda_f32 lie; WORDS: only mistakes whose names hold them. Exit status 1 if one is not found, or a text no longer
+TEST: test_cuda_sm90, beside which test_cuda_latent, test_cuda_few, test_cuda_f32 and test_cuda_merge lie; WORDS: only mistakes whose names hold them. Exit status 1 if one is not found, or a text no longer
 has the lines that a mistake changes.
 """
 import os
@@ -16,10 +16,10 @@ WORK, INSPECT, SOFTMAX = "work_sm90.cuh", "inspect_sm90.cuh", "softmax_sm90.cuh"
 WIDE, ROWS, BLOCK, CONVERT = "backward_wide_sm90.cuh", "backward_rows.cuh", "backward_block_sm90.cuh", "backward_convert_sm90.cu"
 LATENT, LATENT_BLOCK, LATENT_PRODUCER = "forward_latent_sm90.cu", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
 SCORES, BIAS, FAR, ROWSUM, DBIAS = "scores_sm90.cuh", "bias_sm90.cuh", "far_rows.cuh", "backward_rowsum.cu", "backward_dbias_sm90.cuh"
-LISTS, LISTED = "list_tiles.cu", "listed.cuh"
+LISTS, LISTED, MERGE = "list_tiles.cu", "listed.cuh", "merge.cu"
 FEW, FOLD, GROUPED = "forward_few_sm90.cu", "fold.cu", "grouped_sm90.cuh"
 F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES = "forward_f32_sm90.cu", "backward_f32_sm90.cu", "backward_f32_narrow_sm90.cuh", "backward_f32_wide_sm90.cuh", "planes_sm90.cu"
-PROGRAMS = dict.fromkeys((F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES), "test_cuda_f32") | dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few")  # else TEST
+PROGRAMS = dict.fromkeys((F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES), "test_cuda_f32") | dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few") | {MERGE: "test_cuda_merge"}  # else TEST
 
 # Which shapes of which test show it.
 WHOLE = ("whole tiles", "every_shape*")
@@ -206,6 +206,10 @@ MISTAKES = [
     ("float32: shares of a key head stored over each other", F32_BACK, "    if constexpr (FA_HAS_KV_ACCUM) {", "    if constexpr (false) {", SHARED_BACK),
     ("float32: a NaN of LSE's -inf", PLANES, "(sees ? x : infinity())", "x", ("bias, -inf, groups", "every_backward*")),
     ("a block's first tile dealt to another too", BLOCK, " + (begins_by_itself(args) ? gridDim.x : 0)", "", ("tails", "every_backward*")),
+    ("four parts added in another order", MERGE, "(term[0] + term[2]) + (term[1] + term[3])", "term[0] + term[1] + term[2] + term[3]", ("four parts", "pieces*")),
+    ("O of a part that is empty", MERGE, "            if (w.own[begin + n] != -infinity())\n#pragma unroll\n", "#pragma unroll\n", ("a ring's merge", "pieces*")),
+    ("a merge's LSE written while others read it", MERGE, "    __syncwarp();\n    if (writes", "    if (writes", ("a ring's merge", "pieces*")),
+    ("a piece behind a row's end", MERGE, "        if (first + p * apart < args.head_dim_v)\n            store_piece", "        store_piece", ("520", "pieces*")),
 ]
 
 

@@ -159,8 +159,10 @@ typedef struct fa_args {
 #define FA_SHARED_ROWS 16
 #define FA_DBIAS_ROWS 32
 
-/* Merge (flash_attn_merge): one warp a row of [batch, seqlen_q, heads]. dtypes are in the views. */
+/* Merge (flash_attn_merge): rows of [batch, seqlen_q, heads], one a warp or 32 / row_lanes. dtypes are in the views. */
 #define FA_MERGE_MAX_PARTS 32
+#define FA_MERGE_FEW_PARTS 4
+#define FA_MERGE_PIECES 4 /* of a lane, on their way at once */
 typedef struct fa_merge_part {
     fa_view o;              /* [b, sq, hq, dv] */
     float  *lse;            /* [b, hq, sq] */
@@ -171,6 +173,8 @@ typedef struct fa_merge_args {
     fa_merge_part part[FA_MERGE_MAX_PARTS];
     fa_merge_part result;
     int num_parts, batch, seqlen_q, heads, head_dim_v;
+    int columns, row_lanes; /* at most FA_MERGE_FEW_PARTS parts, all rows aligned: a lane has so many columns at once, 8 where all have 16 bits, else 4, and a row
+                               so many lanes; columns 0: a lane an element */
 } fa_merge_args;
 
 /* Append (flash_attn_append_kv): one warp a row: first batch * seqlen_new * heads_k rows (k_new with v_new), then batch *
