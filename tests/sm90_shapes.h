@@ -404,6 +404,7 @@ static const test_case short_shapes[] = {
     {.name = "short, used lengths, none", .batch = 4, .seqlen_q = 60, .seqlen_k = 50, .seqused_q = LENGTHS_EMPTY, .seqused_k = LENGTHS_MIXED},
     {.name = "short, one query", .batch = 3, .seqlen_q = 1, .seqlen_k = 128, .heads_q = 2},
     {.name = "short, one key", .batch = 3, .seqlen_q = 128, .seqlen_k = 1, .heads_q = 2},
+    {.name = "short, one key, far", .batch = 2, .seqlen_q = 128, .seqlen_k = 1, .heads_q = 2, .logit_size = 300},
     {.name = "short, heads first", .batch = 2, .seqlen_q = 65, .seqlen_k = 64, .heads_q = 2, .layout = LAYOUT_HEADS_FIRST},
     {.name = "short, packed, causal", .batch = 2, .seqlen_q = 90, .seqlen_k = 90, .heads_q = 2, .layout = LAYOUT_PACKED, .mask = C},
     {.name = "short, large logits", .batch = 2, .seqlen_q = 100, .seqlen_k = 100, .logit_size = 30},

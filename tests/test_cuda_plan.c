@@ -27,6 +27,7 @@ typedef struct asked {
 #define OWN_B FA_KERNEL_BACKWARD_SM90
 #define ANY_F FA_KERNEL_FORWARD_SM80
 #define ANY_B FA_KERNEL_BACKWARD_SM80
+#define SHORT_B FA_KERNEL_BACKWARD_SHORT_SM90
 
 static const asked calls[] = {
     {"plain", FORWARD, OWN_F, .mask = FLASH_ATTN_NONE},
@@ -401,9 +402,54 @@ static void parts_of_few_queries_are_folded_where_it_was_measured_fastest(void *
     }
 }
 
+/* By their lengths alone: a sequence keeps its kernel, and so its bits, in any batch. */
+
+static void short_calls_take_the_kernel_of_their_lengths(void **state)
+{
+    (void)state;
+    static const struct {
+        flash_attn_pass   pass;
+        int64_t           queries, keys, heads_k, columns;
+        flash_attn_mask   mask;
+        bool              f32_o, softcap, sinks;
+        enum fa_kernel_id kernel;
+        int               tile_q;
+    } calls[] = {
+        {FORWARD, 33, 256, 4, 64, .kernel = OWN_F, .tile_q = 128},    {FORWARD, 32, 256, 4, 64, .kernel = FEW_F, .tile_q = 64},     {FORWARD, 65, 256, 4, 128, .kernel = OWN_F, .tile_q = 128},
+        {FORWARD, 64, 256, 4, 128, .kernel = FEW_F, .tile_q = 64},    {FORWARD, 128, 257, 4, 64, .kernel = FEW_F, .tile_q = 128},   {FORWARD, 300, 320, 4, 64, .kernel = OWN_F, .tile_q = 128},
+        {FORWARD, 321, 320, 4, 64, .kernel = OWN_F, .tile_q = 192},   {BACKWARD, 128, 128, 4, 64, .kernel = SHORT_B, .tile_q = 128}, {BACKWARD, 128, 128, 1, 128, .kernel = SHORT_B, .tile_q = 128},
+        {BACKWARD, 129, 128, 4, 64, .kernel = SHORT_B, .tile_q = 256}, {BACKWARD, 1, 256, 4, 40, .kernel = SHORT_B, .tile_q = 256},  {BACKWARD, 256, 256, 2, 64, .kernel = OWN_B, .tile_q = 128},
+        {BACKWARD, 257, 256, 4, 64, .kernel = OWN_B, .tile_q = 128},  {BACKWARD, 129, 128, 4, 128, .kernel = OWN_B, .tile_q = 64},  {BACKWARD, 100, 128, 4, 130, .kernel = ANY_B, .tile_q = 64},
+        {BACKWARD, 128, 100, 4, 64, FLASH_ATTN_WINDOW, .kernel = SHORT_B, .tile_q = 128}, {BACKWARD, 100, 100, 4, 64, .f32_o = true, .kernel = ANY_B, .tile_q = 64},
+        {BACKWARD, 100, 100, 4, 64, .softcap = true, .kernel = ANY_B, .tile_q = 64}, {BACKWARD, 100, 100, 4, 64, .sinks = true, .kernel = ANY_B, .tile_q = 64},
+    };
+    for (size_t n = 0; n < sizeof calls / sizeof *calls; n++)
+        for (int64_t batch = 1; batch <= 1000; batch *= 10) {
+            fa_call            call;
+            fa_plan            plan;
+            flash_attn_tensor  like = {.dtype = FLASH_ATTN_BF16};
+            flash_attn_problem p    = {.device = {.type = FLASH_ATTN_CUDA}, .o = {.dtype = calls[n].f32_o ? FLASH_ATTN_F32 : FLASH_ATTN_BF16}, .mask = calls[n].mask, .window_left = calls[n].mask == FLASH_ATTN_WINDOW ? 20 : 0};
+            flash_attn_grads   g    = {.dout = like, .dq = like, .dk = like, .dv = like};
+            p.q       = of(FLASH_ATTN_BF16, batch, calls[n].queries, 4, calls[n].columns);
+            p.k = p.v = of(FLASH_ATTN_BF16, batch, calls[n].keys, calls[n].heads_k, calls[n].columns);
+            p.softcap = calls[n].softcap ? 30.0f : 0.0f;
+            if (calls[n].sinks) {
+                p.sinks  = of(FLASH_ATTN_F32, 1, 4, 1, 1);
+                g.dsinks = (flash_attn_tensor){.dtype = FLASH_ATTN_F32};
+            }
+            if (fa_normalise(&p, calls[n].pass == BACKWARD ? &g : NULL, calls[n].pass, FA_PLAN, &call) != FLASH_ATTN_OK || fa_plan_make(&call, 90, NULL, NULL, &plan) != FLASH_ATTN_OK)
+                fail_msg("call %zu: %s", n, flash_attn_last_error());
+            if (plan.launch[plan.main].key.kernel != (int)calls[n].kernel || plan.row->tile_q != calls[n].tile_q)
+                fail_msg("call %zu, batch %d: %s, %d queries a tile", n, (int)batch, fa_kernels[plan.launch[plan.main].key.kernel].name, plan.row->tile_q);
+            if (calls[n].kernel == SHORT_B && (plan.num_launches != 1 || plan.workspace_bytes != 0))
+                fail_msg("call %zu: %d launches, %zu bytes", n, plan.num_launches, plan.workspace_bytes);
+        }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(short_calls_take_the_kernel_of_their_lengths),
         cmocka_unit_test(hoppers_own_kernels_take_the_calls_that_they_have_options_for),
         cmocka_unit_test(a_bias_of_all_heads_leaves_few_queries_in_one_tile),
         cmocka_unit_test(few_queries_of_many_wide_heads_take_few_blocks),

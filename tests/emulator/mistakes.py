@@ -17,6 +17,7 @@ WIDE, ROWS, BLOCK, CONVERT = "backward_wide_sm90.cuh", "backward_rows.cuh", "bac
 LATENT, LATENT_BLOCK, LATENT_PRODUCER = "forward_latent_sm90.cu", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
 SCORES, BIAS, FAR, ROWSUM, DBIAS = "scores_sm90.cuh", "bias_sm90.cuh", "far_rows.cuh", "backward_rowsum.cu", "backward_dbias_sm90.cuh"
 LISTS, LISTED, MERGE = "list_tiles.cu", "listed.cuh", "merge.cu"
+SHORT, SHORT_BLOCK, NUMBERS = "backward_short_sm90.cu", "short_block_sm90.cuh", "numbers.cuh"
 FEW, FOLD, GROUPED = "forward_few_sm90.cu", "fold.cu", "grouped_sm90.cuh"
 F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES = "forward_f32_sm90.cu", "backward_f32_sm90.cu", "backward_f32_narrow_sm90.cuh", "backward_f32_wide_sm90.cuh", "planes_sm90.cu"
 PROGRAMS = dict.fromkeys((F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES), "test_cuda_f32") | dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few") | {MERGE: "test_cuda_merge"}  # else TEST
@@ -48,6 +49,9 @@ SLICES_FULL = ("slices of all kinds, used lengths", "every_shape*")
 LATENT_TWO = ("two queries", "every_shape*")
 LATENT_PAGES = ("pages of 64, pairs", "every_shape*")
 LATENT_ONE_PIECE = ("pages of 48", "every_shape*") # two producers fetch nothing
+SHORT_MANY = ("short, varlen, many", "every_short*")
+SHORT_LARGE = ("short, 256", "every_short*")
+SHORT_NAN = ("", "nan_reaches_only_short*")
 FEW_MANY = ("many tiles in one part", "every_shape*")
 FEW_BITS = ("none", "a_sequence_alone*")
 
@@ -188,7 +192,7 @@ MISTAKES = [
     ("dS given back before TMA has dbias of it", DBIAS, "    bulk_added_was_read();\n", "", GRADIENT_OF_EACH),
     ("dbias that nobody sees left as it was", ROWS, "i2 >= s.seqlen_q || j < seen.first || j > seen.last", "false", GRADIENT_OF_EACH),
     ("deterministic dbias of one term", ROWS, "b < terms[0]", "b < 1", GRADIENT),
-    ("a bias that is -inf for all keys", ROWSUM, "lse == -infinity() ? infinity() : ", "", ("bias, -inf, groups", "every_backward*")),
+    ("a bias that is -inf for all keys", NUMBERS, "lse == -infinity() ? infinity() : ", "", ("bias, -inf, groups", "every_backward*")),
     ("float32: K overwritten before it is read", F32, "            barrier_wait(k_empty(n), freed<K_STAGES>(n));\n", "", WHOLE),
     ("float32: V overwritten before it is read", F32, "            barrier_wait(v_empty(n), freed<V_STAGES>(n));\n", "", WHOLE),
     ("float32: Q overwritten before it is read", F32, "        barrier_wait(q_empty(), freed<1>(item));\n", "", MANY),
@@ -206,6 +210,19 @@ MISTAKES = [
     ("float32: shares of a key head stored over each other", F32_BACK, "    if constexpr (FA_HAS_KV_ACCUM) {", "    if constexpr (false) {", SHARED_BACK),
     ("float32: a NaN of LSE's -inf", PLANES, "(sees ? x : infinity())", "x", ("bias, -inf, groups", "every_backward*")),
     ("a block's first tile dealt to another too", BLOCK, " + (begins_by_itself(args) ? gridDim.x : 0)", "", ("tails", "every_backward*")),
+    ("short: tiles overwritten before they are read", SHORT_BLOCK, "        step &s = step_at(n);\n        barrier_wait(empty(n), freed<STAGES>(n));\n", "        step &s = step_at(n);\n", SHORT_MANY),
+    ("short: LSE overwritten before it is read", SHORT_BLOCK, "        barrier_wait(empty(n), freed<STAGES>(n));\n        for (int i = 0; i < EACH; i++)\n", "        for (int i = 0; i < EACH; i++)\n", SHORT_MANY),
+    ("short: the other consumer's delta that is not there", SHORT, "named_sync(DELTA_IS_THERE, THREADS);", "named_arrive(DELTA_IS_THERE, THREADS);", SHORT_MANY),
+    ("short: the other consumer's dS that is not there", SHORT, "named_sync(DS_IS_THERE, THREADS);", "named_arrive(DS_IS_THERE, THREADS);", SHORT_MANY),
+    ("short: dS overwritten before the other has dQ of it", SHORT, "                    named_sync(DS_IS_FREE, THREADS);\n", "                    named_arrive(DS_IS_FREE, THREADS);\n", SHORT_MANY),
+    ("short: dS of two passes in one place", SHORT_BLOCK, "DS_BUFFERS = LARGE ? 2 : 1", "DS_BUFFERS = 1", SHORT_LARGE),
+    ("short: a stage given back while gradients leave from it", SHORT, "                        bulk_added_was_read();\n                        if (STAGES > 1)", "                        if (STAGES > 1)", SHORT_MANY),
+    ("short: dK overwritten before it has left", SHORT, "                if (asks)\n                    bulk_added_was_read();\n                named_sync(OWN + group, 128);\n", "                named_sync(OWN + group, 128);\n", SHORT_LARGE),
+    ("short: keys that nobody has", SHORT, "                clear_hidden_keys(ds, first_key, keys);\n", "", ("short, one key, far", "every_short*")),
+    ("short: keys that no query is there for", SHORT, "w.seq.seqlen_q > 0 ? w.seq.seqlen_k : 0;", "w.seq.seqlen_k;", ("short, used lengths, none", "every_short*")),
+    ("short: passes that see nothing of some keys", SHORT_BLOCK, "first_key <= same + PASS_Q - 1 + window.right", "first_key <= same + window.right", ("short, 250 and 140", "every_short*")),
+    ("short: NaN that nobody looks for", SHORT, "                        look_for_nonfinite(n);\n", "                        ;\n", SHORT_NAN),
+    ("short: dO's NaN lost", SHORT, "                    mark_keys(args, w, keys);\n", "", SHORT_NAN),
     ("four parts added in another order", MERGE, "(term[0] + term[2]) + (term[1] + term[3])", "term[0] + term[1] + term[2] + term[3]", ("four parts", "pieces*")),
     ("O of a part that is empty", MERGE, "            if (w.own[begin + n] != -infinity())\n#pragma unroll\n", "#pragma unroll\n", ("a ring's merge", "pieces*")),
     ("a merge's LSE written while others read it", MERGE, "    __syncwarp();\n    if (writes", "    if (writes", ("a ring's merge", "pieces*")),
