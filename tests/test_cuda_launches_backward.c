@@ -5,7 +5,7 @@
 static void the_backward_for_hopper_deals_every_head_once(void **state)
 {
     (void)state;
-    static const int64_t lengths[] = {192, 640, 2048, 8192};
+    static const int64_t lengths[] = {320, 640, 2048, 8192};
     static const int64_t dims[]    = {64, 128, 256};
     for (int n = 0; n < 4 * 3 * 2 * 4; n++) {
         int64_t            length = lengths[n % 4];
