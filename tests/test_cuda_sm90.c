@@ -422,6 +422,35 @@ static void nan_reaches_only_short_gradients_that_depend_on_it(void **state)
     length = LENGTH;
 }
 
+/* What is planned knows nothing of the gradients, of which another kernel may be needed. */
+static void a_planned_workspace_serves_gradients_of_any_dtype(void **state)
+{
+    (void)state;
+    need_hopper();
+    char *device = gpu->alloc(BACKWARD_BYTES), *floats = gpu->alloc(4 * COUNT * sizeof(float));
+    assert_true(device && floats && gpu->fill(device, 0, BACKWARD_BYTES) && gpu->fill(floats, 0, 4 * COUNT * sizeof(float)));
+    for (int n = 0; n < 9; n++) {
+        flash_attn_grads   grads;
+        flash_attn_exec    exec = {0};
+        length = n / 3 == 0 ? 100 : n / 3 == 1 ? 240 : LENGTH;
+        flash_attn_problem p = backward_at(device, FLASH_ATTN_NONE, false, &grads);
+        flash_attn_tensor *all[4] = {&grads.dq, &grads.dk, &grads.dv, &grads.dout};
+        p.device.type        = FLASH_ATTN_CUDA;
+        for (int i = 0; i < (n % 3 == 0 ? 0 : n % 3 == 1 ? 3 : 4); i++) {
+            all[i]->dtype = FLASH_ATTN_F32;
+            all[i]->data  = floats + i * COUNT * sizeof(float);
+        }
+        expect_ok(flash_attn_workspace_size(NULL, &p, FLASH_ATTN_BACKWARD, &exec.workspace_bytes));
+        exec.workspace = gpu->alloc(exec.workspace_bytes + 1);
+        expect_ok(flash_attn_forward(NULL, &p, NULL));
+        expect_ok(flash_attn_backward(NULL, &p, &grads, &exec));
+        gpu->free(exec.workspace);
+    }
+    length = LENGTH;
+    gpu->free(device);
+    gpu->free(floats);
+}
+
 /* All scores are 0. dO hands out one query a column of dV; and as all of dP is 1 and K hands out one key a column of dQ, that is below 0 where it is dropped,
  * by more than rounding where eight keys are seen. */
 static void expect_dropped_pairs(int masks)
@@ -499,6 +528,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(the_backward_drops_the_pairs_that_the_reference_drops),
         cmocka_unit_test(every_short_backward_is_right),
         cmocka_unit_test(nan_reaches_only_short_gradients_that_depend_on_it),
+        cmocka_unit_test(a_planned_workspace_serves_gradients_of_any_dtype),
     };
     int failed = cmocka_run_group_tests_name("cuda_sm90", tests, NULL, NULL);
     flash_attn_destroy(context);

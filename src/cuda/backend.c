@@ -109,6 +109,14 @@ flash_attn_status fa_cuda_run(flash_attn_context *context, int32_t device, const
 
 /* ---- before a call ---- */
 
+static void keep_larger(const fa_cuda *cuda, const fa_device *at, const fa_call *other, size_t *bytes)
+{
+    fa_plan plan;
+    if (make_plan(cuda, at, other, &plan) == FLASH_ATTN_OK && *bytes < workspace_for(&plan))
+        *bytes = workspace_for(&plan);
+}
+
+/* Of a call whose gradients, and whether its rows are aligned, are not known yet: these may be other kernels. */
 flash_attn_status fa_cuda_workspace(flash_attn_context *context, int32_t device, const fa_call *call, size_t *bytes)
 {
     fa_cuda   *cuda;
@@ -118,16 +126,22 @@ flash_attn_status fa_cuda_workspace(flash_attn_context *context, int32_t device,
     FA_TRY(fa_device_get(cuda, device, &at));
     FA_TRY(make_plan(cuda, at, call, &plan));
     *bytes = workspace_for(&plan);
-    fa_call summed     = *call; /* a dbias of another dtype, or where no row is aligned, needs floats */
-    summed.dbias.dtype = FLASH_ATTN_F32;
-    if (call->dbias.data && make_plan(cuda, at, &summed, &plan) == FLASH_ATTN_OK && *bytes < workspace_for(&plan))
-        *bytes = workspace_for(&plan);
+    fa_call other     = *call;
+    other.dbias.dtype = FLASH_ATTN_F32; /* of another dtype, or where no row is aligned, it needs floats */
+    if (call->dbias.data)
+        keep_larger(cuda, at, &other, bytes);
+    if (call->pass == FLASH_ATTN_BACKWARD) {
+        other          = *call;
+        other.dk.dtype = other.dv.dtype = FLASH_ATTN_F32;
+        keep_larger(cuda, at, &other, bytes);
+        other.dout.dtype = FLASH_ATTN_F32;
+        keep_larger(cuda, at, &other, bytes);
+    }
     if (forced_kernel(cuda, call))
         return FLASH_ATTN_OK;
-    fa_call anywhere = *call; /* the call's data may lie where no row is aligned: that is another kernel */
-    anywhere.q.data  = (char *)anywhere.q.data + fa_dtype_bytes(call->q.dtype);
-    if (make_plan(cuda, at, &anywhere, &plan) == FLASH_ATTN_OK && *bytes < workspace_for(&plan))
-        *bytes = workspace_for(&plan);
+    other        = *call;
+    other.q.data = (char *)other.q.data + fa_dtype_bytes(call->q.dtype); /* where no row is aligned */
+    keep_larger(cuda, at, &other, bytes);
     return FLASH_ATTN_OK;
 }
 
