@@ -189,11 +189,12 @@ def what_travels_is_the_workspace(world):
     finally:
         dist.batch_isend_irecv = good
     kv_bytes = 2 * (48 // world.ranks) * 2 * (16 + 24) * 4
-    for ops, transfers in ((forward, world.ranks - 1), (seen, 2 * world.ranks - 1)):
+    for ops, transfers, times in ((forward, world.ranks - 1, world.ranks - 1), (seen, world.ranks + 1, 2 * world.ranks - 1)):
         notes = [op.tensor for op in ops if op.group is hosts]
         moved = [op.tensor for op in ops if op.group is group]
         assert len(notes) == 2 * 2 * (world.ranks - 1) and len(moved) == 2 * transfers and len(notes) + len(moved) == len(ops)
-        assert all(t.is_cpu and t.numel() < 1000 for t in notes) and all(t.numel() == kv_bytes for t in moved)
+        assert all(t.is_cpu and t.numel() < 1000 for t in notes)
+        assert sum(t.numel() for t in moved) == 2 * times * kv_bytes  # K and V and their gradients, sent and received
         assert all(t._is_view() for t in moved) and len({t.untyped_storage().data_ptr() for t in moved}) == 1
 
 

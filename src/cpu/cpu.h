@@ -152,6 +152,17 @@ typedef struct fa_stored_rows {
     bool             past_caches; /* whole lines are written past them, for who reads them would not find them there */
 } fa_stored_rows;
 
+/* What is done to a row of scores, in this order, each step rounded: times scale; less slope |distance - key|, where
+ * has_alibi; plus a bias, where there is one, which masks with -inf whatever the score is. */
+typedef struct fa_score_terms {
+    float            scale, slope;
+    bool             has_alibi;
+    int              distance; /* of the query from the row's first key; less than 2^23 in size, as floats count exactly */
+    const void      *bias;
+    int64_t          stride;
+    flash_attn_dtype dtype;
+} fa_score_terms;
+
 /* ---- the table ---- */
 
 typedef struct fa_tile_shape {
@@ -209,6 +220,8 @@ typedef struct fa_kernels {
     void (*row_dots)(float *out, const fa_rows *a, const fa_rows *b);
     /* The same, bit for bit; packed: b in role DO_RIGHT, all its rows. NULL: not there. */
     void (*packed_row_dots)(float *out, const fa_rows *a, const fa_rows *b, const void *packed);
+    /* A row of scores with what the options add to them. */
+    void (*add_terms)(float *row, int keys, const fa_score_terms *terms);
     /* s = cap * tanh(s * scale / cap); slope = d s_new / d(s * scale) if not NULL. */
     void (*softcap)(float *s, float *slope, int ld, int rows, int keys, float scale, float cap);
     /* x (and y if not NULL) = kept ? x * keep_scale : 0, for queries i0 .. and keys j0 .. of one head. */

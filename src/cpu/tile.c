@@ -231,57 +231,49 @@ const fa_block_options *fa_options_of(fa_block_options *options, const fa_call *
     return slices || call->dropout.threshold || fa_has_options(call, scale) ? options : NULL;
 }
 
-/* A bias of -inf masks: whatever the score holds there, it is not seen. */
-static void add_bias(float *row, const flash_attn_tensor *bias, const void *at, int keys)
-{
-    int64_t stride = bias->stride[3];
-    if (bias->dtype == FLASH_ATTN_F32 && stride == 1) {
-        const float *value = at;
-        for (int n = 0; n < keys; n++)
-            row[n] = value[n] == -INFINITY ? -INFINITY : row[n] + value[n];
-        return;
-    }
-    for (int n = 0; n < keys; n++) {
-        float value = fa_load(at, n * stride, bias->dtype);
-        row[n]      = value == -INFINITY ? -INFINITY : row[n] + value;
-    }
-}
-
-static void add_alibi(float *row, float slope, int distance, int keys)
+/* Keys further away than floats count exactly. */
+static void add_far_alibi(float *row, float slope, int64_t distance, int keys)
 {
     for (int n = 0; n < keys; n++)
-        row[n] -= slope * (float)abs(distance - n);
+        row[n] -= slope * (float)llabs(distance - n);
 }
 
-static void apply_options_row(const fa_call *call, const fa_tile *tile, int64_t head, int i, float *row)
+static void apply_options_row(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, int64_t head, int i,
+                              float scale, float *row)
 {
-    int keys = fa_tile_keys(tile);
+    enum { EXACT = 1 << 23 };
+    int            keys     = fa_tile_keys(tile);
+    int64_t        distance = (int64_t)i + tile->seq.diagonal - tile->keys.begin;
+    fa_score_terms terms    = {.scale = scale, .distance = (int)distance};
     if (call->alibi_slopes.data) {
-        float slope = *(const float *)fa_at(&call->alibi_slopes, tile->b, head, 0, 0);
-        add_alibi(row, slope, i + tile->seq.diagonal - tile->keys.begin, keys);
+        terms.slope     = *(const float *)fa_at(&call->alibi_slopes, tile->b, head, 0, 0);
+        terms.has_alibi = llabs(distance) < EXACT && keys < EXACT;
+        if (!terms.has_alibi) {
+            kernels->add_terms(row, keys, &terms);
+            add_far_alibi(row, terms.slope, distance, keys);
+            terms.scale = 1.0f;
+        }
     }
-    if (call->bias.data)
-        add_bias(row, &call->bias, fa_at(&call->bias, tile->b, head, i, tile->keys.begin), keys);
+    if (call->bias.data) {
+        terms.bias   = fa_at(&call->bias, tile->b, head, i, tile->keys.begin);
+        terms.stride = call->bias.stride[3];
+        terms.dtype  = call->bias.dtype;
+    }
+    kernels->add_terms(row, keys, &terms);
 }
 
 void fa_apply_options(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, fa_visible visible,
                       float scale, float *s, float *slope, int lds)
 {
     int  rows = fa_tile_rows(tile), keys = fa_tile_keys(tile), queries = fa_tile_queries(tile);
-    bool options = fa_has_options(call, scale), by_row = call->bias.data || call->alibi_slopes.data;
-    if (call->softcap > 0.0f) {
+    bool capped = call->softcap > 0.0f, by_row = capped ? call->bias.data || call->alibi_slopes.data : fa_has_options(call, scale);
+    if (capped)
         kernels->softcap(s, slope, lds, rows, keys, scale, call->softcap);
-    } else if (options) {
-        for (int r = 0; r < rows; r++) {
-            for (int n = 0; n < keys; n++)
-                s[(int64_t)r * lds + n] *= scale;
-        }
-    }
     for (int r = 0; r < rows && (by_row || visible != FA_VISIBLE_ALL); r++) {
         float *row = s + (int64_t)r * lds;
         int    i   = tile->queries.begin + r % queries;
         if (by_row)
-            apply_options_row(call, tile, tile->head + r / queries, i, row);
+            apply_options_row(kernels, call, tile, tile->head + r / queries, i, capped ? 1.0f : scale, row);
         if (visible != FA_VISIBLE_ALL)
             mask_row(call, tile, i, row);
     }
