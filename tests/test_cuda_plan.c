@@ -417,6 +417,7 @@ static void short_calls_take_the_kernel_of_their_lengths(void **state)
     } calls[] = {
         {FORWARD, 33, 256, 4, 64, .kernel = OWN_F, .tile_q = 128},    {FORWARD, 32, 256, 4, 64, .kernel = FEW_F, .tile_q = 64},     {FORWARD, 65, 256, 4, 128, .kernel = OWN_F, .tile_q = 128},
         {FORWARD, 64, 256, 4, 128, .kernel = FEW_F, .tile_q = 64},    {FORWARD, 128, 257, 4, 64, .kernel = FEW_F, .tile_q = 128},   {FORWARD, 300, 320, 4, 64, .kernel = OWN_F, .tile_q = 128},
+        {FORWARD, 100, 256, 2, 64, .kernel = FEW_F, .tile_q = 128},   {FORWARD, 129, 256, 2, 64, .kernel = OWN_F, .tile_q = 128},
         {FORWARD, 321, 320, 4, 64, .kernel = OWN_F, .tile_q = 192},   {BACKWARD, 128, 128, 4, 64, .kernel = SHORT_B, .tile_q = 128}, {BACKWARD, 128, 128, 1, 128, .kernel = SHORT_B, .tile_q = 128},
         {BACKWARD, 129, 128, 4, 64, .kernel = SHORT_B, .tile_q = 256}, {BACKWARD, 1, 256, 4, 40, .kernel = SHORT_B, .tile_q = 256},  {BACKWARD, 256, 256, 2, 64, .kernel = OWN_B, .tile_q = 128},
         {BACKWARD, 257, 256, 4, 64, .kernel = OWN_B, .tile_q = 128},  {BACKWARD, 129, 128, 4, 128, .kernel = OWN_B, .tile_q = 64},  {BACKWARD, 100, 128, 4, 130, .kernel = ANY_B, .tile_q = 64},

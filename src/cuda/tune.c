@@ -251,12 +251,13 @@ static bool backward_takes_tma(const fa_call *call)
     return !call->cache_batch_idx && !call->leftpad_k /* without a mask it hides keys past the last alone */ && call->dout.dtype == call->q.dtype;
 }
 
-/* Forward, of so few keys that nobody splits them: queries of more than half a tile, at 64 columns of a quarter (decision 0088). */
+/* Forward, of so few keys that nobody splits them: queries of more than half a tile, at 64 columns of a quarter (decision 0088). Queries of several heads fill a tile better together,
+ * and FP8 is exact in the portable kernel. */
 static bool is_short(const fa_call *call)
 {
     enum { FEW_KEYS = 256, NARROW = 64 };
     bool narrow = call->head_dim <= NARROW && call->head_dim_v <= NARROW;
-    return call->pass == FLASH_ATTN_FORWARD && call->max_seqlen_k <= FEW_KEYS && call->max_seqlen_q > (narrow ? 32 : 64);
+    return call->pass == FLASH_ATTN_FORWARD && call->max_seqlen_k <= FEW_KEYS && call->max_seqlen_q > (narrow ? 32 : 64) && call->group == 1 && call->q.dtype != FLASH_ATTN_F8E4M3;
 }
 
 bool fa_tune_takes_tma(const fa_call *call)

@@ -117,8 +117,8 @@ int fa_tune_arch(int device_arch);
 bool fa_is_hoppers_own(enum fa_kernel_id kernel);
 bool fa_is_backward(enum fa_kernel_id kernel);
 
-/* More than 128 queries (fewer are split over the keys by the portable kernel, and so is what asks for parts), a
- * scale above 0, strides that a tensor map describes. */
+/* More than 128 queries (fewer are split over the keys by the portable kernel, and so is what asks for parts; a forward
+ * of at most 256 keys is not split), a scale above 0, strides that a tensor map describes. */
 bool fa_tune_takes_tma(const fa_call *call);
 
 /* FA_MASK_LISTED: as many tiles as slices, window and ends may cut, so that they need a mask each, and the bytes of such a mask. */
