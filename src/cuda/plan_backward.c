@@ -188,6 +188,17 @@ static int64_t rows_of_dbias(const fa_key *key, const fa_args *args)
     return key->has_dbias ? (int64_t)args->dbias_extent[0] * args->dbias_extent[1] * args->dbias_extent[2] : 0;
 }
 
+/* What the ragged maps of both of Hopper's backwards in 16 bits need. */
+static void set_apart(const fa_call *call, fa_args *args)
+{
+    args->apart_q    = fa_map_entry_rows(&call->q);
+    args->apart_k    = fa_map_entry_rows(&call->k);
+    args->apart_v    = fa_map_entry_rows(&call->v);
+    args->apart_dout = fa_map_entry_rows(&call->dout);
+    args->apart_dk   = fa_map_gradient_rows(&call->dk);
+    args->apart_dv   = fa_map_gradient_rows(&call->dv);
+}
+
 static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
 {
     fa_key   rowsum = fa_plan_helper_key(FA_KERNEL_BACKWARD_ROWSUM, key), convert = fa_plan_helper_key(FA_KERNEL_BACKWARD_CONVERT_SM90, key);
@@ -200,12 +211,7 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     args->all_tiles_q = (int)all_q;
     args->all_tiles_k = (int)all_k;
     args->cap_unit    = call->softcap * LOG2_E;
-    args->apart_q     = fa_map_entry_rows(&call->q);
-    args->apart_k     = fa_map_entry_rows(&call->k);
-    args->apart_v     = fa_map_entry_rows(&call->v);
-    args->apart_dout  = fa_map_entry_rows(&call->dout);
-    args->apart_dk    = fa_map_gradient_rows(&call->dk);
-    args->apart_dv    = fa_map_gradient_rows(&call->dv);
+    set_apart(call, args);
     args->dq_order    = dq_order_of(call, plan, key); /* is_dealt asks for it */
     choose_shares(call, plan, key, args);
     int     shares = args->group_blocks;
@@ -248,17 +254,12 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
 /* One launch, in which nobody adds to what another has made. */
 static flash_attn_status plan_backward_short(const fa_call *call, fa_plan *plan, const fa_key *key)
 {
-    fa_args *args   = &plan->args;
-    plan->has_maps  = true;
-    args->apart_q    = fa_map_entry_rows(&call->q);
-    args->apart_k    = fa_map_entry_rows(&call->k);
-    args->apart_v    = fa_map_entry_rows(&call->v);
-    args->apart_o    = fa_map_entry_rows(&call->o);
-    args->apart_dout = fa_map_entry_rows(&call->dout);
-    args->apart_dq   = fa_map_gradient_rows(&call->dq);
-    args->apart_dk   = fa_map_gradient_rows(&call->dk);
-    args->apart_dv   = fa_map_gradient_rows(&call->dv);
-    plan->main       = plan->num_launches;
+    fa_args *args  = &plan->args;
+    plan->has_maps = true;
+    set_apart(call, args);
+    args->apart_o  = fa_map_entry_rows(&call->o);
+    args->apart_dq = fa_map_gradient_rows(&call->dq);
+    plan->main     = plan->num_launches;
     FA_TRY(fa_plan_add(plan, key, call->heads_k * call->batch));
     plan->launch[plan->main].stays = true;
     return FLASH_ATTN_OK;

@@ -220,7 +220,7 @@ MISTAKES = [
     ("short: dK overwritten before it has left", SHORT, "                if (asks)\n                    bulk_added_was_read();\n                named_sync(OWN + group, 128);\n", "                named_sync(OWN + group, 128);\n", SHORT_LARGE),
     ("short: keys that nobody has", SHORT, "                clear_hidden_keys(ds, first_key, keys);\n", "", ("short, one key, far", "every_short*")),
     ("short: keys that no query is there for", SHORT, "w.seq.seqlen_q > 0 ? w.seq.seqlen_k : 0;", "w.seq.seqlen_k;", ("short, used lengths, none", "every_short*")),
-    ("short: passes that see nothing of some keys", SHORT_BLOCK, "first_key <= same + PASS_Q - 1 + window.right", "first_key <= same + window.right", ("short, 250 and 140", "every_short*")),
+    ("short: passes that see nothing of some keys", SHORT_BLOCK, "fa_min_int(first_query + PASS_Q, w.seq.seqlen_q)", "fa_min_int(first_query + 1, w.seq.seqlen_q)", ("short, 250 and 140", "every_short*")),
     ("short: NaN that nobody looks for", SHORT, "                        look_for_nonfinite(n);\n", "                        ;\n", SHORT_NAN),
     ("short: dO's NaN lost", SHORT, "                    mark_keys(args, w, keys);\n", "", SHORT_NAN),
     ("four parts added in another order", MERGE, "(term[0] + term[2]) + (term[1] + term[3])", "term[0] + term[1] + term[2] + term[3]", ("four parts", "pieces*")),

@@ -184,10 +184,10 @@ FA_DEVICE void clear_nonfinite(unsigned n)
 /* Keys that a marked query sees, by all consumers. Rare. */
 FA_DEVICE void mark_keys(const fa_args &args, const step &w, int keys)
 {
-    fa_window window = window_of(args);
-    int       key = threadIdx.x % THREADS, same = key - w.seq.diagonal;
-    for (int i = fa_max_int(same - window.right, 0); i < w.seq.seqlen_q && key < keys; i++)
-        if ((FA_MASK != FA_MASK_WINDOW || i <= same + window.left) && mark_of_query(i) != 0.0f)
+    int      key = threadIdx.x % THREADS;
+    fa_range seeing = fa_queries_seeing(window_of(args), w.seq.diagonal, {0, w.seq.seqlen_q}, {key, key + 1});
+    for (int i = seeing.begin; i < seeing.end && key < keys; i++)
+        if (mark_of_query(i) != 0.0f)
             mark_of_key(key) = 1.0f;
     named_sync(ALL_ARE_HERE, THREADS);
 }
@@ -224,10 +224,9 @@ FA_DEVICE bool sees(const columns &seen, int h, int col) { return col - 8 * h >=
 /* LARGE: some query of the pass sees some of the 128 keys from the first on. */
 FA_DEVICE bool meets(const fa_args &args, const step &w, int first_query, int first_key, int keys)
 {
-    fa_window window = window_of(args);
-    int       same   = first_query + w.seq.diagonal; /* of its first query, its own key */
-    return first_query < w.seq.seqlen_q && first_key < keys && (!MASKED || first_key <= same + PASS_Q - 1 + window.right) &&
-           (FA_MASK != FA_MASK_WINDOW || first_key + 127 >= same - window.left);
+    fa_range queries = {first_query, fa_min_int(first_query + PASS_Q, w.seq.seqlen_q)};
+    fa_range seen    = fa_keys_seen(window_of(args), w.seq.diagonal, queries, {first_key, fa_min_int(first_key + 128, keys)});
+    return queries.begin < queries.end && seen.begin < seen.end;
 }
 
 #endif
