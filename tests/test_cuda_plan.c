@@ -27,6 +27,7 @@ typedef struct asked {
 #define OWN_B FA_KERNEL_BACKWARD_SM90
 #define ANY_F FA_KERNEL_FORWARD_SM80
 #define ANY_B FA_KERNEL_BACKWARD_SM80
+#define SHORT_F FA_KERNEL_FORWARD_SHORT_SM90
 #define SHORT_B FA_KERNEL_BACKWARD_SHORT_SM90
 
 static const asked calls[] = {
@@ -415,9 +416,11 @@ static void short_calls_take_the_kernel_of_their_lengths(void **state)
         enum fa_kernel_id kernel;
         int               tile_q;
     } calls[] = {
-        {FORWARD, 33, 256, 4, 64, .kernel = OWN_F, .tile_q = 128},    {FORWARD, 32, 256, 4, 64, .kernel = FEW_F, .tile_q = 64},     {FORWARD, 65, 256, 4, 128, .kernel = OWN_F, .tile_q = 128},
+        {FORWARD, 33, 256, 4, 64, .kernel = SHORT_F, .tile_q = 256},  {FORWARD, 32, 256, 4, 64, .kernel = FEW_F, .tile_q = 64},     {FORWARD, 65, 256, 4, 128, .kernel = OWN_F, .tile_q = 128},
         {FORWARD, 64, 256, 4, 128, .kernel = FEW_F, .tile_q = 64},    {FORWARD, 128, 257, 4, 64, .kernel = FEW_F, .tile_q = 128},   {FORWARD, 300, 320, 4, 64, .kernel = OWN_F, .tile_q = 128},
-        {FORWARD, 100, 256, 2, 64, .kernel = FEW_F, .tile_q = 128},   {FORWARD, 129, 256, 2, 64, .kernel = OWN_F, .tile_q = 128},
+        {FORWARD, 100, 256, 2, 64, .kernel = SHORT_F, .tile_q = 256}, {FORWARD, 257, 256, 2, 64, .kernel = OWN_F, .tile_q = 128},   {FORWARD, 128, 128, 1, 72, FLASH_ATTN_WINDOW, .kernel = SHORT_F, .tile_q = 128},
+        {FORWARD, 33, 100, 4, 128, FLASH_ATTN_CAUSAL, .kernel = SHORT_F, .tile_q = 128}, {FORWARD, 100, 100, 4, 64, .f32_o = true, .kernel = OWN_F, .tile_q = 128}, {FORWARD, 100, 100, 4, 64, .softcap = true, .kernel = OWN_F, .tile_q = 128},
+        {FORWARD, 100, 100, 4, 136, .kernel = OWN_F, .tile_q = 128},
         {FORWARD, 321, 320, 4, 64, .kernel = OWN_F, .tile_q = 192},   {BACKWARD, 128, 128, 4, 64, .kernel = SHORT_B, .tile_q = 128}, {BACKWARD, 128, 128, 1, 128, .kernel = SHORT_B, .tile_q = 128},
         {BACKWARD, 129, 128, 4, 64, .kernel = SHORT_B, .tile_q = 256}, {BACKWARD, 1, 256, 4, 40, .kernel = SHORT_B, .tile_q = 256},  {BACKWARD, 256, 256, 2, 64, .kernel = OWN_B, .tile_q = 128},
         {BACKWARD, 257, 256, 4, 64, .kernel = OWN_B, .tile_q = 128},  {BACKWARD, 129, 128, 4, 128, .kernel = OWN_B, .tile_q = 64},  {BACKWARD, 100, 128, 4, 130, .kernel = ANY_B, .tile_q = 64},
@@ -442,7 +445,7 @@ static void short_calls_take_the_kernel_of_their_lengths(void **state)
                 fail_msg("call %zu: %s", n, flash_attn_last_error());
             if (plan.launch[plan.main].key.kernel != (int)calls[n].kernel || plan.row->tile_q != calls[n].tile_q)
                 fail_msg("call %zu, batch %d: %s, %d queries a tile", n, (int)batch, fa_kernels[plan.launch[plan.main].key.kernel].name, plan.row->tile_q);
-            if (calls[n].kernel == SHORT_B && (plan.num_launches != 1 || plan.workspace_bytes != 0))
+            if ((calls[n].kernel == SHORT_F || calls[n].kernel == SHORT_B) && (plan.num_launches != 1 || plan.workspace_bytes != 0))
                 fail_msg("call %zu: %d launches, %zu bytes", n, plan.num_launches, plan.workspace_bytes);
         }
 }

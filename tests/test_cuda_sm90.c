@@ -9,10 +9,10 @@
 
 static const case_memory   *memory;
 static const case_gpu      *gpu;
-static flash_attn_context  *context, *backward_context, *portable_context /* for who has 32 columns */, *short_context;
+static flash_attn_context  *context, *backward_context, *portable_context /* for who has 32 columns */, *short_context, *short_forward_context;
 static char                 why_not[300];
 
-enum { NUM_SHAPES = sizeof shapes / sizeof *shapes };
+enum { NUM_SHAPES = sizeof shapes / sizeof *shapes, NUM_SHORT_SHAPES = sizeof short_shapes / sizeof *short_shapes };
 
 static void need_hopper(void) { skip_unless(context != NULL, why_not); }
 
@@ -32,7 +32,7 @@ static int run_shape(test_case shape, flash_attn_dtype dtype, flash_attn_context
 {
     char why[300];
     shape.group             = "sm90";
-    bool           backward = with != context;
+    bool           backward = with != context && with != short_forward_context;
     unsigned       flags    = backward ? CASE_BACKWARD : 0;
     case_instance *instance = case_build(&shape, dtype, flags, 1, why, sizeof why);
     if (!instance)
@@ -69,12 +69,14 @@ static void run_shapes(const test_case *all, int count, flash_attn_context *with
             test_case shape = all[n];
             if (!strstr(shape.name, only_shapes))
                 continue;
-            if ((shape.head_dim && d > 64) || (d == 256 && (with == short_context || (with == backward_context && n % 2 == 0))))
-                continue;
-            if (turn++ % parts != part)
+            if ((shape.head_dim && d > 64) || (d == 256 && (all == short_shapes || (with == backward_context && n % 2 == 0))))
                 continue;
             if (!shape.head_dim)
                 shape.head_dim = d;
+            if (with == short_forward_context && shape.seqlen_q <= 32) /* for others */
+                continue;
+            if (turn++ % parts != part)
+                continue;
             failed += run_shape(shape, FLASH_ATTN_BF16, with);
             if (with == context && is_for_fp8(&shape) && (all[n].head_dim || d == 64 << (n + 2) % 3))
                 failed += run_shape(shape, FLASH_ATTN_F8E4M3, with);
@@ -103,7 +105,15 @@ static void every_short_backward_is_right(void **state)
 {
     (void)state;
     need_hopper();
-    run_shapes(short_shapes, sizeof short_shapes / sizeof *short_shapes, short_context);
+    run_shapes(short_shapes, NUM_SHORT_SHAPES - FORWARD_SHORT_SHAPES, short_context);
+}
+
+/* Likewise. */
+static void every_short_forward_is_right(void **state)
+{
+    (void)state;
+    need_hopper();
+    run_shapes(short_shapes, NUM_SHORT_SHAPES, short_forward_context);
 }
 
 /* ---- Inf and NaN in V reach the rows that see them and no other ---- */
@@ -148,7 +158,7 @@ static void expect_forward(const flash_attn_problem *want, const flash_attn_prob
     memset(host + 3 * COUNT, 0x55, COUNT * 2);
     assert_true(gpu->to_device(device, host, HOST_COUNT * 2));
     expect_ok(flash_attn_forward(NULL, want, NULL));
-    expect_ok(flash_attn_forward(context, p, NULL));
+    expect_ok(flash_attn_forward(length < LENGTH ? short_forward_context : context, p, NULL));
     assert_true(gpu->to_host(got, device + 3 * COUNT * 2, sizeof got));
     for (int i = 0; i < COUNT; i++) {
         if (i % HEAD_DIM >= columns_v)
@@ -156,14 +166,12 @@ static void expect_forward(const flash_attn_problem *want, const flash_attn_prob
         float expected = value_of(host[3 * COUNT + i]), x = value_of(got[i]);
         bool  same = isnan(expected) ? isnan(x) : isinf(expected) ? x == expected : fabsf(x - expected) <= 0.02f;
         if (!same)
-            fail_msg("mask %d, row %d, column %d: %g, expected %g", (int)p->mask, i / HEAD_DIM, i % HEAD_DIM, (double)x, (double)expected);
+            fail_msg("%d rows, mask %d, row %d, column %d: %g, expected %g", length, (int)p->mask, i / HEAD_DIM, i % HEAD_DIM, (double)x, (double)expected);
     }
 }
 
-static void nonfinite_values_reach_only_who_sees_them(void **state)
+static void expect_nonfinite_values_where_they_are_seen(void)
 {
-    (void)state;
-    need_hopper();
     static uint16_t host[HOST_COUNT];
     fill(host, 3 * COUNT, 5);
     uint16_t *v = host + 2 * COUNT;
@@ -174,7 +182,7 @@ static void nonfinite_values_reach_only_who_sees_them(void **state)
     assert_non_null(device);
     fill(host + BIAS_AT, LENGTH * BIAS_ROW, 9);
     static const flash_attn_slice slices[] = {{0, 100, 0, 100, FLASH_ATTN_SLICE_CAUSAL}, {100, LENGTH, 90, LENGTH, FLASH_ATTN_SLICE_CAUSAL}, {128, 256, 0, 128, FLASH_ATTN_SLICE_FULL}};
-    for (int n = 0; n < 7; n++) {
+    for (int n = 0; n < (length < LENGTH ? 5 : 7); n++) {
         flash_attn_mask    mask = n == 6 ? FLASH_ATTN_NONE : n < 3 ? (flash_attn_mask)n : FLASH_ATTN_CAUSAL;
         flash_attn_problem want = problem_at((char *)host, mask), p = problem_at(device, mask);
         want.device.type        = FLASH_ATTN_REFERENCE;
@@ -185,7 +193,7 @@ static void nonfinite_values_reach_only_who_sees_them(void **state)
         } else if (n == 6)
             want.slices = p.slices = (flash_attn_slices){.list = slices, .count = 3};
         else if (n > 2) /* the first queries see no key, but perhaps a sink */
-            want.k.shape[1] = want.v.shape[1] = p.k.shape[1] = p.v.shape[1] = LENGTH - 90;
+            want.k.shape[1] = want.v.shape[1] = p.k.shape[1] = p.v.shape[1] = length - 90;
         if (n == 4) {
             want.sinks = (flash_attn_tensor){host + 4 * COUNT, FLASH_ATTN_BF16, 0, {1, 1, 1, 1}, {1, 1, 1, 1}};
             p.sinks    = (flash_attn_tensor){device + 4 * COUNT * 2, FLASH_ATTN_BF16, 0, {1, 1, 1, 1}, {1, 1, 1, 1}};
@@ -195,11 +203,28 @@ static void nonfinite_values_reach_only_who_sees_them(void **state)
     gpu->free(device);
 }
 
-/* Keys of which every query's score is -inf have no weight, also where a query meets none but such at first, and then some among others, or no other at all. */
-static void nonfinite_keys_have_no_weight(void **state)
+static void with_lengths(void (*expect)(void))
+{
+    need_hopper();
+    static const struct { int length, columns; } all[] = {{LENGTH, 64}, {128, 64}, {256, 64}, {128, 128}};
+    for (size_t n = 0; n < sizeof all / sizeof *all; n++) {
+        length    = all[n].length;
+        columns_k = columns_v = all[n].columns;
+        expect();
+    }
+    length    = LENGTH;
+    columns_k = columns_v = 64;
+}
+
+static void nonfinite_values_reach_only_who_sees_them(void **state)
 {
     (void)state;
-    need_hopper();
+    with_lengths(expect_nonfinite_values_where_they_are_seen);
+}
+
+/* Keys of which every query's score is -inf have no weight, also where a query meets none but such at first, and then some among others, or no other at all. */
+static void expect_no_weight_of_nonfinite_keys(void)
+{
     static uint16_t host[HOST_COUNT];
     char *device = gpu->alloc(sizeof host);
     assert_non_null(device);
@@ -217,6 +242,12 @@ static void nonfinite_keys_have_no_weight(void **state)
         expect_forward(&want, &p, host, device);
     }
     gpu->free(device);
+}
+
+static void nonfinite_keys_have_no_weight(void **state)
+{
+    (void)state;
+    with_lengths(expect_no_weight_of_nonfinite_keys);
 }
 
 /* ---- a page id that is out of range ---- */
@@ -508,6 +539,7 @@ static void find_hopper(void)
     context          = case_gpu_hopper("forward_sm90", why_not, sizeof why_not);
     backward_context = context ? case_gpu_hopper("backward_sm90", why_not, sizeof why_not) : NULL;
     portable_context = context ? case_gpu_hopper("backward_sm80", why_not, sizeof why_not) : NULL;
+    short_forward_context = context ? case_gpu_hopper("forward_short_sm90", why_not, sizeof why_not) : NULL;
     short_context    = context ? case_gpu_hopper("backward_short_sm90", why_not, sizeof why_not) : NULL;
 }
 
@@ -527,6 +559,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(nan_reaches_only_gradients_that_depend_on_it),
         cmocka_unit_test(the_backward_drops_the_pairs_that_the_reference_drops),
         cmocka_unit_test(every_short_backward_is_right),
+        cmocka_unit_test(every_short_forward_is_right),
         cmocka_unit_test(nan_reaches_only_short_gradients_that_depend_on_it),
         cmocka_unit_test(a_planned_workspace_serves_gradients_of_any_dtype),
     };
@@ -535,5 +568,6 @@ int main(int argc, char **argv)
     flash_attn_destroy(backward_context);
     flash_attn_destroy(portable_context);
     flash_attn_destroy(short_context);
+    flash_attn_destroy(short_forward_context);
     return failed;
 }

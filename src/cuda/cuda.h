@@ -125,7 +125,7 @@ flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kerne
 /* Descriptions of Q, K and V for the tensor memory accelerator: boxes of 64 columns and of tile_q or tile_k rows, 128-byte
  * swizzle, or of FP8's panels. 16-bit elements and FP8; fa_maps_fit says whether the strides can be described. */
 bool              fa_maps_fit(const fa_call *call);
-bool              fa_gradient_maps_fit(const fa_call *call); /* of O, and of the gradients that are asked for */
+bool              fa_ragged_maps_fit(const fa_call *call); /* of Q, K, V, O, and of the gradients that are asked for */
 bool              fa_map_fits(const flash_attn_tensor *t);
 bool              fa_bias_map_fits(const fa_call *call); /* of its bias, F32 too */
 bool              fa_dbias_map_fits(const fa_call *call); /* of its bias's gradient, of Q's dtype; without dropout */
@@ -135,7 +135,7 @@ bool              fa_packed_q_boxes(const fa_call *call, int tile_q);
 bool              fa_latent_in_pairs(const fa_call *call, const fa_tune_row *row);
 /* Rows of K and V that one box has: a tile's, or what divides a tile and a page. */
 int               fa_page_piece(const fa_call *call, int tile_k);
-int               fa_map_entry_rows(const flash_attn_tensor *t); /* rows from one entry to the next, as a backward's map counts them; -1: it cannot */
+int               fa_map_entry_rows(const flash_attn_tensor *t); /* rows from one entry to the next, as a ragged map counts them; -1: it cannot */
 int               fa_map_gradient_rows(const flash_attn_tensor *t); /* the same of dK or dV; -1 too where it is float32 or not asked for */
 flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, const fa_tune_row *row, fa_maps *maps);
 

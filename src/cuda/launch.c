@@ -315,13 +315,13 @@ int fa_map_gradient_rows(const flash_attn_tensor *t)
     return t->data && t->dtype != FLASH_ATTN_F32 && fa_map_fits(t) ? fa_map_entry_rows(t) : -1;
 }
 
-bool fa_gradient_maps_fit(const fa_call *call)
+bool fa_ragged_maps_fit(const fa_call *call)
 {
     const flash_attn_tensor *stored[] = {&call->dq, &call->dk, &call->dv};
     for (size_t i = 0; i < sizeof stored / sizeof *stored; i++)
         if (stored[i]->data && fa_map_gradient_rows(stored[i]) < 0)
             return false;
-    return fa_map_gradient_rows(&call->o) >= 0;
+    return ragged_fits(&call->q) && ragged_fits(&call->k) && ragged_fits(&call->v) && fa_map_gradient_rows(&call->o) >= 0;
 }
 
 bool fa_maps_fit(const fa_call *call)
@@ -436,8 +436,9 @@ static flash_attn_status make_bias_map(const fa_driver *driver, const fa_call *c
 
 flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, const fa_tune_row *row, fa_maps *maps)
 {
-    bool backward = call->pass == FLASH_ATTN_BACKWARD, wide = row->only != FA_FOR_FEW_TMA;
-    flash_attn_status (*make)(const fa_driver *, const flash_attn_tensor *, int, int, bool, fa_map *) = backward ? make_ragged_map : make_map;
+    enum { WARP_ROWS = 16 }; /* of O, which a warp stores */
+    bool backward = call->pass == FLASH_ATTN_BACKWARD, one_tile = row->only == FA_FOR_ONE_TILE, wide = row->only != FA_FOR_FEW_TMA;
+    flash_attn_status (*make)(const fa_driver *, const flash_attn_tensor *, int, int, bool, fa_map *) = backward || one_tile ? make_ragged_map : make_map;
     int columns = call->q.dtype == FLASH_ATTN_F8E4M3 && row->head_dim > 64 ? 128 : 64; /* panels_sm90.cuh */
     int rows_k  = fa_page_piece(call, row->tile_k);
     memset(maps, 0, sizeof *maps);
@@ -454,6 +455,8 @@ flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, con
     FA_TRY(make(driver, &call->v, squares ? 64 : rows_k, squares ? 64 : columns, wide, &maps->v));
     if (row->only == FA_FOR_BIAS_TMA)
         FA_TRY(make_bias_map(driver, call, row, &maps->bias));
+    if (one_tile)
+        FA_TRY(make(driver, &call->o, backward ? row->tile_q : WARP_ROWS, columns, wide, &maps->o));
     if (!backward)
         return FLASH_ATTN_OK;
     int stored = row->tile_k % 64 == 0 ? 64 : row->tile_k; /* a consumer's keys */
@@ -461,11 +464,8 @@ flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, con
         FA_TRY(make(driver, &call->dk, stored, columns, wide, &maps->dk));
     if (fa_map_gradient_rows(&call->dv) >= 0)
         FA_TRY(make(driver, &call->dv, stored, columns, wide, &maps->dv));
-    if (row->only == FA_FOR_ONE_TILE) {
-        FA_TRY(make(driver, &call->o, row->tile_q, columns, wide, &maps->o));
-        if (call->dq.data)
-            FA_TRY(make(driver, &call->dq, stored, columns, wide, &maps->dq));
-    }
+    if (one_tile && call->dq.data)
+        FA_TRY(make(driver, &call->dq, stored, columns, wide, &maps->dq));
     if (fa_dbias_map_fits(call) && row->tile_k % 64 == 0) /* a consumer's dS is a panel */
         FA_TRY(make_map_of(driver, &call->dbias, (const int[]){3, 2, 1, 0}, (const int[]){row->tile_q, 1}, columns, wide, &maps->dbias));
     return make(driver, &call->dout, row->tile_q, columns, wide, &maps->dout);

@@ -292,6 +292,28 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
     return FLASH_ATTN_OK;
 }
 
+void fa_plan_set_apart(const fa_call *call, fa_args *args)
+{
+    args->apart_q    = fa_map_entry_rows(&call->q);
+    args->apart_k    = fa_map_entry_rows(&call->k);
+    args->apart_v    = fa_map_entry_rows(&call->v);
+    args->apart_o    = fa_map_entry_rows(&call->o);
+    args->apart_dout = fa_map_entry_rows(&call->dout);
+    args->apart_dq   = fa_map_gradient_rows(&call->dq);
+    args->apart_dk   = fa_map_gradient_rows(&call->dk);
+    args->apart_dv   = fa_map_gradient_rows(&call->dv);
+}
+
+flash_attn_status fa_plan_one_tile(const fa_call *call, fa_plan *plan, const fa_key *key, int64_t heads)
+{
+    plan->has_maps = true;
+    fa_plan_set_apart(call, &plan->args);
+    plan->main = plan->num_launches;
+    FA_TRY(fa_plan_add(plan, key, heads * call->batch));
+    plan->launch[plan->main].stays = true;
+    return FLASH_ATTN_OK;
+}
+
 /*
  * Few queries, 16 rows, few parts: the blocks of a cluster merge their parts themselves, for a second launch costs two microseconds. A block takes
  * as many neighbouring parts as leave enough blocks; bits do not depend on that. Before 9.0 a cluster is one block.
@@ -365,6 +387,8 @@ static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key
     fa_args *args = &plan->args;
     if (key->kernel == FA_KERNEL_FORWARD_SM90 || key->kernel == FA_KERNEL_FORWARD_F32_SM90)
         return plan_forward_sm90(call, plan, key);
+    if (key->kernel == FA_KERNEL_FORWARD_SHORT_SM90)
+        return fa_plan_one_tile(call, plan, key, call->heads_q);
     fa_plan_choose_splits(call, plan);
     key->has_split = args->num_splits > 1;
     if (fa_plan_takes_lists(call, plan, key)) {

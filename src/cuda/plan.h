@@ -51,6 +51,12 @@ double fa_pairs_of_slice(const flash_attn_slice *slice);
 /* FA_MASK_LISTED: the launch that lists the tiles that each tile of queries, or in a backward of keys, meets. Sets args.all_tiles_q and all_tiles_k. */
 flash_attn_status fa_plan_add_lists(const fa_call *call, fa_plan *plan, const fa_key *main);
 
+/* What ragged maps need: both of Hopper's backwards in 16 bits, and where a sequence is one tile. */
+void fa_plan_set_apart(const fa_call *call, fa_args *args);
+
+/* One launch, whose items are so many heads of each sequence, and in which nobody adds to what another has made. */
+flash_attn_status fa_plan_one_tile(const fa_call *call, fa_plan *plan, const fa_key *key, int64_t heads);
+
 flash_attn_status fa_plan_backward(const fa_call *call, fa_plan *plan, fa_key *key);
 
 /* The merge of partial results, if the keys are split. */

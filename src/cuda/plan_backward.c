@@ -188,17 +188,6 @@ static int64_t rows_of_dbias(const fa_key *key, const fa_args *args)
     return key->has_dbias ? (int64_t)args->dbias_extent[0] * args->dbias_extent[1] * args->dbias_extent[2] : 0;
 }
 
-/* What the ragged maps of both of Hopper's backwards in 16 bits need. */
-static void set_apart(const fa_call *call, fa_args *args)
-{
-    args->apart_q    = fa_map_entry_rows(&call->q);
-    args->apart_k    = fa_map_entry_rows(&call->k);
-    args->apart_v    = fa_map_entry_rows(&call->v);
-    args->apart_dout = fa_map_entry_rows(&call->dout);
-    args->apart_dk   = fa_map_gradient_rows(&call->dk);
-    args->apart_dv   = fa_map_gradient_rows(&call->dv);
-}
-
 static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
 {
     fa_key   rowsum = fa_plan_helper_key(FA_KERNEL_BACKWARD_ROWSUM, key), convert = fa_plan_helper_key(FA_KERNEL_BACKWARD_CONVERT_SM90, key);
@@ -211,7 +200,7 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     args->all_tiles_q = (int)all_q;
     args->all_tiles_k = (int)all_k;
     args->cap_unit    = call->softcap * LOG2_E;
-    set_apart(call, args);
+    fa_plan_set_apart(call, args);
     args->dq_order    = dq_order_of(call, plan, key); /* is_dealt asks for it */
     choose_shares(call, plan, key, args);
     int     shares = args->group_blocks;
@@ -251,20 +240,6 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     return add_dsinks(call, plan, key);
 }
 
-/* One launch, in which nobody adds to what another has made. */
-static flash_attn_status plan_backward_short(const fa_call *call, fa_plan *plan, const fa_key *key)
-{
-    fa_args *args  = &plan->args;
-    plan->has_maps = true;
-    set_apart(call, args);
-    args->apart_o  = fa_map_entry_rows(&call->o);
-    args->apart_dq = fa_map_gradient_rows(&call->dq);
-    plan->main     = plan->num_launches;
-    FA_TRY(fa_plan_add(plan, key, call->heads_k * call->batch));
-    plan->launch[plan->main].stays = true;
-    return FLASH_ATTN_OK;
-}
-
 /* Rows of float sums that become the caller's gradients. */
 static int64_t rows_to_convert(const fa_call *call, const fa_key *key, const fa_args *args)
 {
@@ -294,7 +269,7 @@ flash_attn_status fa_plan_backward(const fa_call *call, fa_plan *plan, fa_key *k
     if (key->kernel == FA_KERNEL_BACKWARD_SM90)
         return plan_backward_sm90(call, plan, key);
     if (key->kernel == FA_KERNEL_BACKWARD_SHORT_SM90)
-        return plan_backward_short(call, plan, key);
+        return fa_plan_one_tile(call, plan, key, call->heads_k);
     choose_group_blocks(call, args);
     key->has_kv_accum = args->group_blocks > 1;
     bool planes = key->kernel == FA_KERNEL_BACKWARD_F32_SM90, small = !planes && is_small(call, key, args), lists = fa_plan_takes_lists(call, plan, key) && (!small || key->deterministic);

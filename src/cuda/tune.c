@@ -13,6 +13,11 @@ const fa_kernel_names fa_kernels[FA_NUM_KERNELS] = {
 const fa_tune_row fa_tune_rows[] = {
     /* arch   kernel                dtypes       head  masks     only      few tile_q tile_k warps stages blocks variant
        spill why */
+    {90, 90, FA_KERNEL_FORWARD_SHORT_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ONE_TILE, 0, 128, 128, 16, 4, 1, 0, 0,
+     "a head's queries and keys are one tile each: memory is what bounds them (decision 0089)"},
+    {90, 90, FA_KERNEL_FORWARD_SHORT_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ONE_TILE, 0, 256, 256, 16, 2, 1, 0, 0, "likewise (decision 0089)"},
+    {90, 90, FA_KERNEL_FORWARD_SHORT_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_ONE_TILE, 0, 128, 128, 16, 2, 1, 0, 0,
+     "likewise; of 256 there is memory for one stage, which is slower (decision 0089)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 192, 128, 16, 2, 1, 0, 0,
      "bias of 16 bits without dropout: two stages of it fit beside K and V (decision 0083)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 128, 128, 12, 2, 1, 0, 0,
@@ -300,13 +305,18 @@ static bool takes_planes(const fa_call *call, const fa_key *key)
     return call->max_seqlen_q > FEW && call->num_splits <= 1 && call->scale > 0;
 }
 
-/* What backward_short_sm90 asks for. A tensor map has no dimension of 0. */
+/* What forward_short_sm90 and backward_short_sm90 ask for. A tensor map has no dimension of 0. */
 static bool takes_one_tile(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
+    enum { FEW_QUERIES = 32 }; /* that others have a tile of several heads for */
     bool plain = !(key->has_softcap || key->has_bias || key->has_alibi || key->has_dropout || key->has_slices || key->has_paged || call->dsinks.data);
     bool some  = call->q.shape[1] > 0 && call->k.shape[1] > 0 && call->max_seqlen_q <= row->tile_q && call->max_seqlen_k <= row->tile_k;
+    if (!plain || !some || !key->aligned || !fa_ragged_maps_fit(call))
+        return false;
+    if (call->pass == FLASH_ATTN_FORWARD)
+        return call->max_seqlen_q > FEW_QUERIES && !call->leftpad_k && call->num_splits <= 1 && call->scale > 0;
     bool shares = row->tile_q <= 128 || call->group == 1; /* dK and dV of two tiles of keys are not kept from head to head */
-    return plain && some && shares && key->aligned && backward_takes_tma(call) && fa_maps_fit(call) && fa_gradient_maps_fit(call);
+    return shares && backward_takes_tma(call) && fa_maps_fit(call);
 }
 
 /* What forward_latent_sm90 asks for besides: V is the first columns of K's rows, of which there are more than 256. */
@@ -419,7 +429,7 @@ void fa_tune_columns(const fa_tune_row *row, fa_key *key)
     static const int of_output[] = {64, 96, 128, 192, 256}; /* of O, as WGMMA is there (ptx_sm90.cuh) */
     static const int of_two_k[] = {192, 256}, of_two_v[] = {128, 192, 256}, of_panels[] = {64, 128, 192, 256}; /* backward: panels that two consumers share */
     bool forward = row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_FORWARD_F32_SM90, backward = row->kernel == FA_KERNEL_BACKWARD_SM90, latent = row->kernel == FA_KERNEL_FORWARD_LATENT_SM90;
-    if (!forward && !backward && !latent && row->kernel != FA_KERNEL_FORWARD_FEW_SM90 && row->kernel != FA_KERNEL_BACKWARD_F32_SM90 && row->kernel != FA_KERNEL_BACKWARD_SHORT_SM90)
+    if (!forward && !backward && !latent && row->kernel != FA_KERNEL_FORWARD_FEW_SM90 && row->kernel != FA_KERNEL_BACKWARD_F32_SM90 && row->only != FA_FOR_ONE_TILE)
         return;
     key->even_d = 0;
     if (forward && key->dtype != FLASH_ATTN_F8E4M3) {

@@ -8,6 +8,7 @@
 #define FA_KERNELS(X)                                               \
     X(FORWARD_SM80, "forward_sm80", "forward_sm80.cu")              \
     X(FORWARD_SM90, "forward_sm90", "forward_sm90.cu")              \
+    X(FORWARD_SHORT_SM90, "forward_short_sm90", "forward_short_sm90.cu") \
     X(FORWARD_F32_SM90, "forward_f32_sm90", "forward_f32_sm90.cu")  \
     X(FORWARD_FEW_SM90, "forward_few_sm90", "forward_few_sm90.cu")  \
     X(FORWARD_LATENT_SM90, "forward_latent_sm90", "forward_latent_sm90.cu") \
@@ -87,7 +88,7 @@ enum fa_row_for {
     FA_FOR_BIAS_TMA,    /* as FA_FOR_TMA, with a bias (takes_bias) */
     FA_FOR_NARROW_V_TMA, /* as FA_FOR_TMA, V of no more than FA_NARROW_V columns */
     FA_FOR_CUT_TMA,  /* as FA_FOR_TMA, with slices that cut many of the tiles that they show (fa_cuts_many) */
-    FA_FOR_ONE_TILE, /* backward: no more queries than tile_q, no more keys than tile_k, results in the inputs' dtype, rows that tensor maps describe, no options (takes_one_tile) */
+    FA_FOR_ONE_TILE, /* no more queries than tile_q, no more keys than tile_k, results in the inputs' dtype, rows that tensor maps describe, no options (takes_one_tile) */
     FA_FOR_LATENT    /* V is the first columns of K, of more than 256 and up to 512 (takes_latent). Rows of a tile as of FA_FOR_FEW */
 };
 

@@ -102,7 +102,7 @@ typedef struct fa_args {
     int all_tiles_q, all_tiles_k;          /* of a head, over all sequences (packed_sm90.cuh): backward_sm90, forward_f32_sm90, and forward_sm90 with all_items */
     int row_warps;                         /* combine: warps of a row, 1 or FA_COMBINE_WARPS */
     int all_items;                         /* forward_sm90: all_tiles_q of all heads, which are dealt; 0: each block knows its own */
-    int apart_q, apart_k, apart_v, apart_dout; /* backward_sm90: rows from a batch entry to the next */
+    int apart_q, apart_k, apart_v, apart_dout; /* ragged maps: rows from a batch entry to the next */
     unsigned char *q_tiles, *k_tiles;      /* K7, by k7_quantise.cu: [batch][heads][tiles][tile's rows * FA_HEAD_DIM], as v_turned; forward_f32_sm90, by planes_sm90.cu:
                                               [heads][all tiles][planes and note (planes_sm90.cuh)]; backward_f32_sm90 too */
     float *largest;                        /* K7, by k7_largest: |x| of each head, batch * (heads_q + 2 heads_k); zeroed by launch.c */
@@ -129,7 +129,7 @@ typedef struct fa_args {
     int *masks_taken;                      /* likewise: how many are in use; zeroed by launch.c */
     int list_places, most_masks;
     int *tile_turns;                       /* likewise, of a backward in a fixed order: [all tiles of queries][tiles_k], how many tiles of keys meet it before this one */
-    int apart_o, apart_dq;                 /* backward_short_sm90: as apart_q; apart_dq -1: it is not wanted, as apart_dk and apart_dv are there */
+    int apart_o, apart_dq;                 /* forward_short_sm90, backward_short_sm90: as apart_q; apart_dq -1: it is not wanted, as apart_dk and apart_dv are there */
 } fa_args;
 
 /*
@@ -144,7 +144,7 @@ typedef struct fa_args {
  *   backward_sm90 and its backward_rowsum and backward_convert_sm90: tile of all_tiles_k or all_tiles_q, head
  *                       backward_convert_sm90 with group_blocks > 1: then FA_SHARED_ROWS kv tokens, key head;
  *                       with FA_HAS_DBIAS then FA_DBIAS_ROWS rows of dbias -> dbias_out
- *   backward_short_sm90 key head, sequence: as many blocks as run at once, each with several
+ *   forward_short_sm90, backward_short_sm90   head or key head, sequence: as many blocks as run at once, each with several
  *   backward_convert    FA_TILE_Q rows a block: first heads_q * tokens rows of dq_accum -> dq (also when dq is absent: then
  *                       they do nothing), then with FA_HAS_KV_ACCUM heads_k * kv tokens rows of dk_accum, dv_accum -> dk, dv,
  *                       then with FA_HAS_DBIAS dbias_extent[0] * [1] * [2] rows of dbias -> dbias_out
@@ -214,11 +214,11 @@ typedef struct fa_map {
 } fa_map;
 
 typedef struct fa_maps {
-    fa_map q, k, v, dout; /* dout: backward, whose maps are ragged */
+    fa_map q, k, v, dout; /* dout: backward, whose maps are ragged, as forward_short_sm90's */
     fa_map dk, dv;        /* backward: boxes of 64 rows, if apart_dk and apart_dv say so */
     fa_map bias;          /* forward_sm90, backward_sm90: [batch, heads_q, rows, keys], 1 where it broadcasts */
     fa_map dbias;         /* backward_sm90 with dbias_direct: likewise */
-    fa_map o, dq;         /* backward_short_sm90: as q, and as dk */
+    fa_map o, dq;         /* backward_short_sm90: as q, and as dk; forward_short_sm90: boxes of 16 rows */
 } fa_maps;
 
 /* Rows of a ragged map, which a sequence's end lies behind: launch.c and ptx_sm90.cuh. */

@@ -6,7 +6,19 @@
 #include "softmax_sm90.cuh"
 #include "store_sm90.cuh"
 
-/* O = O / l, LSE = m + log l (lines 12-13); rows that saw nothing: 0 and -inf. Which rows are far. */
+/* LSE = m + log l (line 13) of row h of this thread, and what its O is to be multiplied with (line 12): rows that saw nothing have -inf and 0. far: a ballot, as in struct far_rows. */
+FA_DEVICE float end_of_rows(const fa_args &args, const work &w, const row_state &rows, int h, int i, float sink_log2, unsigned &far)
+{
+    float   top = rows.max[h] * unit_of(args, w) - (FA_HAS_SOFTCAP ? 0.5f * args.cap_unit : 0.0f);
+    float   sum = quad_sum(rows.sum[h]);
+    row_end end = end_of_row(top - P_LOG2, sum, sink_log2, i >= w.seq.seqlen_q);
+    if (threadIdx.x % 4 == 0 && i < w.seq.rows_q)
+        store_lse(args, w, i, end.lse);
+    far = __ballot_sync(0xFFFFFFFFu, threadIdx.x % 4 == 1 ? sum != 0.0f : is_far(top) || (rows.lost >> h & 1) || (FP8 && !(unit_of(args, w) > 0.0f)));
+    return end.scale * factor_of_o(args, w);
+}
+
+/* O = O / l by threads; which rows are far. */
 FA_DEVICE far_rows store_result(const fa_args &args, const work &w, const float (&o)[O_COUNT], const row_state &rows, int group)
 {
     int      first = w.first_q + 64 * group + fragment_row();
@@ -14,15 +26,10 @@ FA_DEVICE far_rows store_result(const fa_args &args, const work &w, const float 
     unsigned far[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        int     i   = first + 8 * h;
-        float   top = rows.max[h] * unit_of(args, w) - (FA_HAS_SOFTCAP ? 0.5f * args.cap_unit : 0.0f);
-        float   sum = quad_sum(rows.sum[h]);
-        row_end end = end_of_row(top - P_LOG2, sum, sink_log2, i >= w.seq.seqlen_q);
-        char   *to  = (char *)args.o.data + offset_of_o(args, w, i) * (FA_DTYPE_O == FA_F32 ? 4 : 2);
-        store_row<FA_DTYPE_O, FA_HEAD_DIM_V>(i < w.seq.rows_q ? to : nullptr, o, h, end.scale * factor_of_o(args, w), args.head_dim_v);
-        if (threadIdx.x % 4 == 0 && i < w.seq.rows_q)
-            store_lse(args, w, i, end.lse);
-        far[h] = __ballot_sync(0xFFFFFFFFu, threadIdx.x % 4 == 1 ? sum != 0.0f : is_far(top) || (rows.lost >> h & 1) || (FP8 && !(unit_of(args, w) > 0.0f)));
+        int   i     = first + 8 * h;
+        float scale = end_of_rows(args, w, rows, h, i, sink_log2, far[h]);
+        char *to    = (char *)args.o.data + offset_of_o(args, w, i) * (FA_DTYPE_O == FA_F32 ? 4 : 2);
+        store_row<FA_DTYPE_O, FA_HEAD_DIM_V>(i < w.seq.rows_q ? to : nullptr, o, h, scale, args.head_dim_v);
     }
     return {far[0], far[1]};
 }

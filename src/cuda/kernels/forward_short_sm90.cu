@@ -1,0 +1,370 @@
+/*
+ * FlashAttention's forward for Hopper where a block holds all of a head's queries and keys: up to 128 of each, or 256. float16 and bfloat16. All scores of a row are there at
+ * once, so its softmax is no online one, and what a call takes is what memory takes to read Q, K and V and to write O.
+ *
+ *     warpgroup 0, warp 0      one thread finds this block's heads (struct work) and has TMA fetch their tiles
+ *                  warps 2-3   inspectors, under a mask: they look for Inf and NaN in V
+ *     warpgroup 1..            consumers: the block's passes, of 64 queries of a head, one to each by turns
+ *
+ * Algorithm 1 with one tile of keys:  S = Q K^T;  m = rowmax(S);  P = exp(S - m), l = rowsum(P);  O = P V / l, LSE = m + log l. Of the tile a pass takes those chunks of 64 keys
+ * that some of its queries see. P V of a chunk begins as soon as its P is there. O leaves by TMA, by way of its queries' Q.
+ *
+ * Rows of Q, K and V behind a sequence's last arrive as zeros (ragged maps, launch.c). Under a mask P is 0 where a query does not see a key, but 0 * NaN is NaN: where inspectors
+ * found some, all rows are computed again, as those are whose scores are far from zero (rare_sm90.cuh).
+ *
+ * Shared memory: FA_STAGES of Q, K and V (panels as in panels_sm90.cuh), barriers, works.
+ */
+#include "gradients_sm90.cuh"
+#include "result_sm90.cuh"
+
+constexpr int  CONSUMERS = 3, INSPECTORS = 2 /* warps */, STAGES = FA_STAGES, WORKS = STAGES + 1, PANELS = FA_HEAD_DIM / 64, PASSES = FA_TILE_Q / 64, MOST_CHUNKS = FA_TILE_K / 64;
+constexpr bool MASKED = FA_MASK != FA_MASK_NONE;
+constexpr bool LATER  = STAGES > (CONSUMERS + PASSES - 1) / PASSES; /* O's way out is waited for at the consumer's next pass, which is none of a head that comes to the same stage */
+constexpr int  Q_PANEL = FA_TILE_Q * 128, Q_BYTES = PANELS * Q_PANEL, KV_BYTES = PANELS * FA_TILE_K * 128;
+constexpr int  K_AT = STAGES * Q_BYTES, V_AT = K_AT + STAGES * KV_BYTES, BARRIERS_AT = V_AT + STAGES * KV_BYTES;
+static_assert(FA_TILE_Q % 64 == 0 && (MOST_CHUNKS == 2 || MOST_CHUNKS == 4) && FA_WARPS == 4 + 4 * CONSUMERS && FA_HEAD_DIM == FA_HEAD_DIM_V && FA_DTYPE_O == FA_DTYPE, "what the text is written for");
+
+/* Of a stage. Phases alternate, nothing is reset. */
+enum { Q_FULL, K_FULL, V_FULL, INSPECTED, Q_EMPTY, K_EMPTY, V_EMPTY, BARRIERS };
+constexpr int WORKS_AT = BARRIERS_AT + (STAGES * BARRIERS * 8 + 15) / 16 * 16, SHARED_BYTES = WORKS_AT + WORKS * (int)sizeof(work);
+static_assert(SHARED_BYTES <= 227 * 1024, "what a block may have");
+
+extern "C" __constant__ int fa_shared_bytes = SHARED_BYTES;
+extern __shared__ __align__(1024) char shared[];
+
+/* n counts a block's heads. */
+FA_DEVICE unsigned barrier_of(unsigned n, int which) { return shared_address(shared) + BARRIERS_AT + (n % STAGES * BARRIERS + which) * 8; }
+FA_DEVICE void     await_full(unsigned n, int which) { barrier_wait(barrier_of(n, which), filled<STAGES>(n)); }
+FA_DEVICE void     await_empty(unsigned n, int which) { barrier_wait(barrier_of(n, which), freed<STAGES>(n)); }
+FA_DEVICE unsigned q_tile(unsigned n) { return shared_address(shared) + n % STAGES * Q_BYTES; }
+FA_DEVICE unsigned k_tile(unsigned n) { return shared_address(shared) + K_AT + n % STAGES * KV_BYTES; }
+FA_DEVICE unsigned v_tile(unsigned n) { return shared_address(shared) + V_AT + n % STAGES * KV_BYTES; }
+FA_DEVICE work    &work_at(unsigned n) { return ((work *)(shared + WORKS_AT))[n % WORKS]; }
+
+FA_DEVICE void start_barriers()
+{
+    for (int n = 0; n < STAGES; n++) {
+        for (int which = Q_FULL; which <= V_FULL; which++)
+            barrier_init(barrier_of(n, which), 1);
+        barrier_init(barrier_of(n, INSPECTED), INSPECTORS);
+        for (int which = Q_EMPTY; which <= V_EMPTY; which++)
+            barrier_init(barrier_of(n, which), 4 * PASSES);
+    }
+    barrier_init_done();
+}
+
+/* Every gridDim.x-th head of all sequences. False: there is none, nor one behind it. */
+FA_DEVICE bool find_head(const fa_args &args, unsigned n, work &w)
+{
+    unsigned number = blockIdx.x + n * gridDim.x;
+    w.tiles         = -1;
+    if (number >= (unsigned)args.batch * args.heads_q)
+        return false;
+    w.b       = number / args.heads_q;
+    w.head    = number % args.heads_q;
+    w.kv_head = w.head / args.group;
+    w.first_q = w.right = w.spoilt = 0;
+    w.tiles   = 1;
+    w.seq     = sequence_at(args, w.b);
+    w.keys    = fa_keys_seen(window_of(args), w.seq.diagonal, {0, w.seq.seqlen_q}, {0, w.seq.seqlen_k});
+    return true;
+}
+
+/* By one thread. K of the next head is asked for before its Q, in whose place O waits to leave. */
+FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
+{
+    int none = 0; /* heads that there are not: each consumer is to meet one */
+    for (unsigned n = 0;; n++) {
+        work &w = work_at(n);
+        await_empty(n, K_EMPTY);
+        if (!find_head(args, n, w)) {
+            barrier_arrive(barrier_of(n, K_FULL));
+            if (MASKED) { /* inspectors wait for V alone */
+                await_empty(n, V_EMPTY);
+                barrier_arrive(barrier_of(n, V_FULL));
+            }
+            if (++none * PASSES >= CONSUMERS)
+                return;
+            continue;
+        }
+        const sequence &s = w.seq;
+        barrier_expect(barrier_of(n, K_FULL), KV_BYTES);
+        fetch_ragged<FA_TILE_K, FA_HEAD_DIM>(k_tile(n), maps.k, barrier_of(n, K_FULL), w.kv_head, s.kv_entry * args.apart_k + s.kv_row + s.seqlen_k, s.seqlen_k);
+        await_empty(n, Q_EMPTY);
+        barrier_expect(barrier_of(n, Q_FULL), Q_BYTES);
+        fetch_ragged<FA_TILE_Q, FA_HEAD_DIM>(q_tile(n), maps.q, barrier_of(n, Q_FULL), w.head, s.q_entry * args.apart_q + s.q_row + s.seqlen_q, s.seqlen_q);
+        await_empty(n, V_EMPTY);
+        barrier_expect(barrier_of(n, V_FULL), KV_BYTES);
+        fetch_ragged<FA_TILE_K, FA_HEAD_DIM>(v_tile(n), maps.v, barrier_of(n, V_FULL), w.kv_head, s.kv_entry * args.apart_v + s.kv_row + s.seqlen_k, s.seqlen_k);
+    }
+}
+
+FA_DEVICE void inspect()
+{
+    constexpr int AT_ONCE = 16 * 32 * INSPECTORS;
+    for (unsigned n = 0;; n++) {
+        work &w = work_at(n);
+        await_full(n, V_FULL);
+        if (w.tiles < 0)
+            return;
+        if (holds_nonfinite<KV_BYTES, AT_ONCE>(v_tile(n) + 16 * (threadIdx.x - 64)))
+            w.spoilt = 1;
+        __syncwarp();
+        release(barrier_of(n, INSPECTED));
+    }
+}
+
+/* ---- consumers ---- */
+
+/* What the 64 queries from the `first` on see: some of them keys [some.begin, some.end), each of them [all.begin, all.end). */
+struct seen_keys {
+    fa_range some, all;
+};
+
+FA_DEVICE seen_keys seen_by_pass(const fa_args &args, const work &w, int first)
+{
+    int       last = fa_min_int(first + 64, w.seq.seqlen_q);
+    fa_window window = window_of(args);
+    return {fa_keys_seen(window, w.seq.diagonal, {first, last}, w.keys), {row_limits_of(window, w.seq, w.keys, last - 1).first, row_limits_of(window, w.seq, w.keys, first).last + 1}};
+}
+
+/* S of keys of a chunk that a row does not see becomes -inf: visible columns as bits, of which seven at once become predicates. */
+FA_DEVICE void hide_keys(const fa_args &args, const work &w, float *s, int first, int first_key)
+{
+    int column = first_key + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        row_limits limits = row_limits_of(window_of(args), w.seq, w.keys, first + fragment_row() + 8 * h);
+        unsigned   seen   = columns_below<64>(limits.last + 1 - column) & ~columns_below<64>(limits.first - column);
+#pragma unroll
+        for (int n = 0; n < 16; n++) {
+            float &score = s[n / 2 * 4 + 2 * h + n % 2];
+            score        = seen >> n & 1 ? score : -infinity();
+        }
+    }
+}
+
+/* m of both rows, of the scores in s and those before. */
+template <int COUNT> FA_DEVICE void find_maxima(const float (&s)[COUNT], row_state &rows)
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float most[4]; /* they need not wait for each other */
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            most[i] = fmaxf(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]);
+#pragma unroll
+        for (int j = 4; j < COUNT / 4; j++)
+            most[j % 4] = fmaxf(most[j % 4], fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+        rows.max[h] = fmaxf(rows.max[h], quad_max(fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]))));
+    }
+}
+
+/* P of a chunk, and l. shift: m * unit, or 0 where a row has seen nothing. */
+FA_DEVICE void exponentials_of_chunk(float *s, row_state &rows, const float (&shift)[2], float unit)
+{
+#pragma unroll
+    for (int n = 0; n < 32; n++)
+        s[n] = exp2_fast(s[n] * unit - shift[n / 2 % 2]);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            sum[j % 2] += s[4 * j + 2 * h] + s[4 * j + 2 * h + 1];
+        rows.sum[h] += sum[0] + sum[1];
+    }
+}
+
+/* O (+)= P V of a chunk; v: its first row. */
+FA_DEVICE void start_chunk(float (&o)[O_COUNT], const float *s, unsigned (&p)[4][4], unsigned v, bool add)
+{
+    matrix b = matrix_of(v, FA_TILE_K * 128);
+#pragma unroll
+    for (int n = 0; n < 16; n++)
+        p[n / 4][n % 4] = pack<FA_DTYPE>(s[2 * n], s[2 * n + 1]);
+    hold(o);
+    hold(p);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; step++)
+        wgmma_registers(o, p[step], b.from(step * 2048), step > 0 || add);
+    wgmma_commit();
+}
+
+/* A warp's 16 rows of O, from the query `first` on, staged where its rows of Q were, which nobody else reads. */
+FA_DEVICE far_rows stage_result(const fa_args &args, const work &w, float (&o)[O_COUNT], const row_state &rows, unsigned to, int first)
+{
+    int      lane = threadIdx.x % 32;
+    float    sink_log2 = sink_log2_of(args, w), scale[2];
+    unsigned far[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        scale[h] = end_of_rows(args, w, rows, h, first + lane / 4 + 8 * h, sink_log2, far[h]);
+#pragma unroll
+    for (int n = 0; n < O_COUNT; n++) /* a row that is nobody's may be NaN */
+        o[n] = scale[n / 2 % 2] == 0.0f ? 0.0f : o[n] * scale[n / 2 % 2];
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++)
+        stage_panel(o, panel, 1.0f, lane, 16, to + panel * Q_PANEL);
+    __syncwarp();
+    return {far[0], far[1]};
+}
+
+/* By TMA. */
+FA_DEVICE void store_rows(const fa_args &args, const fa_maps &maps, const work &w, unsigned from, int first)
+{
+    int left = w.seq.rows_q - first;
+    if (threadIdx.x % 32 == 0 && left > 0)
+        for (int panel = 0; panel < PANELS; panel++)
+            tma_store_ragged(maps.o, from + panel * Q_PANEL, 64 * panel, left, w.head, w.seq.q_entry * args.apart_o + w.seq.q_row + w.seq.rows_q);
+}
+
+/* Rare, and not by TMA: rows that are computed again are written after the others. */
+FA_DEVICE void store_far_rows(const fa_args &args, const work &w, const far_rows &far, unsigned from, int first)
+{
+    for (int n = threadIdx.x % 32; n < 16 * 8 * PANELS; n += 32) { /* 16 bytes */
+        int chunk = n % 8, row = n / 8 % 16, panel = n / 128, column = 64 * panel + 8 * chunk;
+        if (first + row < w.seq.rows_q && column < args.head_dim_v)
+            *(uint4 *)((fa_element *)args.o.data + offset_of_o(args, w, first + row) + column) = shared_load_16(from + panel * Q_PANEL + row * 128 + ((chunk ^ row % 8) << 4));
+    }
+    redo_far_rows(args, w, first, far);
+}
+
+/* A pass's results so far. */
+struct result {
+    float     o[O_COUNT];
+    row_state rows;
+};
+
+/* CHUNKS chunks of keys, the first of them the `from`-th, for the queries from the `first` on. FRESH: the pass's first. last: its last, and K is given back. */
+template <int CHUNKS, bool FRESH> FA_DEVICE void attend(const fa_args &args, const work &w, result &r, unsigned n, int first, int from, fa_range clean, bool last)
+{
+    float    s[32 * CHUNKS], shift[2], unit = unit_of(args, w);
+    unsigned p[CHUNKS][4][4];
+    start_rows_by_rows<FA_TILE_Q, FA_TILE_K>(s, q_tile(n) + first * 128, k_tile(n) + from * (64 * 128));
+    wgmma_wait<0>();
+    hold(s);
+    if (last)
+        release(barrier_of(n, K_EMPTY));
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+        int first_key = 64 * (from + chunk);
+        if (first_key < clean.begin || first_key + 64 > clean.end)
+            hide_keys(args, w, s + 32 * chunk, first, first_key);
+    }
+    float before[2] = {r.rows.max[0], r.rows.max[1]};
+    find_maxima(s, r.rows);
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        shift[h] = r.rows.max[h] == -infinity() ? 0.0f : r.rows.max[h] * unit;
+    if constexpr (!FRESH) {
+        float alpha[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            alpha[h] = exp2_fast(before[h] * unit - shift[h]);
+            r.rows.sum[h] *= alpha[h];
+        }
+        scale_output(r.o, alpha);
+    } else
+        await_full(n, V_FULL);
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+        exponentials_of_chunk(s + 32 * chunk, r.rows, shift, unit);
+        start_chunk(r.o, s + 32 * chunk, p[chunk], v_tile(n) + (from + chunk) * (64 * 128), !FRESH || chunk > 0);
+    }
+    wgmma_wait<0>();
+    hold(r.o);
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; chunk++)
+        hold(p[chunk]);
+}
+
+/* A pass: the queries from the `first` on. Two chunks at once, as registers allow: of more the softmax is an online one. */
+FA_DEVICE void attend_seen(const fa_args &args, const fa_maps &maps, const work &w, unsigned n, int first)
+{
+    seen_keys seen = seen_by_pass(args, w, first);
+    int       from = FA_MASK == FA_MASK_WINDOW ? clamp_int(seen.some.begin / 64, 0, MOST_CHUNKS - 1) : 0, chunks = same_for_all((seen.some.end + 63) / 64 - from);
+    result    r;
+    r.rows = no_rows();
+    if (chunks <= 1) /* or none */
+        attend<1, true>(args, w, r, n, first, from, seen.all, true);
+    else
+        attend<2, true>(args, w, r, n, first, from, seen.all, MOST_CHUNKS == 2 || chunks == 2);
+    if constexpr (MOST_CHUNKS > 2) {
+        if (chunks == 3)
+            attend<1, false>(args, w, r, n, first, from + 2, seen.all, true);
+        else if (chunks > 3)
+            attend<2, false>(args, w, r, n, first, from + 2, seen.all, true);
+    }
+    bool spoilt = false;
+    if constexpr (MASKED) { /* before V is given back: inspectors may not be a phase ahead */
+        await_full(n, INSPECTED);
+        spoilt = w.spoilt;
+        __syncwarp();
+    }
+    release(barrier_of(n, V_EMPTY));
+    first += threadIdx.x % 128 / 32 * 16;
+    unsigned at  = q_tile(n) + first * 128;
+    far_rows far = stage_result(args, w, r.o, r.rows, at, first);
+    if (spoilt)
+        far = {far.upper >> 1, far.lower >> 1};
+    if ((far.upper | far.lower) & 0x11111111u)
+        store_far_rows(args, w, far, at, first);
+    else
+        store_rows(args, maps, w, at, first);
+}
+
+FA_DEVICE void consume(const fa_args &args, const fa_maps &maps, int consumer)
+{
+    bool     asks = threadIdx.x % 32 == 0; /* TMA, of a warp */
+    unsigned before = ~0u;                 /* the head of the pass before, whose O may not have left yet */
+    auto     give_back = [&](unsigned n) {
+        bulk_added_was_read();
+        barrier_arrive(barrier_of(n, Q_EMPTY));
+    };
+    for (unsigned number = consumer;; number += CONSUMERS) {
+        unsigned n = number / PASSES;
+        int      first = number % PASSES * 64;
+        await_full(n, K_FULL);
+        const work &w = work_at(n);
+        if (same_for_all(w.tiles) < 0)
+            break;
+        await_full(n, Q_FULL);
+        if (LATER && before != ~0u && asks)
+            give_back(before);
+        if (first < same_for_all(w.seq.rows_q))
+            attend_seen(args, maps, w, n, first);
+        else {
+            release(barrier_of(n, K_EMPTY));
+            await_full(n, V_FULL);
+            if (MASKED)
+                await_full(n, INSPECTED);
+            __syncwarp();
+            release(barrier_of(n, V_EMPTY));
+        }
+        if (!LATER && asks)
+            give_back(n);
+        before = n;
+    }
+    if (asks)
+        bulk_added_was_read();
+}
+
+extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 1)
+    forward_short_sm90(const __grid_constant__ fa_args args, const __grid_constant__ fa_maps maps)
+{
+    if (threadIdx.x == 0)
+        start_barriers();
+    __syncthreads(); /* the barriers are set up */
+    if (threadIdx.x < 128) {
+        registers_down<32>(); /* of the 512 that four threads have */
+        if (threadIdx.x == 0)
+            produce(args, maps);
+        else if (MASKED && threadIdx.x >= 64)
+            inspect();
+    } else {
+        registers_up<160>();
+        consume(args, maps, same_for_all(threadIdx.x / 128 - 1));
+    }
+}
