@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
 """Tests of `flashattn compile`, with Python's standard library alone. Skipped where there is no NVRTC.
 
-python3 tests/test_cli_compile.py path/to/flashattn [unittest options]
+python3 tests/test_cli_compile.py path/to/flashattn [FOLDER] [unittest options]
+
+FOLDER: of the emulated NVRTC, or empty. With it nothing is compiled where only names count; NVRTC itself builds these kernels in
+test_cuda_compile.
 """
 
 import os
@@ -13,13 +16,15 @@ from cli_support import COMMAND, TIMEOUT_S, Case, write_npy
 
 PROBLEM = "--arch 90 --causal --forward-only".split()
 BF16 = ["--dtype", "bf16"]
+NAMES = {}  # what is set where only names count
 CALLS = [(1, 1, 1), (3, 5000, 1), (16, 300, 7), (40, 40, 2), (100, 70000, 1), (128, 128, 300), (129, 131, 3), (700, 700, 1), (1500, 3000, 40), (5000, 5000, 1)]
 
 
 class Compile(Case):
-    def compile(self, folder, *words, head_dim=64):
+    def compile(self, folder, *words, head_dim=64, environment=NAMES):
         """The kernels that are in the folder then."""
-        done = subprocess.run([COMMAND[0], "compile", "--out", self.path(folder), *PROBLEM, "--head-dim", str(head_dim), *map(str, words)], capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run([COMMAND[0], "compile", "--out", self.path(folder), *PROBLEM, "--head-dim", str(head_dim), *map(str, words)], capture_output=True, text=True, timeout=TIMEOUT_S,
+                              env={**os.environ, **environment})
         if "NVRTC, the compiler of GPU kernels, was not found" in done.stderr:
             self.skipTest(done.stderr.strip())
         self.assertEqual((done.returncode, done.stderr), (0, ""))
@@ -39,7 +44,7 @@ class Compile(Case):
         wide = [*BF16, "--heads", 16, "--heads-k", 1, "--head-dim-v", 512, "--seqlen-q", 1, "--seqlen-k", 48]
         for head_dim, words, kernel in ((512, [], b"forward_sm80"), (512, ["--latent"], b"forward_latent_sm90"), (576, ["--latent"], b"forward_latent_sm90")):
             folder = f"{head_dim} {words}"
-            (name,) = self.compile(folder, *wide, *words, head_dim=head_dim)
+            (name,) = self.compile(folder, *wide, *words, head_dim=head_dim, environment={})
             with open(os.path.join(self.path(folder), name), "rb") as cubin:
                 self.assertIn(kernel, cubin.read())
 
@@ -54,4 +59,8 @@ if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
     COMMAND[0] = os.path.abspath(sys.argv.pop(1))
+    if len(sys.argv) > 1 and (not sys.argv[1] or os.path.isdir(sys.argv[1])):
+        emulated = sys.argv.pop(1)
+        if emulated:
+            NAMES.update(LD_LIBRARY_PATH=emulated, EMULATOR_TEXT="1")
     unittest.main()

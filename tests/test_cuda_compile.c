@@ -399,6 +399,36 @@ static void every_option_builds_cleanly(void **state)
     free(list.one);
 }
 
+/* What `flashattn compile` builds for its test (test_cli_compile.py), which has it from the emulated NVRTC: few queries take parts there as no row above has them. */
+static void plain_calls_of_all_lengths_build_cleanly(void **state)
+{
+    (void)state;
+    static const flash_attn_dtype dtypes[] = {FLASH_ATTN_BF16, FLASH_ATTN_F8E4M3};
+    static const int64_t          keys[] = {0 /* as queries */, 128, 1024, 8192, 131072}, batches[] = {1, 16, 512};
+    need_nvrtc(other_nvrtc);
+    if (only_option || !all)
+        skip();
+    key_list list = {0};
+    for (int n = 0; n < 2 * 2 * 3 * 5; n++)
+        for (int64_t power = 1; power <= 8192; power *= 2) {
+            flash_attn_dtype   dtype = dtypes[n % 2];
+            int64_t            batch = batches[n / 4 % 3], queries = power + n / 2 % 2, seqlen_k = keys[n / 12] ? keys[n / 12] : queries;
+            flash_attn_problem p     = {.device = {.type = FLASH_ATTN_CUDA},
+                                        .q      = {.dtype = dtype, .shape = {batch, queries, 4, 64}},
+                                        .k      = {.dtype = dtype, .shape = {batch, seqlen_k, 4, 64}},
+                                        .o      = {.dtype = FLASH_ATTN_BF16},
+                                        .mask   = FLASH_ATTN_CAUSAL};
+            fa_call            call;
+            fa_plan            plan;
+            p.v = p.k;
+            assert_int_equal(fa_normalise(&p, NULL, FLASH_ATTN_FORWARD, FA_PLAN, &call), FLASH_ATTN_OK);
+            assert_int_equal(fa_plan_make(&call, 90, NULL, NULL, &plan), FLASH_ATTN_OK);
+            add_plan(&list, &plan);
+        }
+    assert_int_equal(count_failures(&list, other_nvrtc), 0);
+    free(list.one);
+}
+
 /* The forced kernel by its name, as flash_attn_options.kernel does it. */
 static void every_rung_of_the_ladder_builds_cleanly(void **state)
 {
@@ -487,6 +517,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(every_row_is_taken_on_every_architecture_that_it_names),
         cmocka_unit_test(every_row_builds_cleanly_for_every_architecture),
         cmocka_unit_test(every_option_builds_cleanly),
+        cmocka_unit_test(plain_calls_of_all_lengths_build_cleanly),
         cmocka_unit_test(every_rung_of_the_ladder_builds_cleanly),
         cmocka_unit_test(a_rung_says_what_it_lacks),
     };

@@ -1,7 +1,8 @@
 """Ring attention over processes: what each rank gets is its rows of the plain call over the whole sequence; what goes wrong on one
-rank is told on all of them, in time. A world of processes is started once and runs all of its cases; a test looks at one.
+rank is told on all of them, in time. Worlds of processes are started once, and each runs all of its cases; a test looks at one.
 
-    test_ring.py RANK RANKS FOLDER DEVICE      is one process of a world
+    test_ring.py FOLDER DEVICE RANKS ...      forks a world of so many processes, and then the next
+    test_ring.py FOLDER DEVICE RANK/RANKS     is one process of a world
 """
 
 import contextlib
@@ -10,9 +11,9 @@ import faulthandler
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
-import time
 import traceback
 
 import attention_math as math_
@@ -27,7 +28,7 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 MASKS = {"none": {}, "causal": dict(causal=True), "window": dict(window_size=(9, 4)),
          "causal window": dict(causal=True, window_size=(11, -1), softcap=2.0, softmax_scale=0.3)}
 F32, BF16 = torch.float32, torch.bfloat16
-SECONDS = 90  # a world has; one that hangs is ended and fails
+SECONDS = 90  # a world has; what hangs in one ends by itself and fails
 
 
 # ---- in a rank's process ----
@@ -318,7 +319,7 @@ WORLDS = {2: ON_GPUS, 3: [name for name in CASES if name != "checkpointing_runs_
 
 
 def run_rank(rank, ranks, folder, device):
-    faulthandler.dump_traceback_later(SECONDS - 5)
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -340,30 +341,48 @@ def run_rank(rank, ranks, folder, device):
     dist.destroy_process_group()
 
 
+def fork_world(ranks, folder, device):
+    """Run a world to its end. Its processes are copies of this one, which has imported PyTorch once for all and started no thread.
+    True in each of them; the first gets their ends into the logs."""
+    pathlib.Path(folder).mkdir()
+    forked = []
+    for rank in range(ranks):
+        forked.append(os.fork())
+        if forked[rank] == 0:
+            log = os.open(f"{folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            if device == "cuda":  # which no fork survives, once something has asked for it
+                os.execv(sys.executable, [sys.executable, __file__, folder, device, f"{rank}/{ranks}"])
+            run_rank(rank, ranks, folder, device)
+            return True
+    for rank, process in enumerate(forked):
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        with open(f"{folder}/rank{rank}.log", "a") as log:
+            log.write(f"\nrank {rank} of {ranks} ended with {code}")
+    return False
+
+
 # ---- in pytest's ----
 
 
-def run_world(ranks, folder, device="cpu"):
-    """Run a world to its end: for each rank what became of its cases, and what it printed."""
+def run_worlds(sizes, folder, device="cpu"):
+    """Run worlds of so many ranks to their ends: of each, for each rank, what became of its cases, and what it printed."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
-    with contextlib.ExitStack() as stack:
-        logs = [stack.enter_context((folder / f"rank{rank}.log").open("w")) for rank in range(ranks)]
-        processes = [subprocess.Popen([sys.executable, __file__, str(rank), str(ranks), str(folder), device], env=environment,
-                                      stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
-                     for rank, log in enumerate(logs)]
-        end = time.monotonic() + SECONDS
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(end - time.monotonic(), 0.1))
-        for process in processes:
-            process.kill()
-            process.wait()
-    found = []
-    for rank, process in enumerate(processes):
-        told = folder / f"rank{rank}.json"
-        log = (folder / f"rank{rank}.log").read_text() + f"\nrank {rank} of {ranks} ended with {process.returncode}"
-        found.append((json.loads(told.read_text()) if told.exists() else {}, log))
-    return found
+    process = subprocess.Popen([sys.executable, __file__, str(folder), device, *map(str, sizes)], env=environment, stdin=subprocess.DEVNULL,
+                               start_new_session=True)
+    try:
+        process.wait(SECONDS * len(sizes) + 30)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with the ranks, if there are any
+        process.wait()
+    return {ranks: [told_by(rank, pathlib.Path(folder, f"world{ranks}")) for rank in range(ranks)] for ranks in sizes}
+
+
+def told_by(rank, folder):
+    told, log = folder / f"rank{rank}.json", folder / f"rank{rank}.log"
+    return json.loads(told.read_text()) if told.exists() else {}, log.read_text() if log.exists() else f"rank {rank} never began"
 
 
 def assert_passed(found, name):
@@ -377,34 +396,26 @@ def assert_passed(found, name):
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
-    """The results of a world of so many ranks, which is started when it is first asked for."""
     if not (dist.is_available() and dist.is_gloo_available()):
         pytest.skip("this PyTorch has no torch.distributed with Gloo")
-    found = {}
-
-    def results(ranks):
-        if ranks not in found:
-            found[ranks] = run_world(ranks, tmp_path_factory.mktemp(f"world{ranks}"))
-        return found[ranks]
-
-    return results
+    return run_worlds(WORLDS, tmp_path_factory.mktemp("worlds"))
 
 
 @pytest.mark.parametrize("ranks, name", [(ranks, name) for ranks, names in WORLDS.items() for name in names])
 def test_over_processes(worlds, ranks, name):
-    assert_passed(worlds(ranks), name)
+    assert_passed(worlds[ranks], name)
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_every_process_of_a_world_ends_well(worlds, ranks):
-    for _, log in worlds(ranks):
+    for _, log in worlds[ranks]:
         assert log.endswith("ended with 0"), log
 
 
 def test_two_gpus_and_nccl(tmp_path):
     if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    found = run_world(2, tmp_path, "cuda")
+    found = run_worlds([2], tmp_path, "cuda")[2]
     for name in ON_GPUS:
         assert_passed(found, name)
 
@@ -471,4 +482,10 @@ def test_the_package_itself_needs_no_torch():
 
 
 if __name__ == "__main__":
-    run_rank(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    if "/" in sys.argv[3]:
+        run_rank(*map(int, sys.argv[3].split("/")), *sys.argv[1:3])
+        sys.exit()
+    import torch._dynamo  # the first call would, in each process
+    for size in sys.argv[3:]:
+        if fork_world(int(size), f"{sys.argv[1]}/world{size}", sys.argv[2]):
+            break
