@@ -305,16 +305,23 @@ static bool takes_planes(const fa_call *call, const fa_key *key)
     return call->max_seqlen_q > FEW && call->num_splits <= 1 && call->scale > 0;
 }
 
+/* Queries for which forward_short_sm90 is no slower than a tile of several heads: more than 32, or at 64 columns eight of up to 128 keys (decision 0089). */
+static bool are_short(const fa_call *call)
+{
+    enum { FEW = 32, FEWEST = 8, FEW_KEYS = 128, NARROW = 64 };
+    bool narrow = call->head_dim <= NARROW && call->head_dim_v <= NARROW && call->max_seqlen_k <= FEW_KEYS && call->group == 1;
+    return call->max_seqlen_q > FEW || (narrow && call->max_seqlen_q >= FEWEST);
+}
+
 /* What forward_short_sm90 and backward_short_sm90 ask for. A tensor map has no dimension of 0. */
 static bool takes_one_tile(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
-    enum { FEW_QUERIES = 32 }; /* that others have a tile of several heads for */
     bool plain = !(key->has_softcap || key->has_bias || key->has_alibi || key->has_dropout || key->has_slices || key->has_paged || call->dsinks.data);
     bool some  = call->q.shape[1] > 0 && call->k.shape[1] > 0 && call->max_seqlen_q <= row->tile_q && call->max_seqlen_k <= row->tile_k;
     if (!plain || !some || !key->aligned || !fa_ragged_maps_fit(call))
         return false;
     if (call->pass == FLASH_ATTN_FORWARD)
-        return call->max_seqlen_q > FEW_QUERIES && !call->leftpad_k && call->num_splits <= 1 && call->scale > 0;
+        return are_short(call) && !call->leftpad_k && call->num_splits <= 1 && call->scale > 0;
     bool shares = row->tile_q <= 128 || call->group == 1; /* dK and dV of two tiles of keys are not kept from head to head */
     return shares && backward_takes_tma(call) && fa_maps_fit(call);
 }

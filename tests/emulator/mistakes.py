@@ -17,7 +17,7 @@ WIDE, ROWS, BLOCK, CONVERT = "backward_wide_sm90.cuh", "backward_rows.cuh", "bac
 LATENT, LATENT_BLOCK, LATENT_PRODUCER = "forward_latent_sm90.cu", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
 SCORES, BIAS, FAR, ROWSUM, DBIAS = "scores_sm90.cuh", "bias_sm90.cuh", "far_rows.cuh", "backward_rowsum.cu", "backward_dbias_sm90.cuh"
 LISTS, LISTED, MERGE = "list_tiles.cu", "listed.cuh", "merge.cu"
-SHORT, SHORT_BLOCK, NUMBERS = "backward_short_sm90.cu", "short_block_sm90.cuh", "numbers.cuh"
+SHORT, SHORT_BLOCK, SHORT_FORWARD, NUMBERS = "backward_short_sm90.cu", "short_block_sm90.cuh", "forward_short_sm90.cu", "numbers.cuh"
 FEW, FOLD, GROUPED = "forward_few_sm90.cu", "fold.cu", "grouped_sm90.cuh"
 F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES = "forward_f32_sm90.cu", "backward_f32_sm90.cu", "backward_f32_narrow_sm90.cuh", "backward_f32_wide_sm90.cuh", "planes_sm90.cu"
 PROGRAMS = dict.fromkeys((F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES), "test_cuda_f32") | dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few") | {MERGE: "test_cuda_merge"}  # else TEST
@@ -49,8 +49,11 @@ SLICES_FULL = ("slices of all kinds, used lengths", "every_shape*")
 LATENT_TWO = ("two queries", "every_shape*")
 LATENT_PAGES = ("pages of 64, pairs", "every_shape*")
 LATENT_ONE_PIECE = ("pages of 48", "every_shape*") # two producers fetch nothing
-SHORT_MANY = ("short, varlen, many", "every_short*")
-SHORT_LARGE = ("short, 256", "every_short*")
+SHORT_MANY = ("short, varlen, many", "every_short_backward*")
+SHORT_LARGE = ("short, 256", "every_short_backward*")
+SHORT_FORWARD_MANY = ("short, varlen, many", "every_short_forward*")
+SHORT_FORWARD_LARGE = ("short, 256", "every_short_forward*")
+SHORT_FORWARD_HALF = ("short, half a tile", "every_short_forward*")
 SHORT_NAN = ("", "nan_reaches_only_short*")
 FEW_MANY = ("many tiles in one part", "every_shape*")
 FEW_BITS = ("none", "a_sequence_alone*")
@@ -218,11 +221,22 @@ MISTAKES = [
     ("short: dS of two passes in one place", SHORT_BLOCK, "DS_BUFFERS = LARGE ? 2 : 1", "DS_BUFFERS = 1", SHORT_LARGE),
     ("short: a stage given back while gradients leave from it", SHORT, "                        bulk_added_was_read();\n                        if (STAGES > 1)", "                        if (STAGES > 1)", SHORT_MANY),
     ("short: dK overwritten before it has left", SHORT, "                if (asks)\n                    bulk_added_was_read();\n                named_sync(OWN + group, 128);\n", "                named_sync(OWN + group, 128);\n", SHORT_LARGE),
-    ("short: keys that nobody has", SHORT, "                clear_hidden_keys(ds, first_key, keys);\n", "", ("short, one key, far", "every_short*")),
-    ("short: keys that no query is there for", SHORT, "w.seq.seqlen_q > 0 ? w.seq.seqlen_k : 0;", "w.seq.seqlen_k;", ("short, used lengths, none", "every_short*")),
-    ("short: passes that see nothing of some keys", SHORT_BLOCK, "fa_min_int(first_query + PASS_Q, w.seq.seqlen_q)", "fa_min_int(first_query + 1, w.seq.seqlen_q)", ("short, 250 and 140", "every_short*")),
+    ("short: keys that nobody has", SHORT, "                clear_hidden_keys(ds, first_key, keys);\n", "", ("short, one key, far", "every_short_backward*")),
+    ("short: keys that no query is there for", SHORT, "w.seq.seqlen_q > 0 ? w.seq.seqlen_k : 0;", "w.seq.seqlen_k;", ("short, used lengths, none", "every_short_backward*")),
+    ("short: passes that see nothing of some keys", SHORT_BLOCK, "fa_min_int(first_query + PASS_Q, w.seq.seqlen_q)", "fa_min_int(first_query + 1, w.seq.seqlen_q)", ("short, 250 and 140", "every_short_backward*")),
     ("short: NaN that nobody looks for", SHORT, "                        look_for_nonfinite(n);\n", "                        ;\n", SHORT_NAN),
     ("short: dO's NaN lost", SHORT, "                    mark_keys(args, w, keys);\n", "", SHORT_NAN),
+    ("short forward: Q overwritten while O leaves from there", SHORT_FORWARD, "        bulk_added_was_read();\n        barrier_arrive(", "        barrier_arrive(", SHORT_FORWARD_MANY),
+    ("short forward: Q and V overwritten before they are read", SHORT_FORWARD, "        await_empty(n, Q_EMPTY);\n        barrier_expect(", "        barrier_expect(", SHORT_FORWARD_HALF),
+    ("short forward: K overwritten before it is read", SHORT_FORWARD, "        await_empty(n, K_EMPTY);\n", "", SHORT_FORWARD_HALF),
+    ("short forward: V that is not there", SHORT_FORWARD, "    } else\n        await_full(n, V_FULL);\n", "    }\n", SHORT_FORWARD_MANY),
+    ("short forward: works of two heads in one place", SHORT_FORWARD, "WORKS = STAGES + 1", "WORKS = 1", SHORT_FORWARD_HALF),
+    ("short forward: O of the first keys as it was", SHORT_FORWARD, "        scale_output(r.o, alpha);\n", "", SHORT_FORWARD_LARGE),
+    ("short forward: keys that nobody has", SHORT_FORWARD, "first_key + 64 > clean.end", "first_key + 64 > clean.end + 63", ("short, tails", "every_short_forward*")),
+    ("short forward: keys before a window", SHORT_FORWARD, "if (first_key < clean.begin || ", "if (", ("short, window", "every_short_forward*")),
+    ("short forward: chunks of keys before a window", SHORT_FORWARD, "(from + chunk) * (64 * 128), !FRESH", "chunk * (64 * 128), !FRESH", ("short, 230, window", "every_short_forward*")),
+    ("short forward: NaN that nobody looks for", SHORT_FORWARD, "            w.spoilt = 1;\n", "            ;\n", ODD_VALUES),
+    ("short forward: inspectors a phase behind", SHORT_FORWARD, "        await_full(n, V_FULL);\n        if (w.tiles", "        await_full(n, K_FULL);\n        if (w.tiles", SHORT_FORWARD_HALF),
     ("four parts added in another order", MERGE, "(term[0] + term[2]) + (term[1] + term[3])", "term[0] + term[1] + term[2] + term[3]", ("four parts", "pieces*")),
     ("O of a part that is empty", MERGE, "            if (w.own[begin + n] != -infinity())\n#pragma unroll\n", "#pragma unroll\n", ("a ring's merge", "pieces*")),
     ("a merge's LSE written while others read it", MERGE, "    __syncwarp();\n    if (writes", "    if (writes", ("a ring's merge", "pieces*")),

@@ -25,7 +25,7 @@ constexpr int  K_AT = STAGES * Q_BYTES, V_AT = K_AT + STAGES * KV_BYTES, BARRIER
 static_assert(FA_TILE_Q % 64 == 0 && (MOST_CHUNKS == 2 || MOST_CHUNKS == 4) && FA_WARPS == 4 + 4 * CONSUMERS && FA_HEAD_DIM == FA_HEAD_DIM_V && FA_DTYPE_O == FA_DTYPE, "what the text is written for");
 
 /* Of a stage. Phases alternate, nothing is reset. */
-enum { Q_FULL, K_FULL, V_FULL, INSPECTED, Q_EMPTY, K_EMPTY, V_EMPTY, BARRIERS };
+enum { Q_FULL, K_FULL, V_FULL, INSPECTED, Q_EMPTY /* nobody reads V any more, either */, K_EMPTY, BARRIERS };
 constexpr int WORKS_AT = BARRIERS_AT + (STAGES * BARRIERS * 8 + 15) / 16 * 16, SHARED_BYTES = WORKS_AT + WORKS * (int)sizeof(work);
 static_assert(SHARED_BYTES <= 227 * 1024, "what a block may have");
 
@@ -47,7 +47,7 @@ FA_DEVICE void start_barriers()
         for (int which = Q_FULL; which <= V_FULL; which++)
             barrier_init(barrier_of(n, which), 1);
         barrier_init(barrier_of(n, INSPECTED), INSPECTORS);
-        for (int which = Q_EMPTY; which <= V_EMPTY; which++)
+        for (int which = Q_EMPTY; which <= K_EMPTY; which++)
             barrier_init(barrier_of(n, which), 4 * PASSES);
     }
     barrier_init_done();
@@ -80,7 +80,7 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
         if (!find_head(args, n, w)) {
             barrier_arrive(barrier_of(n, K_FULL));
             if (MASKED) { /* inspectors wait for V alone */
-                await_empty(n, V_EMPTY);
+                await_empty(n, Q_EMPTY);
                 barrier_arrive(barrier_of(n, V_FULL));
             }
             if (++none * PASSES >= CONSUMERS)
@@ -93,7 +93,6 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
         await_empty(n, Q_EMPTY);
         barrier_expect(barrier_of(n, Q_FULL), Q_BYTES);
         fetch_ragged<FA_TILE_Q, FA_HEAD_DIM>(q_tile(n), maps.q, barrier_of(n, Q_FULL), w.head, s.q_entry * args.apart_q + s.q_row + s.seqlen_q, s.seqlen_q);
-        await_empty(n, V_EMPTY);
         barrier_expect(barrier_of(n, V_FULL), KV_BYTES);
         fetch_ragged<FA_TILE_K, FA_HEAD_DIM>(v_tile(n), maps.v, barrier_of(n, V_FULL), w.kv_head, s.kv_entry * args.apart_v + s.kv_row + s.seqlen_k, s.seqlen_k);
     }
@@ -298,12 +297,10 @@ FA_DEVICE void attend_seen(const fa_args &args, const fa_maps &maps, const work 
             attend<2, false>(args, w, r, n, first, from + 2, seen.all, true);
     }
     bool spoilt = false;
-    if constexpr (MASKED) { /* before V is given back: inspectors may not be a phase ahead */
+    if constexpr (MASKED) {
         await_full(n, INSPECTED);
         spoilt = w.spoilt;
-        __syncwarp();
     }
-    release(barrier_of(n, V_EMPTY));
     first += threadIdx.x % 128 / 32 * 16;
     unsigned at  = q_tile(n) + first * 128;
     far_rows far = stage_result(args, w, r.o, r.rows, at, first);
@@ -337,11 +334,8 @@ FA_DEVICE void consume(const fa_args &args, const fa_maps &maps, int consumer)
             attend_seen(args, maps, w, n, first);
         else {
             release(barrier_of(n, K_EMPTY));
-            await_full(n, V_FULL);
-            if (MASKED)
-                await_full(n, INSPECTED);
-            __syncwarp();
-            release(barrier_of(n, V_EMPTY));
+            await_full(n, MASKED ? INSPECTED : V_FULL);
+            __syncwarp(); /* one lane gives Q and V back, and all are to have seen this phase */
         }
         if (!LATER && asks)
             give_back(n);
