@@ -30,21 +30,14 @@ typedef struct scratch {
     _Alignas(64) uint16_t operands[][FA_AMX_TILE_HALVES]; /* P^T, dS^T and dS of a strip: walk_make */
 } scratch;
 
-/* Of a strip, a part of the tile's keys. */
-FA_AMX_INLINE int strip_cells(int pieces) { return fa_amx_part_keys(pieces) / CELL; }
-
-/* P^T, dS^T and dS: tiles from one row of so many tiles to the next. With one piece an odd number, so that the lines
- * which a row of vectors writes lie in all sets of the first-level cache, not in a quarter: they come again every 4
- * tiles. With more, whose tiles are as many times larger, it is no faster. */
-FA_AMX_INLINE int pitch(int tiles, int pieces) { return pieces == 1 ? tiles | 1 : tiles; }
-FA_AMX_INLINE int skew(int pieces) { return pieces == 1 ? 2 : 0; } /* of dS^T behind P^T, for the same reason */
+_Static_assert(offsetof(scratch, dp) - offsetof(scratch, s) == DP_BEHIND_S * sizeof(float), "what a gradient expects");
 
 #ifndef FA_AMX_FP16
 static int cells(int n) { return (n + CELL - 1) / CELL; }
 
 size_t fa_amx_backward_scratch(int rows, int pieces)
 {
-    int p_t = 2 * strip_cells(pieces) * pitch(cells(rows), pieces),
+    int p_t = strip_cells(pieces) * pitch(2 * cells(rows), pieces),
         ds  = 2 * cells(rows) * pitch(strip_cells(pieces), pieces);
     return sizeof(scratch) + (size_t)((2 * p_t + skew(pieces) + ds) * pieces) * FA_AMX_TILE;
 }
@@ -62,7 +55,7 @@ typedef struct walk {
     const char              *k_left, *k_t_left, *v_left, *q_keys, *dout_keys; /* turned forms */
     bool                     unusual_lse, nan_lse;
     bool                     infinite; /* some number of Q or K is, several pieces: amx_infinite.c */
-    uint16_t (*p_t)[FA_AMX_TILE_HALVES], (*ds_t)[FA_AMX_TILE_HALVES]; /* [cell of the strip][2 x 16 keys][group] */
+    uint16_t (*p_t)[FA_AMX_TILE_HALVES], (*ds_t)[FA_AMX_TILE_HALVES]; /* [cell of the strip][group][2 x 16 keys] */
     uint16_t (*ds)[FA_AMX_TILE_HALVES];                               /* [16 queries][cell of the strip] */
 } walk;
 
@@ -79,8 +72,8 @@ FA_AMX_INLINE walk walk_make(const fa_backward_block *b, int pieces)
                       .columns_v = (b->head_dim_v + 15) / 16};
     int64_t number = pieces * FA_AMX_TILE;
     w.p_t          = w.own->operands;
-    w.ds_t         = w.p_t + (2 * strip_cells(pieces) * pitch(w.groups, pieces) + skew(pieces)) * pieces;
-    w.ds           = w.ds_t + 2 * strip_cells(pieces) * pitch(w.groups, pieces) * pieces;
+    w.ds_t         = w.p_t + (strip_cells(pieces) * pitch(2 * w.groups, pieces) + skew(pieces)) * pieces;
+    w.ds           = w.ds_t + strip_cells(pieces) * pitch(2 * w.groups, pieces) * pieces;
     w.k_left       = b->k;
     w.k_t_left     = w.k_left + w.strips * 2 * w.depth * number;
     w.v_left       = b->v;
@@ -89,14 +82,21 @@ FA_AMX_INLINE walk walk_make(const fa_backward_block *b, int pieces)
     return w;
 }
 
-/* Tiles in scratch, each of so many pieces. */
-FA_AMX_INLINE uint16_t *p_t_at(const walk *w, int key_half, int group, int pieces)
+/* Whether what comes from the third-level cache is asked for ahead. Up to 64 columns it costs more than it saves. */
+FA_AMX_INLINE bool asks_ahead(const walk *w) { return w->columns > 4; }
+
+/* Tiles in scratch, each of so many pieces. n: cell of the strip. */
+FA_AMX_INLINE int left_tile(const walk *w, int n, int group, int pieces)
 {
-    return w->p_t[(key_half * pitch(w->groups, pieces) + group) * pieces];
+    return (n * pitch(2 * w->groups, pieces) + 2 * group) * pieces;
 }
-FA_AMX_INLINE uint16_t *ds_t_at(const walk *w, int key_half, int group, int pieces)
+FA_AMX_INLINE uint16_t *p_t_at(const walk *w, int n, int group, int pieces)
 {
-    return w->ds_t[(key_half * pitch(w->groups, pieces) + group) * pieces];
+    return w->p_t[left_tile(w, n, group, pieces)];
+}
+FA_AMX_INLINE uint16_t *ds_t_at(const walk *w, int n, int group, int pieces)
+{
+    return w->ds_t[left_tile(w, n, group, pieces)];
 }
 FA_AMX_INLINE uint16_t *ds_at(const walk *w, int query_half, int strip, int pieces)
 {
@@ -143,6 +143,7 @@ FA_AMX_INLINE block cell_block(const char *keys, const char *queries, int depth,
                    step,
                    {to, 2 * FA_AMX_TILE_FLOATS, FA_AMX_TILE_FLOATS},
                    false,
+                   NULL,
                    NULL};
 }
 
@@ -169,22 +170,43 @@ FA_AMX_INLINE void cell_products(const walk *w, cell at, int parity, pending *la
     block s  = cell_s(w, at, parity, pieces);
     block dp = cell_dp(w, at, parity, pieces);
     if (pieces == 1) {
-        run_block_of_one(&s, w->depth, last, sum_of_s(1), NULL);
-        run_block_of_one(&dp, w->depth_v, last, sum_of_dp(1), NULL);
+        run_block_of_one(&s, w->depth, last, sum_of_s(1), NULL, false);
+        run_block_of_one(&dp, w->depth_v, last, sum_of_dp(1), NULL, false);
         return;
     }
     run_block_from(&s, begun, w->depth, last, sum_of_s(pieces), v);
     run_block_from(&dp, 0, w->depth_v, last, sum_of_dp(pieces), v);
 }
 
-/* One piece, both of a depth that is known when this is compiled, with rows of the cell before among them. */
-FA_AMX_INLINE void products_among(const walk *w, cell at, int parity, int depth, const gradient *g, pending *last)
+/* What is asked for beside a cell's rows, four tiles of columns deep: its share of the next group's operands of S^T and
+ * dP^T, or behind the last group of dV's first ones. */
+FA_AMX_INLINE void ask_beside_rows(const walk *w, cell at, const char *later[2])
 {
-    int   places    = 4 * (depth - 1);
-    among rows_of_s = {g, 0, 2 * places}, rows_of_dp = {g, places, 2 * places};
-    block s = cell_s(w, at, parity, 1), dp = cell_dp(w, at, parity, 1);
-    run_block_of_one(&s, depth, last, sum_of_s(1), &rows_of_s);
-    run_block_of_one(&dp, depth, last, sum_of_dp(1), &rows_of_dp);
+    const int64_t group = 8 * FA_AMX_TILE, share = group / MOST_STRIP_CELLS, n = at.strip - w->first;
+    const char   *values = (const char *)w->in->dout_right + 2 * n * share;
+    bool          last   = at.group + 1 == w->groups;
+    later[0]             = last ? values : w->q_keys + (at.group + 1) * group + n * share;
+    later[1]             = last ? values + share : w->dout_keys + (at.group + 1) * group + n * share;
+}
+
+/* The products of list[1] of one piece, both of a depth that is known when this is compiled, with rows of list[0] among
+ * them: not beside the first products of S^T, which store what rows read, nor, where there are enough others, beside
+ * those of dP^T. Of two steps each rows stand in the two in the middle, and the last products have none (decision
+ * 0032).
+ */
+FA_AMX_INLINE void products_among(const walk *w, const cell *list, int parity, int depth, const gradient *g,
+                                  pending *last)
+{
+    const bool  deep   = depth > 2;
+    const int   places = 4 * (depth - 1), all = 2 * places;
+    const char *later[2] = {NULL, NULL};
+    if (deep)
+        ask_beside_rows(w, list[0], later);
+    among rows_of_s  = {g, 1, 0, all, deep, {later[0], later[1]}}; /* each made whole: constants are to stay so */
+    among rows_of_dp = {g, deep, places, all, deep, {later[0], later[1]}};
+    block s = cell_s(w, list[1], parity, 1), dp = cell_dp(w, list[1], parity, 1);
+    run_block_of_one(&s, depth, last, sum_of_s(1), &rows_of_s, false);
+    run_block_of_one(&dp, depth, last, sum_of_dp(1), &rows_of_dp, false);
 }
 
 /* True if the cell is special: some pair is not seen, or an LSE is unusual. seen[] then holds what is. */
@@ -268,23 +290,18 @@ static __attribute__((noinline)) void mend_cell(const walk *w, cell at, int pari
     fa_amx_mend_unit(s.c.c, s.a, s.a_row, s.b, w->depth, pieces);
 }
 
-/* P of a score of -inf is 0 where LSE is NaN too. */
-static __attribute__((noinline)) void hide_minus_infinity(const float *s, uint32_t seen[CELL])
-{
-    for (int n = 0; n < 4 * 16; n++) { /* rows of tiles */
-        __m512    row  = _mm512_load_ps(s + 16 * n);
-        __mmask16 none = _mm512_cmp_ps_mask(row, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ);
-        seen[n / 32 * 16 + n % 16] &= ~((uint32_t)none << n / 16 % 2 * 16);
-    }
-}
-
 /* seen: filled where the cell is special, *special. */
 FA_AMX_INLINE gradient cell_gradient(const walk *w, const exponential *e, cell at, int parity, uint32_t seen[2][CELL],
                                      bool *special, int pieces)
 {
     scratch *own      = w->own;
     int      in_strip = at.strip - w->first;
-    gradient g        = {.e = *e, .s = own->s[parity], .dp = own->dp[parity], .seen = seen[0]};
+    gradient g        = {.e    = *e,
+                         .s    = own->s[parity],
+                         .p_t  = p_t_at(w, in_strip, at.group, pieces),
+                         .ds_t = ds_t_at(w, in_strip, at.group, pieces),
+                         .ds   = ds_at(w, 2 * at.group, at.strip, pieces),
+                         .seen = seen[0]};
     for (int half = 0; half < 2; half++) {
         __m512 lse    = _mm512_loadu_ps(w->in->lse_log2 + at.group * CELL + 16 * half);
         __m512 least  = _mm512_set1_ps((float)(w->in->p_log2 - 1));
@@ -296,9 +313,6 @@ FA_AMX_INLINE gradient cell_gradient(const walk *w, const exponential *e, cell a
         g.dp_scale    = _mm512_set1_ps(ldexpf(1.0f, w->in->ds_log2 - w->in->p_log2));
         g.delta[half] = _mm512_mul_ps(g.delta[half], g.dp_scale);
 #endif
-        g.p_t[half]  = p_t_at(w, 2 * in_strip + half, at.group, pieces);
-        g.ds_t[half] = ds_t_at(w, 2 * in_strip + half, at.group, pieces);
-        g.ds[half]   = ds_at(w, 2 * at.group + half, at.strip, pieces);
     }
     if (pieces > 1 && w->infinite)
         mend_cell(w, at, parity, pieces);
@@ -363,9 +377,9 @@ FA_AMX_INLINE void cell_step(const walk *w, const exponential *e, const cell *li
     if (pieces == BESIDE_PIECES)
         step_beside(w, &g, special, list, count, parity, last, pieces);
     else if (pieces == 1 && depth == 2)
-        products_among(w, list[1], !parity, 2, &g, last);
+        products_among(w, list, !parity, 2, &g, last);
     else if (pieces == 1 && depth == 4)
-        products_among(w, list[1], !parity, 4, &g, last);
+        products_among(w, list, !parity, 4, &g, last);
     else
         step_apart(w, &g, special, list, count, parity, last, pieces);
 }
@@ -386,21 +400,28 @@ FA_AMX_INLINE void strip_sums(const walk *w, int first, const fa_range groups[MO
     const char *right   = keys ? w->in->q_right : w->in->dout_right;
     int64_t     step    = pieces * FA_AMX_TILE;
     for (int col = 0; col < columns; col += 2) {
+        /* what comes next: the same operand's next columns, or dK's first ones */
+        const char *next = col + 2 < columns ? right + (int64_t)(col + 2) * w->groups * step : w->in->q_right;
         for (int n = 0; n < strip_cells(pieces); n++) {
             fa_range    range = groups[n];
-            const void *left  = keys ? ds_t_at(w, 2 * n, range.begin, pieces) : p_t_at(w, 2 * n, range.begin, pieces);
+            const void *left  = keys ? ds_t_at(w, n, range.begin, pieces) : p_t_at(w, n, range.begin, pieces);
             float      *c     = sums + fa_tiled_at(columns * 16, (first + n) * CELL, col * 16);
             block       x     = {left,
                                  right + ((int64_t)col * w->groups + 2 * range.begin) * step,
-                                 pitch(w->groups, pieces) * step,
                                  step,
+                                 2 * step,
                                  step,
                                  2 * step,
                                  {c, fa_tiled_at(columns * 16, 16, 0), FA_AMX_TILE_FLOATS},
                                  !w->in->fresh_keys,
-                                 c + fa_tiled_at(columns * 16, CELL, 0)};
-            if (range.begin < range.end)
-                run_block(&x, range.end - range.begin, last, (piece_sum){pieces, false, false, false});
+                                 c + fa_tiled_at(columns * 16, CELL, 0),
+                                 next + 2 * n * step};
+            piece_sum   sum   = {pieces, false, false, false};
+            int         steps = range.end - range.begin;
+            if (steps > 0 && pieces == 1 && asks_ahead(w))
+                run_block_of_one(&x, steps, last, sum, NULL, true);
+            else if (steps > 0)
+                run_block(&x, steps, last, sum);
             else if (w->in->fresh_keys && first + n < w->strips)
                 clear_tiles(c, x.c.row);
         }
@@ -421,18 +442,6 @@ static int list_cells(const walk *w, int first, fa_range groups[MOST_STRIP_CELLS
     return count;
 }
 
-/* P of one pair, from its pieces. p_t: of its 16 keys and 32 queries. */
-static float p_of(const uint16_t *p_t, int key, int query, int pieces)
-{
-#ifdef FA_AMX_FP16
-    return (void)pieces, fa_float_of_f16(p_t[key * 32 + query]);
-#endif
-    float p = 0.0f;
-    for (int n = pieces - 1; n >= 0; n--)
-        p += fa_float_of_bf16(p_t[n * FA_AMX_TILE_HALVES + key * 32 + query % 16 * 2 + query / 16 % 2]);
-    return p;
-}
-
 /* Rows of dO that packing left out for NaN or Inf: dV of the keys that they see, from the strip's P. */
 static void add_bad_dout(const walk *w, int first, const fa_range groups[MOST_STRIP_CELLS], int pieces)
 {
@@ -442,7 +451,8 @@ static void add_bad_dout(const walk *w, int first, const fa_range groups[MOST_ST
         int         row = b->bad_dout[n], group = row / CELL;
         const void *dout = b->dout_rows->row[row];
         for (int j = 0; j < keys; j++) {
-            float p = p_of(p_t_at(w, j / 16, group, pieces), j % 16, row % CELL, pieces);
+            const uint16_t *p_t = p_t_at(w, j / CELL, group, pieces) + j % CELL / 16 * second_half(pieces);
+            float           p   = p_of(p_t, j % 16, row % CELL, pieces);
             if (group < groups[j / CELL].begin || group >= groups[j / CELL].end || p == 0.0f)
                 continue;
             for (int col = 0; col < b->head_dim_v; col++)
@@ -500,8 +510,8 @@ FA_AMX_INLINE void run_tile(const fa_backward_block *b, int pieces)
     walk        w    = walk_make(b, pieces);
     exponential e    = exponential_make(b->multiplier, pieces);
     pending     last = {0};
-    w.infinite       = pieces > 1 && fa_amx_any_infinite(FA_ROLE_Q_RIGHT, b->q_right, b->rows, FA_ROLE_K_RIGHT, b->k,
-                                                         b->keys, b->head_dim, pieces);
+    w.infinite = pieces > 1 && fa_amx_any_infinite(FA_ROLE_Q_RIGHT, b->q_right, b->rows, FA_ROLE_K_RIGHT, b->k, b->keys,
+                                                   b->head_dim, pieces);
     look_at_lse(&w);
     run_strip(&w, &e, w.first, &last, pieces);
     store_pending(&last);
@@ -534,7 +544,8 @@ FA_AMX_INLINE void dq_of_part(const walk *w, pending *last, int pieces)
                                step,
                                {c, 2 * FA_AMX_TILE_FLOATS, FA_AMX_TILE_FLOATS},
                                !b->fresh_dq,
-                               c + next_queries};
+                               c + next_queries,
+                               NULL};
             if (strips.begin < strips.end)
                 run_tall_block(&x, strips.end - strips.begin, last);
             else if (b->fresh_dq)
@@ -552,6 +563,7 @@ FA_AMX_INLINE void dq_of_part(const walk *w, pending *last, int pieces)
                                step,
                                {b->dq + fa_tiled_at(b->head_dim, group * CELL, col * 16), FA_AMX_TILE_FLOATS, next_queries},
                                !b->fresh_dq,
+                               NULL,
                                NULL};
             if (strips.begin < strips.end)
                 run_block(&x, strips.end - strips.begin, last, (piece_sum){pieces, false, false, true});

@@ -47,8 +47,9 @@ typedef struct block {
     const char  *a, *b;
     int64_t      a_row, a_step, b_col, b_step; /* bytes from one tile to the next, across C and along the contraction */
     pending      c;
-    bool         add;  /* else C starts at 0 */
-    const float *soon; /* where the next block's sums lie, as c; NULL: not known */
+    bool         add;   /* else C starts at 0 */
+    const float *soon;  /* where the next block's sums lie, as c; NULL: not known */
+    const char  *later; /* where asks: lines to ask for, one after each product */
 } block;
 
 /* 0.3 us without a product and the tile unit goes to sleep; it takes as long to wake up. What this one computes is
@@ -174,18 +175,33 @@ FA_AMX_INLINE void run_block_from(const block *x, int first, int steps, pending 
 
 /* ---- one piece ---- */
 
-/* Rows of P and dS of one cell among the products of the next: 16 in so many places, one after each product beside
- * which no tile is stored. Their constants are in registers and their places are known when this is compiled: a branch
- * that is guessed wrong throws away the tile loads that have begun. */
+/* A line that is needed later, from the third-level cache to the second. */
+FA_AMX_INLINE void ask_line(const char *from, int line) { _mm_prefetch(from + 64 * line, _MM_HINT_T1); }
+
+/* Rows of P and dS of one cell among the products of the next: 16 in so many places, one after each product of the
+ * block from step `from` on. Their constants are in registers and their places are known when this is compiled: a
+ * branch that is guessed wrong throws away the tile loads that have begun. */
 typedef struct among {
     const gradient *g;
-    int             first, places; /* of the block; of the cell */
+    int             from, first, places; /* step and place of the block; of the cell */
+    bool            asks;
+    const char     *later[2]; /* where asks: 16 lines each */
 } among;
+
+FA_AMX_INLINE void row_at(const among *v, int row)
+{
+    if (v->asks) {
+        ask_line(v->later[0], row);
+        ask_line(v->later[1], row);
+    }
+    gradient_row_ahead(v->g, row);
+}
 
 FA_AMX_INLINE void rows_at(const among *v, int place)
 {
-    const int begin = place * 16 / v->places, end = (place + 1) * 16 / v->places;
-    UNROLL(16) for (int row = begin; row < end; row++) gradient_row_ahead(v->g, row);
+    /* at most two rows; places beyond the last have none */
+    const int begin = place * 16 / v->places, end = fa_min_int((place + 1) * 16 / v->places, 16);
+    UNROLL(2) for (int row = begin; row < end; row++) row_at(v, row);
 }
 
 /* A tile of the next block's sums in each of the steps 1 to 4, four lines after each product. */
@@ -198,12 +214,16 @@ FA_AMX_INLINE void fetch_sums(const block *x, int step, int quarter)
         __builtin_prefetch(tile + 16 * line, 1);
 }
 
-FA_AMX_INLINE void after_product(const block *x, int step, int quarter, const among *v)
+/* asks: for x->later. */
+FA_AMX_INLINE void after_product(const block *x, int step, int quarter, const among *v, bool asks)
 {
-    if (v && step > 0)
-        rows_at(v, v->first + 4 * (step - 1) + quarter);
-    else if (!v)
-        fetch_sums(x, step, quarter);
+    if (v && step >= v->from)
+        rows_at(v, v->first + 4 * (step - v->from) + quarter);
+    if (v)
+        return;
+    if (asks)
+        ask_line(x->later, 4 * step + quarter);
+    fetch_sums(x, step, quarter);
 }
 
 #define STORE_AND_BEGIN(t, offset_last, offset)                                                                        \
@@ -214,70 +234,71 @@ FA_AMX_INLINE void after_product(const block *x, int step, int quarter, const am
 
 /* Tiles of C are passed there and back, 0 2 3 1 in an even step and 2 0 1 3 in an odd one. The first operands of a step
  * are loaded in the one before; more: there is one after. */
-FA_AMX_INLINE void even_step(const block *x, int step, bool more, const pending *last, piece_sum sum, const among *v)
+FA_AMX_INLINE void even_step(const block *x, int step, bool more, const pending *last, piece_sum sum, const among *v,
+                             bool asks)
 {
     const char *a = x->a + step * x->a_step, *b = x->b + step * x->b_step;
     LOAD_A(5, a + x->a_row);
     STORE_AND_BEGIN(0, 0, 0);
     TILE_DOT(0, 4, 6);
-    after_product(x, step, 0, v);
+    after_product(x, step, 0, v, asks);
     LOAD_B(7, b + x->b_col);
     STORE_AND_BEGIN(2, last->row, x->c.row);
     TILE_DOT(2, 5, 6);
-    after_product(x, step, 1, v);
+    after_product(x, step, 1, v, asks);
     if (more) {
         LOAD_B(6, b + x->b_step);
     }
     STORE_AND_BEGIN(3, last->row + last->col, x->c.row + x->c.col);
     TILE_DOT(3, 5, 7);
-    after_product(x, step, 2, v);
+    after_product(x, step, 2, v, asks);
     if (more) {
         LOAD_A(5, a + x->a_step + x->a_row);
     }
     STORE_AND_BEGIN(1, last->col, x->c.col);
     TILE_DOT(1, 4, 7);
-    after_product(x, step, 3, v);
+    after_product(x, step, 3, v, asks);
 }
 
-FA_AMX_INLINE void odd_step(const block *x, int step, bool more, piece_sum sum, const among *v)
+FA_AMX_INLINE void odd_step(const block *x, int step, bool more, piece_sum sum, const among *v, bool asks)
 {
     const char *a = x->a + step * x->a_step, *b = x->b + step * x->b_step;
     LOAD_A(4, a);
     TILE_DOT(2, 5, 6);
-    after_product(x, step, 0, v);
+    after_product(x, step, 0, v, asks);
     LOAD_B(7, b + x->b_col);
     TILE_DOT(0, 4, 6);
-    after_product(x, step, 1, v);
+    after_product(x, step, 1, v, asks);
     if (more) {
         LOAD_B(6, b + x->b_step);
     }
     TILE_DOT(1, 4, 7);
-    after_product(x, step, 2, v);
+    after_product(x, step, 2, v, asks);
     if (more) {
         LOAD_A(4, a + x->a_step);
     }
     TILE_DOT(3, 5, 7);
-    after_product(x, step, 3, v);
+    after_product(x, step, 3, v, asks);
 }
 
-FA_AMX_INLINE void two_steps(const block *x, int step, int steps, piece_sum sum, const among *v)
+FA_AMX_INLINE void two_steps(const block *x, int step, int steps, piece_sum sum, const among *v, bool asks)
 {
-    odd_step(x, step, step + 1 < steps, sum, v);
+    odd_step(x, step, step + 1 < steps, sum, v, asks);
     if (step + 1 < steps)
-        even_step(x, step + 1, step + 2 < steps, NULL, sum, v);
+        even_step(x, step + 1, step + 2 < steps, NULL, sum, v, asks);
 }
 
 /* run_block of one piece. v NULL: no rows. */
-FA_AMX_INLINE void run_block_of_one(const block *x, int steps, pending *last, piece_sum sum, const among *v)
+FA_AMX_INLINE void run_block_of_one(const block *x, int steps, pending *last, piece_sum sum, const among *v, bool asks)
 {
     LOAD_A(4, x->a);
     LOAD_B(6, x->b);
-    even_step(x, 0, steps > 1, last, sum, v);
+    even_step(x, 0, steps > 1, last, sum, v, asks);
     if (v) {
-        _Pragma("GCC unroll 4") for (int n = 1; n < steps; n += 2) two_steps(x, n, steps, sum, v);
+        _Pragma("GCC unroll 4") for (int n = 1; n < steps; n += 2) two_steps(x, n, steps, sum, v, asks);
     } else {
         for (int n = 1; n < steps; n += 2)
-            two_steps(x, n, steps, sum, NULL);
+            two_steps(x, n, steps, sum, NULL, asks);
     }
     *last = x->c;
 }
@@ -285,7 +306,7 @@ FA_AMX_INLINE void run_block_of_one(const block *x, int steps, pending *last, pi
 FA_AMX_INLINE void run_block(const block *x, int steps, pending *last, piece_sum sum)
 {
     if (sum.pieces == 1)
-        run_block_of_one(x, steps, last, sum, NULL);
+        run_block_of_one(x, steps, last, sum, NULL, false);
     else
         run_block_from(x, 0, steps, last, sum, NULL);
 }

@@ -47,18 +47,34 @@ FA_AMX_INLINE exponential exponential_make(float multiplier, int pieces)
     return e;
 }
 
+/* So few pointers that all of them stay in registers, with those of the products that rows stand among. */
 typedef struct gradient {
     exponential     e;
     __m512          shift[2], delta[2]; /* of the cell's 2 x 16 queries */
     __m512          dp_scale;           /* float16: dS of P and dP as they are scaled; delta has it too */
-    const float    *s, *dp;
-    uint16_t       *p_t[2], *ds_t[2], *ds[2]; /* first pieces; the others follow */
-    const uint32_t *seen;                     /* [32] a bit for each query of a key */
-    __m512i         limit[2];                 /* largest i of each query */
-    const uint32_t *kept;                     /* likewise, with dropout; NULL: all */
+    const float    *s;                  /* dP^T is DP_BEHIND_S floats behind */
+    uint16_t       *p_t, *ds_t, *ds;    /* first pieces; the others follow. Of the first half: second_half, second_ds */
+    const uint32_t *seen;               /* [32] a bit for each query of a key */
+    __m512i         limit[2];           /* largest i of each query */
+    const uint32_t *kept;               /* likewise, with dropout; NULL: all */
     __m512          keep_scale;
     const float    *slope; /* of the softcap, as s; NULL: none */
 } gradient;
+
+enum { DP_BEHIND_S = 2 * 4 * FA_AMX_TILE_FLOATS };
+
+/* P^T, dS^T and dS: tiles from one row of so many tiles to the next. With one piece an odd number, so that the lines
+ * which a row of vectors writes lie in all sets of the first-level cache, not in a quarter: they come again every 4
+ * tiles. With more, whose tiles are as many times larger, it is no faster. */
+FA_AMX_INLINE int pitch(int tiles, int pieces) { return pieces == 1 ? tiles | 1 : tiles; }
+FA_AMX_INLINE int skew(int pieces) { return pieces == 1 ? 2 : 0; } /* of dS^T behind P^T, for the same reason */
+
+/* Of a strip, a part of the tile's keys. */
+FA_AMX_INLINE int strip_cells(int pieces) { return fa_amx_part_keys(pieces) / 32; }
+
+/* From the first 16 keys of P^T and dS^T to the second, and from the first 16 queries of dS. */
+FA_AMX_INLINE int second_half(int pieces) { return pieces * FA_AMX_TILE_HALVES; }
+FA_AMX_INLINE int second_ds(int pieces) { return pitch(strip_cells(pieces), pieces) * pieces * FA_AMX_TILE_HALVES; }
 
 /* The largest i of a query. One piece: P is at most 1, but for a rounding, where LSE is so large that y is not to be
  * trusted. More: P is at most 1. */
@@ -105,7 +121,7 @@ FA_AMX_INLINE void gradient_vector(const gradient *g, int tile, int row, bool sp
     *p = _mm512_castsi512_ps(_mm512_maskz_add_epi32(some, i, _mm512_castps_si512(h)));
     if (special)
         *p = _mm512_mask_mov_ps(*p, nan, y);
-    __m512 dp = _mm512_load_ps(g->dp + at);
+    __m512 dp = _mm512_load_ps(g->s + DP_BEHIND_S + at);
     if (special && g->kept) {
         __mmask16 kept = (__mmask16)(g->kept[row + tile / 2 * 16] >> (tile % 2 * 16));
         dp             = _mm512_maskz_mul_ps(kept, dp, g->keep_scale);
@@ -144,23 +160,23 @@ FA_AMX_INLINE void gradient_row(const gradient *g, int row, bool special, int pi
     _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++) gradient_vector(g, t, row, special, pieces, &p[t], &ds[t]);
 #ifdef FA_AMX_FP16
     const __m512i a = ds_halves(ds[0], ds[1]), b = ds_halves(ds[2], ds[3]);
-    fa_amx_store_halves(g->p_t[0] + 32 * row, p[0], p[1]);
-    fa_amx_store_halves(g->p_t[1] + 32 * row, p[2], p[3]);
-    _mm512_store_si512(g->ds_t[0] + 32 * row, a);
-    _mm512_store_si512(g->ds_t[1] + 32 * row, b);
-    _mm512_store_si512(g->ds[0] + 32 * row, _mm512_unpacklo_epi16(a, b));
-    _mm512_store_si512(g->ds[1] + 32 * row, _mm512_unpackhi_epi16(a, b));
+    fa_amx_store_halves(g->p_t + 32 * row, p[0], p[1]);
+    fa_amx_store_halves(g->p_t + second_half(pieces) + 32 * row, p[2], p[3]);
+    _mm512_store_si512(g->ds_t + 32 * row, a);
+    _mm512_store_si512(g->ds_t + second_half(pieces) + 32 * row, b);
+    _mm512_store_si512(g->ds + 32 * row, _mm512_unpacklo_epi16(a, b));
+    _mm512_store_si512(g->ds + second_ds(pieces) + 32 * row, _mm512_unpackhi_epi16(a, b));
     return;
 #endif
     _Pragma("GCC unroll 3") for (int n = 0; n < pieces; n++)
     {
         const int at = n * FA_AMX_TILE_HALVES + 32 * row;
-        _mm512_store_si512(g->p_t[0] + at, gradient_pair(p[0], p[1], pieces));
-        _mm512_store_si512(g->p_t[1] + at, gradient_pair(p[2], p[3], pieces));
-        _mm512_store_si512(g->ds_t[0] + at, gradient_pair(ds[0], ds[1], pieces));
-        _mm512_store_si512(g->ds_t[1] + at, gradient_pair(ds[2], ds[3], pieces));
-        _mm512_store_si512(g->ds[0] + at, gradient_pair(ds[0], ds[2], pieces));
-        _mm512_store_si512(g->ds[1] + at, gradient_pair(ds[1], ds[3], pieces));
+        _mm512_store_si512(g->p_t + at, gradient_pair(p[0], p[1], pieces));
+        _mm512_store_si512(g->p_t + second_half(pieces) + at, gradient_pair(p[2], p[3], pieces));
+        _mm512_store_si512(g->ds_t + at, gradient_pair(ds[0], ds[1], pieces));
+        _mm512_store_si512(g->ds_t + second_half(pieces) + at, gradient_pair(ds[2], ds[3], pieces));
+        _mm512_store_si512(g->ds + at, gradient_pair(ds[0], ds[2], pieces));
+        _mm512_store_si512(g->ds + second_ds(pieces) + at, gradient_pair(ds[1], ds[3], pieces));
         if (n + 1 == pieces)
             break;
         _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++)
@@ -177,11 +193,33 @@ FA_AMX_INLINE void gradient_row_ahead(const gradient *g, int row)
 {
     const int next = 32 * (row + 1);
     for (int half = 0; half < 2; half++) {
-        __builtin_prefetch(g->p_t[half] + next, 1);
-        __builtin_prefetch(g->ds_t[half] + next, 1);
-        __builtin_prefetch(g->ds[half] + next, 1);
+        __builtin_prefetch(g->p_t + half * second_half(1) + next, 1);
+        __builtin_prefetch(g->ds_t + half * second_half(1) + next, 1);
+        __builtin_prefetch(g->ds + half * second_ds(1) + next, 1);
     }
     gradient_row(g, row, false, 1);
+}
+
+/* P of a score of -inf is 0 where LSE is NaN too. s, seen: as a cell's gradient has them. */
+static __attribute__((noinline)) void hide_minus_infinity(const float *s, uint32_t seen[32])
+{
+    for (int n = 0; n < 4 * 16; n++) { /* rows of tiles */
+        __m512    row  = _mm512_load_ps(s + 16 * n);
+        __mmask16 none = _mm512_cmp_ps_mask(row, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ);
+        seen[n / 32 * 16 + n % 16] &= ~((uint32_t)none << n / 16 % 2 * 16);
+    }
+}
+
+/* P of one pair, from its pieces. p_t: of its 16 keys and 32 queries. */
+static float p_of(const uint16_t *p_t, int key, int query, int pieces)
+{
+#ifdef FA_AMX_FP16
+    return (void)pieces, fa_float_of_f16(p_t[key * 32 + query]);
+#endif
+    float p = 0.0f;
+    for (int n = pieces - 1; n >= 0; n--)
+        p += fa_float_of_bf16(p_t[n * FA_AMX_TILE_HALVES + key * 32 + query % 16 * 2 + query / 16 % 2]);
+    return p;
 }
 
 #endif
