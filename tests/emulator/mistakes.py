@@ -17,7 +17,7 @@ WIDE, ROWS, BLOCK, CONVERT = "backward_wide_sm90.cuh", "backward_rows.cuh", "bac
 LATENT, LATENT_BLOCK, LATENT_PRODUCER = "forward_latent_sm90.cu", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
 SCORES, BIAS, FAR, ROWSUM, DBIAS = "scores_sm90.cuh", "bias_sm90.cuh", "far_rows.cuh", "backward_rowsum.cu", "backward_dbias_sm90.cuh"
 LISTS, LISTED, MERGE = "list_tiles.cu", "listed.cuh", "merge.cu"
-SHORT, SHORT_BLOCK, SHORT_FORWARD, NUMBERS = "backward_short_sm90.cu", "short_block_sm90.cuh", "forward_short_sm90.cu", "numbers.cuh"
+SHORT, SHORT_BLOCK, SHORT_FORWARD, NUMBERS, STAGED = "backward_short_sm90.cu", "short_block_sm90.cuh", "forward_short_sm90.cu", "numbers.cuh", "gradients_sm90.cuh"
 FEW, FOLD, GROUPED = "forward_few_sm90.cu", "fold.cu", "grouped_sm90.cuh"
 F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES = "forward_f32_sm90.cu", "backward_f32_sm90.cu", "backward_f32_narrow_sm90.cuh", "backward_f32_wide_sm90.cuh", "planes_sm90.cu"
 PROGRAMS = dict.fromkeys((F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES), "test_cuda_f32") | dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few") | {MERGE: "test_cuda_merge"}  # else TEST
@@ -125,7 +125,7 @@ MISTAKES = [
     ("K given back before the last dQ is there", BACKWARD, "    wgmma_wait<0>();\n    hold(dq);\n    release(k_empty());\n", "    release(k_empty());\n    wgmma_wait<0>();\n    hold(dq);\n", MANY_BACK),
     ("no fence behind dQ", PRODUCTS, "            if (!ADDER_FENCES)\n                fence_async();\n            named_arrive(DQ_IS_THERE", "            named_arrive(DQ_IS_THERE", WHOLE_BACK),
     ("no fence before dQ is taken", BACKWARD, "            if (ADDER_FENCES)\n                fence_async();\n", "", WHOLE_BACK),
-    ("no fence behind dK and dV", PRODUCTS, "            shared_store(stage + hidden, make_uint4(0, 0, 0, 0));\n    }\n    fence_async();\n",
+    ("no fence behind dK and dV", STAGED, "            shared_store(stage + hidden, make_uint4(0, 0, 0, 0));\n    }\n    fence_async();\n",
      "            shared_store(stage + hidden, make_uint4(0, 0, 0, 0));\n    }\n", WHOLE_BACK),
     ("S of a panel that is not there", LATENT, "            barrier_wait(full(at.slot, panel / HALF), at.phase);\n", "", LATENT_TWO),
     ("a slot given back before V is read", LATENT, "    wgmma_commit();\n    wgmma_wait<0>();\n    hold(o[0]);\n    hold(o[1]);\n", "    wgmma_commit();\n    hold(o[0]);\n    hold(o[1]);\n", LATENT_TWO),
