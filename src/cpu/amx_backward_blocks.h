@@ -217,10 +217,11 @@ FA_AMX_INLINE void fetch_sums(const block *x, int step, int quarter)
 /* asks: for x->later. */
 FA_AMX_INLINE void after_product(const block *x, int step, int quarter, const among *v, bool asks)
 {
-    if (v && step >= v->from)
-        rows_at(v, v->first + 4 * (step - v->from) + quarter);
-    if (v)
+    if (v) {
+        if (step >= v->from)
+            rows_at(v, v->first + 4 * (step - v->from) + quarter);
         return;
+    }
     if (asks)
         ask_line(x->later, 4 * step + quarter);
     fetch_sums(x, step, quarter);

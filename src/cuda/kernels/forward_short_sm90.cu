@@ -1,6 +1,6 @@
 /*
- * FlashAttention's forward for Hopper where a block holds all of a head's queries and keys: up to 128 of each, or 256. float16 and bfloat16. All scores of a row are there at
- * once, so its softmax is no online one, and what a call takes is what memory takes to read Q, K and V and to write O.
+ * FlashAttention's forward for Hopper where a block holds all of a head's queries and keys: up to 128 of each, or 256. float16 and bfloat16. Up to 128 keys all scores of a row are
+ * there at once, so its softmax is no online one, and what a call takes is what memory takes to read Q, K and V and to write O; more are two steps, as registers allow.
  *
  *     warpgroup 0, warp 0      one thread finds this block's heads (struct work) and has TMA fetch their tiles
  *                  warps 2-3   inspectors, under a mask: they look for Inf and NaN in V

@@ -1,4 +1,4 @@
-/* Hopper's backwards: 16-bit operands made of accumulators, dS turned round for dQ, gradients on their way out by TMA. */
+/* Hopper's backwards: 16-bit operands made of accumulators, dS turned round for dQ, gradients, and forward_short_sm90.cu's O, on their way out by TMA. */
 #ifndef FA_GRADIENTS_SM90_CUH
 #define FA_GRADIENTS_SM90_CUH
 
@@ -21,7 +21,7 @@ FA_DEVICE unsigned turned_at(unsigned tile)
     return tile + row * 128 + ((chunk ^ row % 8) << 4);
 }
 
-/* A panel of dQ, dK or dV on its way out: a warp's 16 rows, of which `counting` count and the rest is 0. */
+/* A panel of dQ, dK, dV or O on its way out: a warp's 16 rows, of which `counting` count and the rest is 0. */
 template <int COUNT> FA_DEVICE void stage_panel(const float (&x)[COUNT], int panel, float factor, int lane, int counting, unsigned stage)
 {
 #pragma unroll

@@ -6,7 +6,7 @@
 #include "softmax_sm90.cuh"
 #include "store_sm90.cuh"
 
-/* LSE = m + log l (line 13) of row h of this thread, and what its O is to be multiplied with (line 12): rows that saw nothing have -inf and 0. far: a ballot, as in struct far_rows. */
+/* Stores LSE = m + log l (line 13) of row h of this thread. Returns what its O is to be multiplied with (line 12): rows that saw nothing have -inf and 0. far: a ballot, as in struct far_rows. */
 FA_DEVICE float end_of_rows(const fa_args &args, const work &w, const row_state &rows, int h, int i, float sink_log2, unsigned &far)
 {
     float   top = rows.max[h] * unit_of(args, w) - (FA_HAS_SOFTCAP ? 0.5f * args.cap_unit : 0.0f);
