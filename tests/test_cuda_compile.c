@@ -329,6 +329,8 @@ static bool is_built_with(const fa_tune_row *row, int arch, const option *with)
         return false;
     if (with->set == set_slices_few || with->set == set_slices_dropout || with->set == set_slices_softcap)
         return arch == 90 && row->dtypes != FA_IN_F32 && has_more_slices(row, with);
+    if (row->only == FA_FOR_ONE_TILE && with->set == set_slices) /* which are of longer calls */
+        return false;
     if (row->only == FA_FOR_PLANES && row->head_dim == 128) /* which is short of registers */
         return with->set == set_nothing || is_mask(with) || with->set == set_bias || with->set == set_dropout;
     if (row->only == FA_FOR_PLANES)

@@ -13,9 +13,11 @@ const fa_kernel_names fa_kernels[FA_NUM_KERNELS] = {
 const fa_tune_row fa_tune_rows[] = {
     /* arch   kernel                dtypes       head  masks     only      few tile_q tile_k warps stages blocks variant
        spill why */
-    {90, 90, FA_KERNEL_FORWARD_SHORT_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ONE_TILE, 0, 128, 128, 16, 4, 1, 0, 0,
+    {90, 90, FA_KERNEL_FORWARD_SHORT_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ONE_TILE, 0, 64, 64, 16, 8, 1, 0, 0,
      "a head's queries and keys are one tile each: memory is what bounds them (decision 0089)"},
+    {90, 90, FA_KERNEL_FORWARD_SHORT_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ONE_TILE, 0, 128, 128, 16, 4, 1, 0, 0, "likewise (decision 0089)"},
     {90, 90, FA_KERNEL_FORWARD_SHORT_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ONE_TILE, 0, 256, 256, 16, 2, 1, 0, 0, "likewise (decision 0089)"},
+    {90, 90, FA_KERNEL_FORWARD_SHORT_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_ONE_TILE, 0, 64, 64, 16, 4, 1, 0, 0, "likewise (decision 0089)"},
     {90, 90, FA_KERNEL_FORWARD_SHORT_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_ONE_TILE, 0, 128, 128, 16, 2, 1, 0, 0,
      "likewise; of 256 there is memory for one stage, which is slower (decision 0089)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 192, 128, 16, 2, 1, 0, 0,

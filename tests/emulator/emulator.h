@@ -27,6 +27,7 @@ typedef struct emulator_hopper {
     void (*barrier_arrive)(unsigned barrier, unsigned expected_bytes);
     void (*barrier_arrive_at)(unsigned barrier, unsigned rank); /* of another block of the cluster */
     void (*barrier_wait)(unsigned barrier, unsigned parity);
+    bool (*barrier_passed)(unsigned barrier, unsigned parity);
     void (*load_box)(unsigned to, const void *map, unsigned barrier, const int *at);
     void (*load_box_for)(unsigned rank, unsigned to, const void *map, unsigned barrier, const int *at);
     void (*bulk_load)(unsigned to, const void *from, unsigned bytes, unsigned barrier);

@@ -122,6 +122,8 @@ bool emulator_phase_is_over(const void *barrier, unsigned parity)
     return ((const mbarrier *)barrier)->phase != (parity & 1);
 }
 
+static bool barrier_passed(unsigned address, unsigned parity) { return emulator_phase_is_over(barrier_at(address), parity); }
+
 static void barrier_wait(unsigned address, unsigned parity)
 {
     const mbarrier *b = barrier_at(address);
@@ -417,6 +419,7 @@ const emulator_hopper emulator_hopper_functions = {.barrier_init   = barrier_ini
                                                    .barrier_arrive = barrier_arrive,
                                                    .barrier_arrive_at = barrier_arrive_at,
                                                    .barrier_wait   = barrier_wait,
+                                                   .barrier_passed = barrier_passed,
                                                    .load_box       = load_box,
                                                    .load_box_for   = load_box_for,
                                                    .bulk_load      = bulk_load,

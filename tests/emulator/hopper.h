@@ -15,6 +15,7 @@ FA_DEVICE void barrier_init(unsigned barrier, unsigned arrivals) { emulator.hopp
 FA_DEVICE void barrier_expect(unsigned barrier, unsigned bytes) { emulator.hopper->barrier_arrive(barrier, bytes); }
 FA_DEVICE void barrier_arrive(unsigned barrier) { emulator.hopper->barrier_arrive(barrier, 0); }
 FA_DEVICE void barrier_arrive_at(unsigned barrier, unsigned rank) { emulator.hopper->barrier_arrive_at(barrier, rank); }
+FA_DEVICE bool barrier_passed(unsigned barrier, unsigned parity) { return emulator.hopper->barrier_passed(barrier, parity); }
 FA_DEVICE void barrier_wait(unsigned barrier, unsigned parity) { emulator.hopper->barrier_wait(barrier, parity); }
 
 FA_DEVICE void named_sync(int id, int threads) { emulator.barrier(id, threads); }

@@ -1,8 +1,8 @@
 /*
- * FlashAttention's forward for Hopper where a block holds all of a head's queries and keys: up to 128 of each, or 256. float16 and bfloat16. Up to 128 keys all scores of a row are
+ * FlashAttention's forward for Hopper where a block holds all of a head's queries and keys: up to 64 of each, 128 or 256. float16 and bfloat16. Up to 128 keys all scores of a row are
  * there at once, so its softmax is no online one, and what a call takes is what memory takes to read Q, K and V and to write O; more are two steps, as registers allow.
  *
- *     warpgroup 0, warp 0      one thread finds this block's heads (struct work) and has TMA fetch their tiles
+ *     warpgroup 0, warp 0      one thread finds this block's heads (struct work) and has TMA fetch their tiles; heads of 64 rows take two, of warps 0 and 1
  *                  warps 2-3   inspectors, under a mask: they look for Inf and NaN in V
  *     warpgroup 1..            consumers: the block's passes, of 64 queries of a head, one to each by turns
  *
@@ -12,43 +12,53 @@
  * Rows of Q, K and V behind a sequence's last arrive as zeros (ragged maps, launch.c). Under a mask P is 0 where a query does not see a key, but 0 * NaN is NaN: where inspectors
  * found some, all rows are computed again, as those are whose scores are far from zero (rare_sm90.cuh).
  *
- * Shared memory: FA_STAGES of Q, K and V (panels as in panels_sm90.cuh), barriers, works.
+ * Shared memory: FA_STAGES of K and V, and as many of Q, which is held until O has left, or more (panels as in panels_sm90.cuh); barriers, works.
  */
 #include "gradients_sm90.cuh"
 #include "result_sm90.cuh"
 
-constexpr int  CONSUMERS = 3, INSPECTORS = 2 /* warps */, STAGES = FA_STAGES, WORKS = STAGES + 1, PANELS = FA_HEAD_DIM / 64, PASSES = FA_TILE_Q / 64, MOST_CHUNKS = FA_TILE_K / 64;
+constexpr int  CONSUMERS = 3, PANELS = FA_HEAD_DIM / 64, PASSES = FA_TILE_Q / 64, PRODUCERS = PASSES == 1 ? 2 : 1, INSPECTORS = 2 /* warps */, MOST_CHUNKS = FA_TILE_K / 64;
 constexpr bool MASKED = FA_MASK != FA_MASK_NONE;
-constexpr bool LATER  = STAGES > (CONSUMERS + PASSES - 1) / PASSES; /* O's way out is waited for at the consumer's next pass, which is none of a head that comes to the same stage */
-constexpr int  Q_PANEL = FA_TILE_Q * 128, Q_BYTES = PANELS * Q_PANEL, KV_BYTES = PANELS * FA_TILE_K * 128;
-constexpr int  K_AT = STAGES * Q_BYTES, V_AT = K_AT + STAGES * KV_BYTES, BARRIERS_AT = V_AT + STAGES * KV_BYTES;
-static_assert(FA_TILE_Q % 64 == 0 && (MOST_CHUNKS == 2 || MOST_CHUNKS == 4) && FA_WARPS == 4 + 4 * CONSUMERS && FA_HEAD_DIM == FA_HEAD_DIM_V && FA_DTYPE_O == FA_DTYPE, "what the text is written for");
+/* A consumer waits at its next pass for its O to leave, by way of Q: that is to be none of a head that comes to the same place. And the head that was in that place before is to have been the
+ * consumer's too: a barrier tells neighbouring phases apart, no others, and of a head that it passed by it does not know whether its Q has come (decision 0089, second round). */
+constexpr int NEXT_PASS = (CONSUMERS + PASSES - 1) / PASSES, STAGES = FA_STAGES, LEAST = STAGES > NEXT_PASS ? STAGES : NEXT_PASS + 1;
+constexpr int Q_STAGES = PASSES >= CONSUMERS ? LEAST : (LEAST + CONSUMERS - 1) / CONSUMERS * CONSUMERS, WORKS = Q_STAGES + PRODUCERS;
+constexpr int Q_PANEL = FA_TILE_Q * 128, Q_BYTES = PANELS * Q_PANEL, KV_BYTES = PANELS * FA_TILE_K * 128;
+constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + STAGES * KV_BYTES, BARRIERS_AT = V_AT + STAGES * KV_BYTES;
+static_assert(FA_TILE_Q % 64 == 0 && (MOST_CHUNKS == 1 || MOST_CHUNKS == 2 || MOST_CHUNKS == 4) && FA_WARPS == 4 + 4 * CONSUMERS && FA_HEAD_DIM == FA_HEAD_DIM_V && FA_DTYPE_O == FA_DTYPE, "what the text is written for");
 
 /* Of a stage. Phases alternate, nothing is reset. */
-enum { Q_FULL, K_FULL, V_FULL, INSPECTED, Q_EMPTY /* nobody reads V any more, either */, K_EMPTY, BARRIERS };
-constexpr int WORKS_AT = BARRIERS_AT + (STAGES * BARRIERS * 8 + 15) / 16 * 16, SHARED_BYTES = WORKS_AT + WORKS * (int)sizeof(work);
+enum { K_FULL, V_FULL, INSPECTED, K_EMPTY, V_EMPTY, BARRIERS };
+enum { Q_FULL = BARRIERS, Q_EMPTY }; /* of a place of Q */
+constexpr int WORKS_AT = BARRIERS_AT + ((STAGES * BARRIERS + 2 * Q_STAGES) * 8 + 15) / 16 * 16, SHARED_BYTES = WORKS_AT + WORKS * (int)sizeof(work);
 static_assert(SHARED_BYTES <= 227 * 1024, "what a block may have");
 
 extern "C" __constant__ int fa_shared_bytes = SHARED_BYTES;
 extern __shared__ __align__(1024) char shared[];
 
 /* n counts a block's heads. */
-FA_DEVICE unsigned barrier_of(unsigned n, int which) { return shared_address(shared) + BARRIERS_AT + (n % STAGES * BARRIERS + which) * 8; }
-FA_DEVICE void     await_full(unsigned n, int which) { barrier_wait(barrier_of(n, which), filled<STAGES>(n)); }
-FA_DEVICE void     await_empty(unsigned n, int which) { barrier_wait(barrier_of(n, which), freed<STAGES>(n)); }
-FA_DEVICE unsigned q_tile(unsigned n) { return shared_address(shared) + n % STAGES * Q_BYTES; }
+FA_DEVICE unsigned barrier_of(unsigned n, int which)
+{
+    int number = which < BARRIERS ? n % STAGES * BARRIERS + which : STAGES * BARRIERS + n % Q_STAGES * 2 + which - Q_FULL;
+    return shared_address(shared) + BARRIERS_AT + number * 8;
+}
+FA_DEVICE unsigned filled_at(unsigned n, int which) { return which < BARRIERS ? filled<STAGES>(n) : filled<Q_STAGES>(n); }
+FA_DEVICE bool     has_filled(unsigned n, int which) { return barrier_passed(barrier_of(n, which), filled_at(n, which)); }
+FA_DEVICE void     await_full(unsigned n, int which) { barrier_wait(barrier_of(n, which), filled_at(n, which)); }
+FA_DEVICE void     await_empty(unsigned n, int which) { barrier_wait(barrier_of(n, which), filled_at(n, which) ^ 1); }
+FA_DEVICE unsigned q_tile(unsigned n) { return shared_address(shared) + n % Q_STAGES * Q_BYTES; }
 FA_DEVICE unsigned k_tile(unsigned n) { return shared_address(shared) + K_AT + n % STAGES * KV_BYTES; }
 FA_DEVICE unsigned v_tile(unsigned n) { return shared_address(shared) + V_AT + n % STAGES * KV_BYTES; }
 FA_DEVICE work    &work_at(unsigned n) { return ((work *)(shared + WORKS_AT))[n % WORKS]; }
 
 FA_DEVICE void start_barriers()
 {
-    for (int n = 0; n < STAGES; n++) {
-        for (int which = Q_FULL; which <= V_FULL; which++)
-            barrier_init(barrier_of(n, which), 1);
-        barrier_init(barrier_of(n, INSPECTED), INSPECTORS);
-        for (int which = Q_EMPTY; which <= K_EMPTY; which++)
-            barrier_init(barrier_of(n, which), 4 * PASSES);
+    for (int n = 0; n < STAGES; n++)
+        for (int which = K_FULL; which < BARRIERS; which++)
+            barrier_init(barrier_of(n, which), which <= V_FULL ? 1 : which == INSPECTED ? INSPECTORS : 4 * PASSES);
+    for (int n = 0; n < Q_STAGES; n++) {
+        barrier_init(barrier_of(n, Q_FULL), 1);
+        barrier_init(barrier_of(n, Q_EMPTY), 4 * PASSES);
     }
     barrier_init_done();
 }
@@ -70,20 +80,21 @@ FA_DEVICE bool find_head(const fa_args &args, unsigned n, work &w)
     return true;
 }
 
-/* By one thread. K of the next head is asked for before its Q, in whose place O waits to leave. */
-FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
+/* By a thread of each producer: every PRODUCERS-th of the block's heads. Finding one and asking for its tiles takes a thread a microsecond, and memory less for 64 rows. */
+FA_DEVICE void produce(const fa_args &args, const fa_maps &maps, unsigned producer)
 {
     int none = 0; /* heads that there are not: each consumer is to meet one */
-    for (unsigned n = 0;; n++) {
+    for (unsigned n = producer;; n += PRODUCERS) {
         work &w = work_at(n);
         await_empty(n, K_EMPTY);
         if (!find_head(args, n, w)) {
-            barrier_arrive(barrier_of(n, K_FULL));
+            await_empty(n, Q_EMPTY);
+            barrier_arrive(barrier_of(n, Q_FULL));
             if (MASKED) { /* inspectors wait for V alone */
-                await_empty(n, Q_EMPTY);
+                await_empty(n, V_EMPTY);
                 barrier_arrive(barrier_of(n, V_FULL));
             }
-            if (++none * PASSES >= CONSUMERS)
+            if (++none * PRODUCERS * PASSES >= CONSUMERS)
                 return;
             continue;
         }
@@ -91,6 +102,7 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
         barrier_expect(barrier_of(n, K_FULL), KV_BYTES);
         fetch_ragged<FA_TILE_K, FA_HEAD_DIM>(k_tile(n), maps.k, barrier_of(n, K_FULL), w.kv_head, s.kv_entry * args.apart_k + s.kv_row + s.seqlen_k, s.seqlen_k);
         await_empty(n, Q_EMPTY);
+        await_empty(n, V_EMPTY); /* so whoever has seen Q does not mistake the phases of K and V */
         barrier_expect(barrier_of(n, Q_FULL), Q_BYTES);
         fetch_ragged<FA_TILE_Q, FA_HEAD_DIM>(q_tile(n), maps.q, barrier_of(n, Q_FULL), w.head, s.q_entry * args.apart_q + s.q_row + s.seqlen_q, s.seqlen_q);
         barrier_expect(barrier_of(n, V_FULL), KV_BYTES);
@@ -286,9 +298,9 @@ FA_DEVICE void attend_seen(const fa_args &args, const fa_maps &maps, const work 
     int       from = FA_MASK == FA_MASK_WINDOW ? clamp_int(seen.some.begin / 64, 0, MOST_CHUNKS - 1) : 0, chunks = same_for_all((seen.some.end + 63) / 64 - from);
     result    r;
     r.rows = no_rows();
-    if (chunks <= 1) /* or none */
+    if (MOST_CHUNKS == 1 || chunks <= 1) /* or none */
         attend<1, true>(args, w, r, n, first, from, seen.all, true);
-    else
+    else if constexpr (MOST_CHUNKS > 1)
         attend<2, true>(args, w, r, n, first, from, seen.all, MOST_CHUNKS == 2 || chunks == 2);
     if constexpr (MOST_CHUNKS > 2) {
         if (chunks == 3)
@@ -300,7 +312,9 @@ FA_DEVICE void attend_seen(const fa_args &args, const fa_maps &maps, const work 
     if constexpr (MASKED) {
         await_full(n, INSPECTED);
         spoilt = w.spoilt;
+        __syncwarp(); /* all lanes have seen this phase */
     }
+    release(barrier_of(n, V_EMPTY));
     first += threadIdx.x % 128 / 32 * 16;
     unsigned at  = q_tile(n) + first * 128;
     far_rows far = stage_result(args, w, r.o, r.rows, at, first);
@@ -323,26 +337,29 @@ FA_DEVICE void consume(const fa_args &args, const fa_maps &maps, int consumer)
     for (unsigned number = consumer;; number += CONSUMERS) {
         unsigned n = number / PASSES;
         int      first = number % PASSES * 64;
-        await_full(n, K_FULL);
+        if (PASSES == 1 && before != ~0u && asks && !has_filled(n, Q_FULL)) { /* there is time */
+            give_back(before);
+            before = ~0u;
+        }
+        await_full(n, Q_FULL);
         const work &w = work_at(n);
         if (same_for_all(w.tiles) < 0)
             break;
-        await_full(n, Q_FULL);
-        if (LATER && before != ~0u && asks)
+        await_full(n, K_FULL);
+        if (before != ~0u && asks)
             give_back(before);
         if (first < same_for_all(w.seq.rows_q))
             attend_seen(args, maps, w, n, first);
         else {
             release(barrier_of(n, K_EMPTY));
             await_full(n, MASKED ? INSPECTED : V_FULL);
-            __syncwarp(); /* one lane gives Q and V back, and all are to have seen this phase */
+            __syncwarp(); /* all lanes have seen this phase */
+            release(barrier_of(n, V_EMPTY));
         }
-        if (!LATER && asks)
-            give_back(n);
         before = n;
     }
-    if (asks)
-        bulk_added_was_read();
+    if (before != ~0u && asks) /* a producer may wait for it, to say that there is nothing else */
+        give_back(before);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 1)
@@ -353,8 +370,8 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 1)
     __syncthreads(); /* the barriers are set up */
     if (threadIdx.x < 128) {
         registers_down<32>(); /* of the 512 that four threads have */
-        if (threadIdx.x == 0)
-            produce(args, maps);
+        if (threadIdx.x % 32 == 0 && threadIdx.x / 32 < PRODUCERS)
+            produce(args, maps, threadIdx.x / 32);
         else if (MASKED && threadIdx.x >= 64)
             inspect();
     } else {
