@@ -277,16 +277,7 @@ class Peaks:
     def measure(self, threads, read_bytes):
         if self.command:
             done = subprocess.run(
-                [
-                    self.command,
-                    "info",
-                    "--measure",
-                    "--json",
-                    "--threads",
-                    str(threads),
-                    "--read-bytes",
-                    str(max(read_bytes, 1 << 20)),
-                ],
+                [self.command, "info", "--measure", "--json", "--threads", str(threads), "--read-bytes", str(max(read_bytes, 1 << 20))],
                 capture_output=True,
                 text=True,
                 check=True,
@@ -302,12 +293,8 @@ class Peaks:
 
     def of(self, threads, read_bytes):
         kept = self.best.get(threads, {})
-        return {
-            "fma_gflops": kept.get("fma_gflops", 0),
-            "amx_gflops": kept.get("amx_gflops", 0),
-            "bf16_gflops": kept.get("bf16_gflops", 0),
-            "read_gbps": kept.get(read_bytes, 0),
-        }
+        best = {name: kept.get(name, 0) for name in ("fma_gflops", "amx_gflops", "bf16_gflops")}
+        return {**best, "read_gbps": kept.get(read_bytes, 0)}
 
 
 def summary(seconds, error):
