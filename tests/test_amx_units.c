@@ -108,7 +108,7 @@ static void *packed(const fa_kernels *kernels, const input *in, fa_role role, in
         for (int col = 0; col < in->head_dim; col++)
             fa_store(at, (int64_t)r * in->head_dim + col, FLASH_ATTN_BF16, number_of(in, role, r, col));
     }
-    fa_rows rows = {row, count, in->head_dim, 1, FLASH_ATTN_BF16};
+    fa_rows rows = {row, count, in->head_dim, 1, FLASH_ATTN_BF16, 0};
     kernels->pack(role, out, &rows, role == FA_ROLE_V ? bad : NULL);
     free(at);
     return out;

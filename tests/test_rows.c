@@ -133,7 +133,7 @@ static void compare_packed(const fa_kernels *k, fa_role role, int count, int col
         point_at_rows(row, at, from, count, cols, way);
         if (hole)
             row[count / 2] = NULL;
-        fa_rows src = {row, count, cols, 1, FLASH_ATTN_BF16};
+        fa_rows src = {row, count, cols, 1, FLASH_ATTN_BF16, 0};
         packed[way] = aligned_alloc(64, (bytes + 63) / 64 * 64);
         assert_non_null(packed[way]);
         memset(packed[way], GUARD, bytes);
@@ -201,7 +201,7 @@ static void set_half_rows(half_rows *x, int first, int count, int col)
         x->number[r][col] = half_number(first + r);
         x->row[r]         = x->number[r];
     }
-    x->rows = (fa_rows){x->row, count, COLS, 1, FLASH_ATTN_F16};
+    x->rows = (fa_rows){x->row, count, COLS, 1, FLASH_ATTN_F16, 0};
 }
 
 static void expect_products(const float *s, int lds, int q, int k, int rows, const char *what)

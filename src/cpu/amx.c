@@ -542,6 +542,7 @@ static void fill_tables(void)
     tables[1].few_rows       = 16;
     tables[1].few_rows_wide  = 256;
     tables[1].few_next_keys  = true;
+    tables[1].few_steps      = true;
     if (fa_kernels_avx512_bf16()) { /* its P is row major bfloat16, a left operand as it lies */
         tables[1].softmax_packed        = fa_kernels_avx512_bf16()->softmax_packed;
         tables[1].accumulate_few_packed = fa_amx_accumulate_many_packed;
@@ -552,6 +553,7 @@ static void fill_tables(void)
     tables[1].scores_few     = fa_amx_scores_few;
     tables[1].accumulate_few = fa_amx_accumulate_few;
     tables[2].few_rows       = 8;
+    tables[2].few_steps      = true;
     tables[2].few_keys       = 64;
     tables[2].few_least      = 5;
     tables[2].few_cols       = 32;

@@ -18,6 +18,17 @@
 
 enum { FEW_GROUP = 4, FEW_ONE_PIECE = 8, FEW_MOST_DEPTH_TILES = 18 }; /* 18: head_dim 576 */
 
+/* The same rows, listed in `row`, of FA_MAX_TILE. */
+static fa_rows listed(const fa_rows *rows, const void **row)
+{
+    fa_rows all = *rows;
+    for (int n = 0; n < rows->count; n++)
+        row[n] = few_row(rows, n);
+    all.row  = row;
+    all.step = 0;
+    return all;
+}
+
 #ifdef FA_AMX_FP16
 #define SCORES_FEW fa_amx_fp16_scores_few
 #define CUTS_V(v) false
@@ -58,10 +69,10 @@ typedef struct few_cut {
 /* Four of its rows, zeros beyond the end. Done between the products of the block before, which take as long. */
 FA_AMX_INLINE void cut_quarter(const few_cut *cut, int quarter, const int tiles)
 {
-    ask_for(&cut->ahead, quarter);
+    ask_for(&cut->ahead, quarter, tiles);
     for (int n = 4 * quarter; n < 4 * quarter + 4; n++) {
         bool            there = cut->first + n < cut->rows->count;
-        const uint16_t *row   = there ? (const uint16_t *)cut->rows->row[cut->first + n] + cut->col : NULL;
+        const uint16_t *row   = there ? (const uint16_t *)few_row(cut->rows, cut->first + n) + cut->col : NULL;
         for (int c = 0; c < tiles; c++) {
             char *at = cut->out + 2 * FA_AMX_TILE * c + 64 * n;
             if (there) {
@@ -77,11 +88,9 @@ FA_AMX_INLINE void cut_quarter(const few_cut *cut, int quarter, const int tiles)
 /* Block n of `blocks`; beyond them nothing is cut. */
 FA_AMX_INLINE few_cut cut_of(char *out, const fa_rows *rows, const fa_soon *soon, int n, int blocks, int col)
 {
-    few_ahead none = {&no_rows, 0, 0};
-    int       part = stream_keys(rows);
     if (n >= blocks)
-        return (few_cut){out, &no_rows, 0, col, none};
-    return (few_cut){out, rows, block_key(n, part), col, col == 0 ? ahead_of(rows, soon, n) : none};
+        return (few_cut){out, &no_rows, 0, col, none_ahead};
+    return (few_cut){out, rows, block_key(n, stream_keys(rows)), col, col == 0 ? ahead_of(rows, soon, n) : none_ahead};
 }
 
 #endif
@@ -131,28 +140,39 @@ FA_AMX_INLINE void score_blocks(float out[2][FA_AMX_TILE_FLOATS], const few_bloc
         TILE_LOAD(2, k[0].at + 64 * c, k[0].stride);
         TILE_DOT(0, 2, 4);
         if (c < 4)
-            ask_for(&ahead[0], c);
+            ask_for(&ahead[0], c, 0);
         TILE_LOAD(3, k[1].at + 64 * c, k[1].stride);
         TILE_DOT(1, 3, 4);
         if (c < 4)
-            ask_for(&ahead[1], c);
+            ask_for(&ahead[1], c, 0);
+    }
+    for (int c = tiles; c < 4; c++) {
+        ask_for(&ahead[0], c, 0);
+        ask_for(&ahead[1], c, 0);
     }
     TILE_STORE(0, out[0], 64);
     TILE_STORE(1, out[1], 64);
 }
 
-/* The same for head_dim 128, Q^T in registers 4 to 7. */
-FA_AMX_INLINE void score_blocks_128(float out[2][FA_AMX_TILE_FLOATS], const few_block k[2], const few_ahead ahead[2])
+/* The same for head_dim 64 and 128, `tiles` 2 and 4; Q^T in registers from 4 on. */
+FA_AMX_INLINE void score_blocks_usual(float out[2][FA_AMX_TILE_FLOATS], const few_block k[2], const few_ahead ahead[2],
+                                      const int tiles)
 {
     TILE_ZERO(0);
     TILE_ZERO(1);
 #define STEP(c, t)                                                                                                     \
-    ask_for(&ahead[0], c);                                                                                             \
-    TILE_LOAD(2, k[0].at + 64 * c, k[0].stride);                                                                       \
-    TILE_DOT(0, 2, t);                                                                                                 \
-    ask_for(&ahead[1], c);                                                                                             \
-    TILE_LOAD(3, k[1].at + 64 * c, k[1].stride);                                                                       \
-    TILE_DOT(1, 3, t);
+    if (tiles > c) {                                                                                                   \
+        ask_for(&ahead[0], 4 / tiles * c, tiles);                                                                      \
+        if (tiles == 2)                                                                                                \
+            ask_for(&ahead[0], 2 * c + 1, tiles);                                                                      \
+        TILE_LOAD(2, k[0].at + 64 * c, k[0].stride);                                                                   \
+        TILE_DOT(0, 2, t);                                                                                             \
+        ask_for(&ahead[1], 4 / tiles * c, tiles);                                                                      \
+        if (tiles == 2)                                                                                                \
+            ask_for(&ahead[1], 2 * c + 1, tiles);                                                                      \
+        TILE_LOAD(3, k[1].at + 64 * c, k[1].stride);                                                                   \
+        TILE_DOT(1, 3, t);                                                                                             \
+    }
     STEP(0, 4)
     STEP(1, 5)
     STEP(2, 6)
@@ -187,9 +207,11 @@ void SCORES_FEW(float *s, int lds, const void *q, const fa_rows *k, int rows, co
     }
 #endif
     turn_q(turned, q, tiles);
-    if (tiles == 4) {
+    if (tiles == 2 || tiles == 4) {
         TILE_LOAD(4, turned, 64);
         TILE_LOAD(5, turned + FA_AMX_TILE, 64);
+    }
+    if (tiles == 4) {
         TILE_LOAD(6, turned + 2 * FA_AMX_TILE, 64);
         TILE_LOAD(7, turned + 3 * FA_AMX_TILE, 64);
     }
@@ -200,7 +222,9 @@ void SCORES_FEW(float *s, int lds, const void *q, const fa_rows *k, int rows, co
         few_block b[2]     = {block_of(k, at, copy[0], 64 * tiles), block_of(k, other, copy[1], 64 * tiles)};
         few_ahead ahead[2] = {ahead_of(k, soon, n), ahead_of(k, soon, n + 1)};
         if (tiles == 4)
-            score_blocks_128(out, b, ahead);
+            score_blocks_usual(out, b, ahead, 4);
+        else if (tiles == 2)
+            score_blocks_usual(out, b, ahead, 2);
         else
             score_blocks(out, b, ahead, turned, tiles);
         store_turned(s + at, lds, out[0], rows);
@@ -277,10 +301,11 @@ FA_AMX_INLINE __m512 score_all_two(float *s, int lds, const char *q, const fa_ro
 }
 
 /* What has been cut, put together again for the AVX-512 kernel. */
-static void scores_two_again(float *s, int lds, const char *q, const fa_rows *k, int rows, const fa_soon *soon)
+static void scores_two_again(float *s, int lds, const char *q, const fa_rows *k, int rows)
 {
     _Alignas(64) float value[TWO_ROWS][FEW_MOST_DEPTH_TILES * 32], packed[TWO_ROWS][FEW_MOST_DEPTH_TILES * 32 + 16];
-    const void        *row[TWO_ROWS];
+    const void        *row[TWO_ROWS], *key[FA_MAX_TILE];
+    fa_rows            keys = listed(k, key);
     for (int n = 0; n < rows; n++) {
         row[n] = value[n];
         for (int col = 0; col < k->cols; col++) {
@@ -288,9 +313,9 @@ static void scores_two_again(float *s, int lds, const char *q, const fa_rows *k,
             value[n][col]      = fa_float_of_bf16(at[0]) + fa_float_of_bf16(at[FA_AMX_TILE_HALVES]);
         }
     }
-    fa_rows all = {row, rows, k->cols, 1, FLASH_ATTN_F32};
+    fa_rows all = {row, rows, k->cols, 1, FLASH_ATTN_F32, 0};
     fa_kernels_avx512()->pack(FA_ROLE_Q, packed, &all, NULL);
-    fa_kernels_avx512()->scores_few(s, lds, packed, k, rows, soon);
+    fa_kernels_avx512()->scores_few(s, lds, packed, &keys, rows, &nothing_soon);
 }
 
 void fa_amx_scores_few_f16(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_soon *soon)
@@ -301,7 +326,7 @@ void fa_amx_scores_few_f16(float *s, int lds, const void *q, const fa_rows *k, i
     __m512 check = tiles == 4 ? score_all_two(s, lds, turned, k, rows, 4, soon)
                               : score_all_two(s, lds, turned, k, rows, tiles, soon);
     if (_mm512_cmp_ps_mask(check, check, _CMP_UNORD_Q))
-        scores_two_again(s, lds, q, k, rows, soon);
+        scores_two_again(s, lds, q, k, rows);
 }
 #endif
 
@@ -353,7 +378,7 @@ FA_AMX_INLINE value_rows value_rows_of(const fa_rows *v, int n, int col, char *c
 {
     int       key = block_key(n, stream_keys(v));
     few_block b   = block_of(v, key, copy, 2 * v->cols);
-    return (value_rows){key, b.at + 2 * col, b.stride, col == 0 ? ahead_of(v, soon, n) : (few_ahead){&no_rows, 0, 0}};
+    return (value_rows){key, b.at + 2 * col, b.stride, col == 0 ? ahead_of(v, soon, n) : none_ahead};
 }
 
 /* out[c]: sums of columns [col + 32 c, + 32), up to four of them, over all keys. */
@@ -366,20 +391,20 @@ FA_AMX_INLINE void value_tiles(float out[4][FA_AMX_TILE_FLOATS], const float *p,
         value_rows b = value_rows_of(v, n, col, copy, soon);
         cut_p(cut[n % 2], p + b.key, ldp, rows, v->count - b.key, pieces);
         TILE_LOAD(4, cut[n % 2], 64);
-        ask_for(&b.ahead, 0);
+        ask_for(&b.ahead, 0, tiles);
         TILE_LOAD(5, b.at, b.stride);
         TILE_DOT(0, 4, 5);
-        ask_for(&b.ahead, 1);
+        ask_for(&b.ahead, 1, tiles);
         if (tiles > 1) {
             TILE_LOAD(6, b.at + 64, b.stride);
             TILE_DOT(1, 4, 6);
         }
-        ask_for(&b.ahead, 2);
+        ask_for(&b.ahead, 2, tiles);
         if (tiles > 2) {
             TILE_LOAD(7, b.at + 128, b.stride);
             TILE_DOT(2, 4, 7);
         }
-        ask_for(&b.ahead, 3);
+        ask_for(&b.ahead, 3, tiles);
         if (tiles > 3) {
             TILE_LOAD(5, b.at + 192, b.stride);
             TILE_DOT(3, 4, 5);
@@ -401,19 +426,19 @@ FA_AMX_INLINE void value_tiles_16(float out[4][FA_AMX_TILE_FLOATS], const float 
         cut_p(cut[n % 2][0], p + b.key, ldp, FEW_ONE_PIECE, v->count - b.key, 1);
         cut_p(cut[n % 2][1], other + b.key, ldp, rows - FEW_ONE_PIECE, v->count - b.key, 1);
         TILE_LOAD(4, cut[n % 2][0], 64);
-        ask_for(&b.ahead, 0);
+        ask_for(&b.ahead, 0, tiles);
         TILE_LOAD(6, b.at, b.stride);
         TILE_DOT(0, 4, 6);
-        ask_for(&b.ahead, 1);
+        ask_for(&b.ahead, 1, tiles);
         TILE_LOAD(5, cut[n % 2][1], 64);
         TILE_DOT(1, 5, 6);
-        ask_for(&b.ahead, 2);
+        ask_for(&b.ahead, 2, tiles);
         if (tiles > 1) {
             TILE_LOAD(7, b.at + 64, b.stride);
             TILE_DOT(2, 4, 7);
             TILE_DOT(3, 5, 7);
         }
-        ask_for(&b.ahead, 3);
+        ask_for(&b.ahead, 3, tiles);
     }
     fa_amx_store_sums(out[0]);
 }
@@ -527,6 +552,17 @@ static bool accumulate_group(float *o, int ldo, const float *rescale, const floa
     return true;
 }
 
+/* By the AVX-512 kernel, which wants a list. */
+static void accumulate_again(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v,
+                             int rows)
+{
+    const void *row[FA_MAX_TILE];
+    fa_rows     all = listed(v, row);
+    for (int n = 0; n < rows; n += FEW_GROUP)
+        fa_kernels_avx512()->accumulate_few(o + (int64_t)n * ldo, ldo, rescale + n, p + (int64_t)n * ldp, ldp, &all,
+                                            fa_min_int(FEW_GROUP, rows - n), &nothing_soon, NULL);
+}
+
 void ACCUMULATE_FEW(float *o, int ldo, const float *rescale, const float *p, int ldp, const fa_rows *v, int rows,
                     const fa_soon *soon, void *scratch)
 {
@@ -547,8 +583,6 @@ void ACCUMULATE_FEW(float *o, int ldo, const float *rescale, const float *p, int
         if (one ? accumulate_group(o_at, ldo, rescale + r, p_at, ldp, v, count, next, 1)
                 : accumulate_group(o_at, ldo, rescale + r, p_at, ldp, v, count, next, 2))
             continue;
-        for (int n = 0; n < count; n += FEW_GROUP)
-            fa_kernels_avx512()->accumulate_few(o_at + (int64_t)n * ldo, ldo, rescale + r + n, p_at + (int64_t)n * ldp,
-                                                ldp, v, fa_min_int(FEW_GROUP, count - n), &nothing_soon, NULL);
+        accumulate_again(o_at, ldo, rescale + r, p_at, ldp, v, count);
     }
 }

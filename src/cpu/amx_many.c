@@ -172,7 +172,7 @@ static void add_columns(float *o, int ldo, const float *rescale, const float *p,
 {
     static const fa_soon none = {0};
     const void          *row[FA_MAX_TILE];
-    fa_rows              part = {row, v->count, cols, 1, v->dtype};
+    fa_rows              part = {row, v->count, cols, 1, v->dtype, 0};
     for (int n = 0; n < v->count; n++)
         row[n] = (const uint16_t *)v->row[n] + col;
     for (int r = 0; r < rows; r += 4)

@@ -42,6 +42,7 @@ typedef struct fa_rows {
     int                count, cols;
     int64_t            stride; /* elements from one column to the next */
     flash_attn_dtype   dtype;
+    int64_t            step; /* bytes from each row to the next, and row[0] alone is set; 0: they are all listed */
 } fa_rows;
 
 /* NULL behind the last. */
@@ -244,6 +245,7 @@ typedef struct fa_kernels {
     int few_rows_wide; /* few_rows of head_dim above FA_WIDE_HEAD; 0: the same. At most a tile's */
     int few_keys, few_keys_f32; /* keys of a call where heads that lie side by side take turns; float32's, 0: the same */
     int few_keys_far;           /* not float32's, where fa_isa.asks_far; 0: the table never asks far */
+    bool few_steps;             /* rows at equal distances need not be listed, but for head_dim above FA_WIDE_HEAD */
     bool few_next_keys;         /* where V is K's columns, the first half of the next tile of K is asked for during V, the second
                                    during K, on every processor (amx_many.c: the second of this tile) */
     void (*scores_few)(float *s, int lds, const void *q, const fa_rows *k, int rows, const fa_soon *soon);

@@ -61,21 +61,34 @@ typedef struct turns {
     const fa_call *call;
     int            heads, keys; /* of a turn */
     int            count;       /* turns at K or V of the tile */
+    int            begin;       /* its first key */
+    bool           steps;       /* kernels take rows by steps */
     fa_rows        k, v, next;  /* of the first head; next: K of the tile after this one */
 } turns;
 
-/* The rows of turn `number`: those at K, at V, and then at the next tile's K. */
+/* The rows of turn `number`: those at K, at V, and then at the next tile's K. Not listed if they are at equal
+ * distances: as all of a tile's may be, or, turns being short, those of a page. */
 static fa_rows rows_of_turn(const turns *t, int number, const void **row)
 {
     int                      phase = number / t->count, turn = number % t->count;
+    const fa_call           *call  = t->call;
     const fa_rows           *all   = phase == 0 ? &t->k : phase == 1 ? &t->v : &t->next;
-    const flash_attn_tensor *of    = phase == 1 ? &t->call->v : &t->call->k;
-    int64_t                  step  = turn % t->heads * of->stride[2] * (int64_t)fa_dtype_bytes(of->dtype);
+    const flash_attn_tensor *of    = phase == 1 ? &call->v : &call->k;
+    int64_t                  bytes = (int64_t)fa_dtype_bytes(of->dtype), step = turn % t->heads * of->stride[2] * bytes;
     fa_rows                  one   = *all;
-    int                      first = turn / t->heads * t->keys;
-    one.row                        = row;
-    one.count                      = fa_max_int(0, fa_min_int(t->keys, all->count - first));
-    for (int n = 0; n < one.count; n++)
+    int                      first = turn / t->heads * t->keys, count = fa_min_int(t->keys, all->count - first);
+    one.row   = row;
+    one.count = fa_max_int(0, count);
+    if (one.count == 0)
+        return one;
+    int key = t->begin + first + (phase == 2 ? t->k.count : 0);
+    if (t->steps && call->pages.table && key / call->page_size == (key + count - 1) / call->page_size)
+        one.step = of->stride[1] * bytes;
+    if (one.step) {
+        row[0] = (all->step ? (const char *)all->row[0] + first * all->step : (const char *)all->row[first]) + step;
+        return one;
+    }
+    for (int n = 0; n < count; n++)
         row[n] = (const char *)all->row[first + n] + step;
     return one;
 }
@@ -110,9 +123,11 @@ bool fa_walk_turns(const block *b, int heads, fa_range keys)
         return false;
     next.keys = (fa_range){keys.end, fa_min_int(keys.end + b->shape->tile.k, b->keys_end)};
     turns t = {.call = call, .heads = heads, .keys = step, .count = (keys.end - keys.begin + step - 1) / step * heads};
-    t.k     = fa_key_rows(call, &call->k, s->tiles, s->row_k);
-    t.v     = fa_key_rows(call, &call->v, s->tiles, s->row_v);
-    t.next  = fa_key_rows(call, &call->k, &next, s->row_next);
+    t.begin = keys.begin;
+    t.steps = fa_rows_by_steps(b);
+    t.k     = fa_rows_in_place(b, &call->k, s->tiles, s->row_k);
+    t.v     = fa_rows_in_place(b, &call->v, s->tiles, s->row_v);
+    t.next  = fa_rows_in_place(b, &call->k, &next, s->row_next);
     for (int n = 0; n < t.count; n++) {
         const scratch *one  = b[n % heads].s;
         fa_rows        k    = rows_of_turn(&t, n, s->row_turn[0]);

@@ -218,6 +218,20 @@ static void need_packed(const block *b, const fa_tile *tile)
     kernels->pack(FA_ROLE_K, s->keys.k, &s->k_rows, NULL);
 }
 
+bool fa_rows_by_steps(const block *b)
+{
+    const fa_call *call   = b->run->plan.call;
+    bool           latent = call->k.data == call->v.data; /* a list of its keys is halved below */
+    return b->shape->kernels->few_steps && !latent && call->head_dim <= FA_WIDE_HEAD &&
+           call->head_dim_v <= FA_WIDE_HEAD;
+}
+
+fa_rows fa_rows_in_place(const block *b, const flash_attn_tensor *t, const fa_tile *tile, const void **row)
+{
+    const fa_call *call = b->run->plan.call;
+    return fa_rows_by_steps(b) ? fa_key_rows_by_steps(call, t, tile, row) : fa_key_rows(call, t, tile, row);
+}
+
 /* Rows of a tile that is read in place, and where those are that are read next. */
 static void need_rows(const block *b, const fa_tile *tile)
 {
@@ -225,11 +239,11 @@ static void need_rows(const block *b, const fa_tile *tile)
     scratch       *s    = b->s;
     fa_tile        next = *tile;
     next.keys           = (fa_range){tile->keys.end, fa_min_int(tile->keys.end + b->shape->tile.k, b->keys_end)};
-    s->k_rows           = fa_key_rows(call, &call->k, tile, s->row_k);
-    s->v_rows           = fa_key_rows(call, &call->v, tile, s->row_v);
+    s->k_rows           = fa_rows_in_place(b, &call->k, tile, s->row_k);
+    s->v_rows           = fa_rows_in_place(b, &call->v, tile, s->row_v);
     bool far            = b->run->plan.cpu->isa.asks_far;
     s->k_soon           = (fa_soon){s->v_rows, false, far};
-    s->v_soon           = (fa_soon){fa_key_rows(call, &call->k, &next, s->row_next), false, far};
+    s->v_soon           = (fa_soon){fa_rows_in_place(b, &call->k, &next, s->row_next), false, far};
     if (call->k.data != call->v.data || call->k.dtype == FLASH_ATTN_F32)
         return;
     /* Latent attention's V is in the cache since K was read: the next tile of K comes meanwhile, or the first half, and

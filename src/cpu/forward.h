@@ -110,6 +110,9 @@ void fa_forward_store_tile(const block *b, int t, const fa_partial *result);
 /* Rows that belong to the sequence but do not count: output 0, LSE -inf. */
 void fa_forward_store_unused_rows(const block *b);
 
+/* Rows of keys for kernels that read them in place, not listed where they take them by steps. */
+bool    fa_rows_by_steps(const block *b);
+fa_rows fa_rows_in_place(const block *b, const flash_attn_tensor *t, const fa_tile *tile, const void **row);
 /* One tile of keys for `heads` key heads that lie side by side (decode.c); each block is one tile of queries. They take
  * turns at few keys. False: not every row sees every key, and nothing was done. */
 bool fa_walk_turns(const block *b, int heads, fa_range keys);

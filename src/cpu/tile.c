@@ -61,7 +61,7 @@ fa_rows fa_query_rows(const fa_call *call, const flash_attn_tensor *t, const fa_
         for (int i = tile->queries.begin; i < tile->queries.end; i++)
             row[n++] = fa_at(t, tile->seq.q_entry, tile->seq.q_row + i, tile->head + h, 0);
     }
-    return (fa_rows){row, n, (int)t->shape[3], t->stride[3], t->dtype};
+    return (fa_rows){row, n, (int)t->shape[3], t->stride[3], t->dtype, 0};
 }
 
 fa_rows fa_key_rows(const fa_call *call, const flash_attn_tensor *t, const fa_tile *tile, const void **row)
@@ -77,7 +77,18 @@ fa_rows fa_key_rows(const fa_call *call, const flash_attn_tensor *t, const fa_ti
         n += count;
         j += count;
     }
-    return (fa_rows){row, n, (int)t->shape[3], t->stride[3], t->dtype};
+    return (fa_rows){row, n, (int)t->shape[3], t->stride[3], t->dtype, 0};
+}
+
+fa_rows fa_key_rows_by_steps(const fa_call *call, const flash_attn_tensor *t, const fa_tile *tile, const void **row)
+{
+    int     keys = fa_tile_keys(tile);
+    int64_t step = t->stride[1] * (int64_t)fa_dtype_bytes(t->dtype);
+    if (keys == 0 || step == 0 ||
+        (call->pages.table && tile->keys.begin / call->page_size != (tile->keys.end - 1) / call->page_size))
+        return fa_key_rows(call, t, tile, row);
+    row[0] = fa_kv_at(call, t, &tile->seq, tile->b, tile->keys.begin, tile->head_k);
+    return (fa_rows){row, keys, (int)t->shape[3], t->stride[3], t->dtype, step};
 }
 
 /* ---- what is seen ---- */

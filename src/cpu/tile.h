@@ -72,6 +72,8 @@ static inline int64_t fa_row_array(int rows) { return fa_round_up(rows, 16); }
 /* Pointers to the rows of a query-like tensor (q, o, dout, dq) and of keys or values. */
 fa_rows fa_query_rows(const fa_call *call, const flash_attn_tensor *t, const fa_tile *tile, const void **row);
 fa_rows fa_key_rows(const fa_call *call, const flash_attn_tensor *t, const fa_tile *tile, const void **row);
+/* For kernels that take rows by steps (fa_kernels.few_steps): to write a list of them takes as long as to read some. */
+fa_rows fa_key_rows_by_steps(const fa_call *call, const flash_attn_tensor *t, const fa_tile *tile, const void **row);
 
 /* ---- masks and options ---- */
 
