@@ -228,7 +228,7 @@ MISTAKES = [
     ("short: dO's NaN lost", SHORT, "                    mark_keys(args, w, keys);\n", "", SHORT_NAN),
     ("short forward: Q overwritten while O leaves from there", SHORT_FORWARD, "        bulk_added_was_read();\n        barrier_arrive(", "        barrier_arrive(", SHORT_FORWARD_MANY),
     ("short forward: Q overwritten before it is read", SHORT_FORWARD, "        await_empty(n, Q_EMPTY);\n        await_empty(n, V_EMPTY)", "        await_empty(n, V_EMPTY)", SHORT_FORWARD_HALF),
-    ("short forward: V overwritten before it is read", SHORT_FORWARD, "        await_empty(n, V_EMPTY); /* who", "        /* who", SHORT_FORWARD_HALF),
+    ("short forward: V overwritten before it is read", SHORT_FORWARD, "        await_empty(n, V_EMPTY); /* so", "        /* so", SHORT_FORWARD_HALF),
     ("short forward: Q of the last head is not given back", SHORT_FORWARD, "    if (before != ~0u && asks) /* a", "    if (before == ~0u && asks) /* a", SHORT_FORWARD_HALF),
     ("short forward: K overwritten before it is read", SHORT_FORWARD, "        await_empty(n, K_EMPTY);\n", "", SHORT_FORWARD_HALF),
     ("short forward: V that is not there", SHORT_FORWARD, "    } else\n        await_full(n, V_FULL);\n", "    }\n", SHORT_FORWARD_MANY),
