@@ -53,6 +53,7 @@ SHORT_MANY = ("short, varlen, many", "every_short_backward*")
 SHORT_LARGE = ("short, 256", "every_short_backward*")
 SHORT_FORWARD_MANY = ("short, varlen, many", "every_short_forward*")
 SHORT_FORWARD_LARGE = ("short, 256", "every_short_forward*")
+SHORT_FORWARD_DENSE = ("short, 64, groups", "every_short_forward*")
 SHORT_FORWARD_HALF = ("short, half a tile", "every_short_forward*")
 SHORT_NAN = ("", "nan_reaches_only_short*")
 FEW_MANY = ("many tiles in one part", "every_shape*")
@@ -230,6 +231,7 @@ MISTAKES = [
     ("short forward: Q overwritten before it is read", SHORT_FORWARD, "        await_empty(n, Q_EMPTY);\n        await_empty(n, V_EMPTY)", "        await_empty(n, V_EMPTY)", SHORT_FORWARD_HALF),
     ("short forward: V overwritten before it is read", SHORT_FORWARD, "        await_empty(n, V_EMPTY); /* so", "        /* so", SHORT_FORWARD_HALF),
     ("short forward: Q of the last head is not given back", SHORT_FORWARD, "    if (before != ~0u && asks) /* a", "    if (before == ~0u && asks) /* a", SHORT_FORWARD_HALF),
+    ("short forward: a phase of another consumer's head", SHORT_FORWARD, "Q_STAGES = PASSES >= CONSUMERS ? LEAST : (LEAST + CONSUMERS - 1) / CONSUMERS * CONSUMERS", "Q_STAGES = LEAST", SHORT_FORWARD_DENSE),
     ("short forward: K overwritten before it is read", SHORT_FORWARD, "        await_empty(n, K_EMPTY);\n", "", SHORT_FORWARD_HALF),
     ("short forward: V that is not there", SHORT_FORWARD, "    } else\n        await_full(n, V_FULL);\n", "    }\n", SHORT_FORWARD_MANY),
     ("short forward: works of two heads in one place", SHORT_FORWARD, "WORKS = Q_STAGES + PRODUCERS", "WORKS = 1", SHORT_FORWARD_HALF),
