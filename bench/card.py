@@ -82,7 +82,7 @@ def forwards(calls, context=None):
             if DEVICE == "cuda":
                 call.exec.stream = torch.cuda.current_stream().cuda_stream
                 call.exec.workspace, call.exec.workspace_bytes = space.data_ptr(), size.value
-            _call.check(_call.lib.flash_attn_forward(context, call.address, call._exec()))
+            call.run_forward()
 
     return run
 

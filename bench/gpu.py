@@ -209,7 +209,7 @@ def ours(cell, context=None):
     _, lse = call.forward(out)
 
     def forward():
-        _call.check(_call.lib.flash_attn_forward(context or _native.context, call.address, call._exec()))
+        call.run_forward()
         return [out]
 
     def backward():
@@ -235,7 +235,7 @@ def fp8(cell, context=None):
     call.forward(out)
 
     def forward():
-        _call.check(_call.lib.flash_attn_forward(context or _native.context, call.address, call._exec()))
+        call.run_forward()
         return [out]
 
     return forward, None

@@ -313,15 +313,23 @@ typedef struct flash_attn_grads {
     uint64_t          reserved[8];
 } flash_attn_grads;
 
+/* `bytes` of memory on the call's device, any alignment, or NULL. allocator is exec.allocator. */
+typedef void *(*flash_attn_allocate)(void *allocator, size_t bytes);
+
 /* How to run a call. NULL or zero for the simple case. */
 typedef struct flash_attn_exec {
     void    *stream;          /* CUDA: a CUstream of the device; NULL is the default stream. NULL on the host. */
-    void    *workspace;       /* scratch memory on the device, any alignment; NULL: the library allocates, and on the CPU
-                                 the context keeps up to 256 MB for its next call */
+    void    *workspace;       /* scratch memory on the device, any alignment; NULL: the library allocates, and the context
+                                 keeps some for its next call: up to 256 MB on the CPU, 1/128 of a GPU's memory */
     size_t   workspace_bytes; /* at least flash_attn_workspace_size, or NO_MEMORY; 0 without workspace */
     int32_t  num_threads;     /* CPU: at most so many; 0: the context's number */
     int32_t  reserved0;
-    uint64_t reserved[8];
+    /* Your own allocator: where a call needs scratch memory and workspace is NULL, it asks once, on its thread and before
+     * anything is written. NULL from it is NO_MEMORY; else the memory is the call's until its work on the stream is done.
+     * The library never frees it. */
+    flash_attn_allocate allocate;
+    void    *allocator;
+    uint64_t reserved[6];
 } flash_attn_exec;
 
 /* ---- calls -------------------------------------------------------------------------------------------------- */

@@ -50,6 +50,8 @@ flash_attn_status fa_check_exec(const flash_attn_context *context, flash_attn_de
         return fa_fail(FLASH_ATTN_INVALID,
                        "exec.stream is given with device.type %d, expected NULL: only CUDA has streams",
                        (int)device.type);
+    if (exec.allocator && !exec.allocate)
+        return fa_fail(FLASH_ATTN_INVALID, "exec.allocator is given with exec.allocate NULL, expected a function, or no allocator");
     if (!exec.workspace && exec.workspace_bytes != 0)
         return fa_fail(FLASH_ATTN_INVALID,
                        "exec.workspace is NULL with workspace_bytes %zu, expected memory, or 0 bytes",
@@ -61,6 +63,8 @@ flash_attn_status fa_check_exec(const flash_attn_context *context, flash_attn_de
     *out        = (fa_exec){.stream          = exec.stream,
                             .workspace       = exec.workspace,
                             .workspace_bytes = exec.workspace_bytes,
+                            .allocate        = exec.allocate,
+                            .allocator       = exec.allocator,
                             .num_threads     = exec.num_threads && exec.num_threads < threads ? exec.num_threads : threads};
     return FLASH_ATTN_OK;
 }
@@ -71,6 +75,17 @@ flash_attn_status fa_check_workspace(const fa_exec *exec, size_t needed_bytes)
         return FLASH_ATTN_OK;
     return fa_fail(FLASH_ATTN_NO_MEMORY, "exec.workspace_bytes is %zu, expected at least %zu", exec->workspace_bytes,
                    needed_bytes);
+}
+
+flash_attn_status fa_take_workspace(const fa_exec *exec, size_t needed_bytes, void **memory)
+{
+    *memory = exec->workspace;
+    if (exec->workspace)
+        return fa_check_workspace(exec, needed_bytes);
+    if (!exec->allocate || needed_bytes == 0)
+        return FLASH_ATTN_OK;
+    *memory = exec->allocate(exec->allocator, needed_bytes);
+    return *memory ? FLASH_ATTN_OK : fa_fail(FLASH_ATTN_NO_MEMORY, "exec.allocate gave no memory for %zu bytes", needed_bytes);
 }
 
 flash_attn_status fa_run(flash_attn_context *context, const flash_attn_problem *problem, const flash_attn_grads *grads,

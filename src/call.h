@@ -171,8 +171,13 @@ typedef struct fa_exec {
     void  *stream;
     void  *workspace; /* NULL: the backend allocates */
     size_t workspace_bytes;
+    flash_attn_allocate allocate;
+    void  *allocator;
     int    num_threads; /* resolved, >= 1 */
 } fa_exec;
+
+/* Memory of the caller's for a call that needs so many bytes: the workspace, or what `allocate` gives; NULL: there is neither. */
+flash_attn_status fa_take_workspace(const fa_exec *exec, size_t needed_bytes, void **memory);
 
 /* NO_MEMORY if there is a workspace and it is smaller. On CUDA the backend asks, for only its plan knows. */
 flash_attn_status fa_check_workspace(const fa_exec *exec, size_t needed_bytes);

@@ -164,6 +164,70 @@ static void a_workspace_must_be_large_enough_and_suffices(void **state)
     }
 }
 
+typedef struct allocator {
+    size_t asked, times;
+    char  *gives;
+} allocator;
+
+static void *give(void *of, size_t bytes)
+{
+    allocator *a = of;
+    a->asked     = bytes;
+    a->times++;
+    return a->gives;
+}
+
+static void an_allocator_is_asked_once_for_what_is_needed(void **state)
+{
+    (void)state;
+    static memory      m, before, without;
+    flash_attn_problem p = make_problem(&m);
+    flash_attn_grads   g = make_grads(&m);
+    ASSERT_OK(flash_attn_forward(NULL, &p, NULL));
+    ASSERT_OK(flash_attn_backward(NULL, &p, &g, NULL));
+    without = m;
+    for (flash_attn_pass pass = FLASH_ATTN_FORWARD; pass <= FLASH_ATTN_BACKWARD; pass++) {
+        size_t bytes;
+        ASSERT_OK(flash_attn_workspace_size(NULL, &p, pass, &bytes));
+        assert_true(bytes > 0);
+        char *block = malloc(bytes + 64);
+        assert_non_null(block);
+        memset(block, 0x5A, bytes + 64);
+        allocator       a    = {.gives = block + 17};
+        flash_attn_exec exec = {.allocate = give, .allocator = &a};
+        if (pass == FLASH_ATTN_FORWARD) {
+            memset(m.o, 0xFF, sizeof m.o);
+            ASSERT_OK(flash_attn_forward(NULL, &p, &exec));
+        } else {
+            memset(m.dq, 0xFF, sizeof m.dq);
+            ASSERT_OK(flash_attn_backward(NULL, &p, &g, &exec));
+        }
+        assert_memory_equal(&m, &without, sizeof m);
+        assert_int_equal(a.times, 1);
+        assert_true(a.asked <= bytes);
+        for (size_t i = 0; i < 64; i++)
+            assert_int_equal(block[i < 17 ? i : bytes + i], 0x5A);
+        bool used = false;
+        for (size_t i = 17; i < bytes + 17; i++)
+            used |= block[i] != 0x5A;
+        assert_true(used);
+
+        before = m;
+        a      = (allocator){0};
+        ASSERT_FAILS(pass == FLASH_ATTN_FORWARD ? flash_attn_forward(NULL, &p, &exec) : flash_attn_backward(NULL, &p, &g, &exec),
+                     FLASH_ATTN_NO_MEMORY, "exec.allocate gave no memory for ");
+        assert_memory_equal(&m, &before, sizeof m);
+        assert_int_equal(a.times, 1);
+
+        a                    = (allocator){0}; /* who has a workspace is not asked */
+        exec.workspace       = block;
+        exec.workspace_bytes = bytes;
+        ASSERT_OK(pass == FLASH_ATTN_FORWARD ? flash_attn_forward(NULL, &p, &exec) : flash_attn_backward(NULL, &p, &g, &exec));
+        assert_int_equal(a.times, 0);
+        free(block);
+    }
+}
+
 static void workspace_does_not_depend_on_lengths(void **state)
 {
     (void)state;
@@ -492,6 +556,7 @@ int main(void)
         cmocka_unit_test(a_plan_of_large_inputs_shares_no_memory_with_results),
         cmocka_unit_test(a_plan_of_results_on_inputs_is_refused),
         cmocka_unit_test(a_workspace_must_be_large_enough_and_suffices),
+        cmocka_unit_test(an_allocator_is_asked_once_for_what_is_needed),
         cmocka_unit_test(workspace_does_not_depend_on_lengths),
         cmocka_unit_test(bytes_count_each_element_once),
         cmocka_unit_test(empty_problems_are_valid),

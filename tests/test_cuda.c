@@ -6,120 +6,12 @@
  * What only a GPU can get wrong: streams, graphs, threads, large offsets, large grids, cold processes. The case list is
  * test_cuda_cases.c's.
  */
-#include "case_gpu.h"
 #include "case_numbers.h"
-#include "harness.h"
+#include "cuda_plain.h"
 
 #include <pthread.h>
-#include <string.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
-static const case_memory *memory;
-static const case_gpu    *gpu;
-static char               no_gpu[200];
-
-static void need_gpu(void) { skip_unless(memory != NULL, no_gpu); }
-
-static flash_attn_device on_gpu(void) { return (flash_attn_device){.type = FLASH_ATTN_CUDA}; }
-
-/* ---- plain problems in device memory ---- */
-
-typedef struct plain {
-    flash_attn_problem problem;
-    void              *memory; /* q, k, v, o, lse one after another */
-    size_t             o_bytes, lse_bytes;
-    void              *workspace;
-    size_t             workspace_bytes;
-} plain;
-
-static uint32_t next_random(uint32_t *state) { return *state = *state * 1664525u + 1013904223u; }
-
-/* bfloat16 numbers of either sign and size 0.06 to 2. */
-static void fill_random(void *device, size_t count, uint32_t seed)
-{
-    uint16_t *host = malloc(count * sizeof *host + 1);
-    assert_non_null(host);
-    for (size_t i = 0; i < count; i++) {
-        uint32_t r = next_random(&seed) >> 8;
-        host[i]    = (uint16_t)((r & 1) << 15 | (123 + (r >> 1) % 5) << 7 | (r >> 8 & 127));
-    }
-    assert_true(gpu->to_device(device, host, count * sizeof *host));
-    free(host);
-}
-
-static plain make_plain(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t heads, int64_t heads_k, int64_t d,
-                        uint32_t seed)
-{
-    plain   p       = {.problem = {.device = on_gpu(), .mask = FLASH_ATTN_CAUSAL}};
-    size_t  q_count = (size_t)(batch * seqlen_q * heads * d), k_count = (size_t)(batch * seqlen_k * heads_k * d);
-    p.o_bytes       = q_count * 2;
-    p.lse_bytes     = (size_t)(batch * seqlen_q * heads) * 4;
-    size_t q_room   = (q_count * 2 + 255) / 256 * 256, k_room = (k_count * 2 + 255) / 256 * 256;
-    char  *at       = gpu->alloc(2 * q_room + 2 * k_room + p.lse_bytes);
-    assert_non_null(at);
-    p.memory      = at;
-    p.problem.q   = (flash_attn_tensor){at, FLASH_ATTN_BF16, 0, {batch, seqlen_q, heads, d}, {0}};
-    p.problem.k   = (flash_attn_tensor){at + q_room, FLASH_ATTN_BF16, 0, {batch, seqlen_k, heads_k, d}, {0}};
-    p.problem.v   = (flash_attn_tensor){at + q_room + k_room, FLASH_ATTN_BF16, 0, {batch, seqlen_k, heads_k, d}, {0}};
-    p.problem.o   = (flash_attn_tensor){.data = at + q_room + 2 * k_room, .dtype = FLASH_ATTN_BF16};
-    p.problem.lse = (flash_attn_tensor){.data = at + 2 * q_room + 2 * k_room};
-    fill_random(p.problem.q.data, q_count, seed);
-    fill_random(p.problem.k.data, k_count, seed + 1);
-    fill_random(p.problem.v.data, k_count, seed + 2);
-    return p;
-}
-
-static void add_workspace(plain *p)
-{
-    assert_int_equal(flash_attn_workspace_size(NULL, &p->problem, FLASH_ATTN_FORWARD, &p->workspace_bytes), FLASH_ATTN_OK);
-    p->workspace = p->workspace_bytes ? gpu->alloc(p->workspace_bytes) : NULL;
-}
-
-static void free_plain(plain *p)
-{
-    gpu->free(p->memory);
-    if (p->workspace)
-        gpu->free(p->workspace);
-}
-
-static flash_attn_status forward_on(plain *p, void *stream)
-{
-    flash_attn_exec exec = {.stream = stream, .workspace = p->workspace, .workspace_bytes = p->workspace_bytes};
-    return flash_attn_forward(NULL, &p->problem, &exec);
-}
-
-/* o's and lse's bytes. */
-static unsigned char *result_of(const plain *p)
-{
-    unsigned char *bytes = malloc(p->o_bytes + p->lse_bytes);
-    assert_non_null(bytes);
-    assert_true(gpu->to_host(bytes, p->problem.o.data, p->o_bytes));
-    assert_true(gpu->to_host(bytes + p->o_bytes, p->problem.lse.data, p->lse_bytes));
-    return bytes;
-}
-
-static void poison(plain *p)
-{
-    assert_true(gpu->fill(p->problem.o.data, 0xFF, p->o_bytes));
-    assert_true(gpu->fill(p->problem.lse.data, 0xFF, p->lse_bytes));
-    assert_true(gpu->wait(NULL));
-}
-
-/* What the problem gives on the default stream with the library's own workspace. */
-static unsigned char *expected_of(plain *p)
-{
-    poison(p);
-    expect_ok(flash_attn_forward(NULL, &p->problem, NULL));
-    return result_of(p);
-}
-
-static void expect_same(const plain *p, const unsigned char *expected)
-{
-    unsigned char *got = result_of(p);
-    assert_memory_equal(got, expected, p->o_bytes + p->lse_bytes);
-    free(got);
-}
 
 /* ---- streams, graphs, threads ---- */
 
@@ -403,6 +295,51 @@ static void a_misaligned_workspace_is_as_good(void **state)
     free_plain(&p);
 }
 
+typedef struct allocator {
+    size_t asked;
+    int    times;
+    void  *gives;
+} allocator;
+
+static void *give(void *of, size_t bytes)
+{
+    allocator *a = of;
+    a->asked     = bytes;
+    a->times++;
+    return a->gives;
+}
+
+static void an_allocator_is_asked_where_there_is_no_workspace(void **state)
+{
+    (void)state;
+    need_gpu();
+    plain          p        = make_plain(2, 1, 8192, 8, 2, 128, 4); /* split */
+    unsigned char *expected = expected_of(&p);
+    add_workspace(&p);
+    allocator       a    = {.gives = p.workspace};
+    flash_attn_exec exec = {.allocate = give, .allocator = &a};
+    poison(&p);
+    unsigned char *poisoned = result_of(&p);
+    expect_ok(flash_attn_forward(NULL, &p.problem, &exec));
+    expect_same(&p, expected);
+    assert_int_equal(a.times, 1);
+    assert_true(a.asked > 0 && a.asked <= p.workspace_bytes);
+    poison(&p);
+    a.gives = NULL;
+    assert_int_equal(flash_attn_forward(NULL, &p.problem, &exec), FLASH_ATTN_NO_MEMORY);
+    assert_non_null(strstr(flash_attn_last_error(), "exec.allocate gave no memory for "));
+    expect_same(&p, poisoned);
+    free(poisoned);
+    free(expected);
+    free_plain(&p);
+
+    plain whole = make_plain(1, 300, 300, 2, 2, 64, 5); /* needs none */
+    a           = (allocator){0};
+    expect_ok(flash_attn_forward(NULL, &whole.problem, &exec));
+    assert_int_equal(a.times, 0);
+    free_plain(&whole);
+}
+
 /* Planned without data, which counts as aligned; the call's is not, and takes another kernel. */
 static void a_planned_workspace_suffices_wherever_data_lie(void **state)
 {
@@ -618,6 +555,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(offsets_beyond_32_bits_are_right),
         cmocka_unit_test(a_workspace_one_byte_short_is_refused_and_nothing_written),
         cmocka_unit_test(a_misaligned_workspace_is_as_good),
+        cmocka_unit_test(an_allocator_is_asked_where_there_is_no_workspace),
         cmocka_unit_test(a_planned_workspace_suffices_wherever_data_lie),
         cmocka_unit_test(the_forward_repeats_bit_by_bit),
         cmocka_unit_test(a_sequence_has_the_same_bits_alone_and_in_a_batch),

@@ -185,6 +185,7 @@ static flash_attn_status call(const world *w, base kind)
     X(PADDED, exec_reserved_int, INVALID, "exec.reserved is 2", w->e.reserved0 = 2)                                    \
     X(PADDED, threads_negative, INVALID, "num_threads is -1", w->e.num_threads = -1)                                   \
     X(PADDED, stream_on_host, INVALID, "exec.stream", w->e.stream = w->m)                                              \
+    X(PADDED, allocator_alone, INVALID, "exec.allocator is given with exec.allocate NULL", w->e.allocator = w->m)        \
     X(PADDED, workspace_size_alone, INVALID, "exec.workspace is NULL", w->e.workspace_bytes = 10)                      \
     X(PADDED, workspace_in_o, INVALID, "share memory", w->e.workspace = w->m->o; w->e.workspace_bytes = 1 << 26)       \
     X(PADDED, workspace_in_q, INVALID, "exec.workspace and q",                                                         \

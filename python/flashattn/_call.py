@@ -10,6 +10,7 @@ import numpy as np
 from . import _native
 from ._arrays import View, empty_like, is_torch, numpy_code, readable, view, writable
 from ._native import Append, Descale, Exec, Grads, Pages, Partial, Problem, Rotary, Slices, check, lib, pack_tensor
+from ._scratch import exec_of, finish
 
 _PROBLEM_BYTES, _GRADS_BYTES = ctypes.sizeof(Problem), ctypes.sizeof(Grads)
 _AT = {name: getattr(Problem, name).offset for name, _ in Problem._fields_}
@@ -205,7 +206,7 @@ class Call:
                 _put(buffer, _AT["descale"] + getattr(Descale, name).offset, view(array), f"{name}_descale", (0, 1),
                      found_q)
         problem.deterministic = deterministic
-        self.exec = Exec(stream=_stream(found_q)) if device == _native.CUDA else None
+        self.exec = None if device != _native.CUDA else exec_of(_stream(found_q), found_q.index) if is_torch(q) else Exec(stream=_stream(found_q))
 
     def _exec(self):
         return ctypes.addressof(self.exec) if self.exec is not None else None
@@ -228,8 +229,12 @@ class Call:
             rows = (shape[1], shape[0]) if self.dims_q is _PACKED else (shape[0], shape[2], shape[1])
             lse = empty_like(self.q, rows, _native.F32)
         self._set_results(out, lse)
-        check(lib.flash_attn_forward(self.context or _native.context, self.address, self._exec()))
+        self.run_forward()
         return out, lse
+
+    def run_forward(self):
+        """Once more what forward did, on the same tensors."""
+        finish(lib.flash_attn_forward(self.context or _native.context, self.address, self._exec()))
 
     def check_forward(self, out=None):
         """Raise what forward(out) would, as far as it can be known without the tensors: computes and writes nothing. Lengths in
@@ -259,7 +264,7 @@ class Call:
 
     def backward(self, *arguments):
         """Run the backward; gradients are written to those of dq, dk, dv, dbias, dsinks that are given."""
-        check(lib.flash_attn_backward(self.context or _native.context, *self.backward_addresses(*arguments), self._exec()))
+        finish(lib.flash_attn_backward(self.context or _native.context, *self.backward_addresses(*arguments), self._exec()))
 
 
 # ---- the short way: q, k and v of one dtype on one device, and no array options but cumulative lengths ----
@@ -284,7 +289,7 @@ class _Short(threading.local):
         self.plain_at, self.varlen_at = ctypes.addressof(self.plain), ctypes.addressof(self.varlen)
         self.grads = ctypes.create_string_buffer(_GRADS_BYTES)
         self.grads_at = ctypes.addressof(self.grads)
-        self.exec = Exec()
+        self.exec = exec_of(None, 0)
 
 
 _short = _Short()
@@ -331,6 +336,7 @@ def _short_tensors(q, k, v, dtype, out, lse, scale, causal, window, softcap, cu_
     device, index, run = _native.CPU, 0, None
     if not q.is_cpu:
         device, index = _native.CUDA, q.device.index
+        _short.exec.allocator = index
         _short.exec.stream = sys.modules["torch"].cuda.current_stream(q.device).cuda_stream
         run = ctypes.addressof(_short.exec)
     return _short_fill(device, index, dtype, q.data_ptr(), q_shape, q_stride, k.data_ptr(), k_shape, k_stride,
@@ -359,9 +365,7 @@ def short_torch(q, k, v, dtype, scale, causal, window, softcap, want_lse, cu_seq
     filled = _short_tensors(q, k, v, dtype, out, lse, scale, causal, window, softcap, cu_seqlens, max_seqlens, heads_first)
     if filled is None:
         return None
-    status = lib.flash_attn_forward(_native.context, *filled)
-    if status:
-        check(status)
+    finish(lib.flash_attn_forward(_native.context, *filled))
     return out, lse
 
 
@@ -379,9 +383,7 @@ def short_torch_backward(dout, q, k, v, out, lse, dtype, scale, causal, window, 
     for t in (dout, *grads):
         fields += (t.data_ptr(), dtype, *lead, *t.shape, *lead, *t.stride())
     _pack_grads(_short.grads, 0, *fields)
-    status = lib.flash_attn_backward(_native.context, at, _short.grads_at, run)
-    if status:
-        check(status)
+    finish(lib.flash_attn_backward(_native.context, at, _short.grads_at, run))
     return grads
 
 

@@ -5,7 +5,7 @@ import importlib.util
 import os
 import pathlib
 import struct
-from ctypes import POINTER, Structure, byref, c_bool, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t
+from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_bool, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t
 from ctypes import c_uint64, c_void_p
 
 F32, F16, BF16, F8E4M3 = range(4)
@@ -71,9 +71,13 @@ class Grads(Structure):
                 ("dsinks", Tensor), ("reserved", c_uint64 * 8)]
 
 
+Allocate = CFUNCTYPE(c_void_p, c_void_p, c_size_t)
+
+
 class Exec(Structure):
     _fields_ = [("stream", c_void_p), ("workspace", c_void_p), ("workspace_bytes", c_size_t),
-                ("num_threads", c_int32), ("reserved0", c_int32), ("reserved", c_uint64 * 8)]
+                ("num_threads", c_int32), ("reserved0", c_int32), ("allocate", Allocate), ("allocator", c_void_p),
+                ("reserved", c_uint64 * 6)]
 
 
 class Explanation(Structure):

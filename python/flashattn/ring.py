@@ -21,6 +21,7 @@ from . import _native
 from ._arrays import is_torch, wants_gradient
 from ._call import Call
 from ._native import check, lib
+from ._scratch import finish
 from .torch_ops import _DOUBLE_BACKWARD
 
 _LAYOUTS = {"contiguous": 0, "zigzag": 1, "striped": 2}
@@ -225,7 +226,7 @@ class _Ring:
             call = Call(q, k, v, sinks=sinks, **self.options)
             addresses = fill(call)
             ring = self._struct(transport, q, k)
-            run = _native.Exec(stream=call.exec.stream if call.exec else None)
+            run = call.exec or _native.Exec()
             if transport.ranks > 1:
                 self._take_workspace(transport, call, ring, which, run)
         except Exception:
@@ -258,7 +259,7 @@ class _Ring:
     def _finish(transport, status):
         error, transport.error = transport.error, None
         try:
-            check(status)
+            finish(status)
         except _native.FlashAttnError as failure:
             if error is None:
                 raise

@@ -494,3 +494,25 @@ def test_the_tensors_device_is_used_not_the_current_one():
     q = torch.randn(1, 4, 1, 16)
     with pytest.raises(flashattn.InvalidError, match="k is on CUDA device 1"):
         flashattn.flash_attn_func(q, q.to("cuda:1"), q.to("cuda:1"))
+
+
+@needs_gpu
+def test_scratch_memory_is_pytorchs_even_where_the_device_has_none_left():
+    leaves = [torch.randn(4, 1024, 16, 64, dtype=BF16, requires_grad=True) for _ in range(3)]
+    dout = torch.randn(4, 1024, 16, 64, dtype=BF16)
+    out = flashattn.flash_attn_func(*leaves, causal=True)
+    before = torch.cuda.memory_allocated()
+    expected = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    grads_bytes = torch.cuda.memory_allocated() - before
+    torch.cuda.reset_peak_memory_stats()
+    again = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    assert torch.cuda.max_memory_allocated() - before > 2 * grads_bytes + 4 * leaves[0].numel()  # dQ's sums are float32
+    del again
+    assert torch.cuda.memory_allocated() == before + grads_bytes
+    hog = torch.empty(torch.cuda.mem_get_info()[0] - (64 << 20), dtype=torch.uint8, device="cuda")
+    del hog  # PyTorch keeps it
+    try:
+        for a, b in zip(torch.autograd.grad(out, leaves, dout), expected):
+            math_.assert_same(a, b)
+    finally:
+        torch.cuda.empty_cache()

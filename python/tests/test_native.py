@@ -11,7 +11,7 @@ import threading
 import flashattn
 import numpy as np
 import pytest
-from flashattn import _native
+from flashattn import _native, _scratch
 from flashattn._call import Call
 
 HEADER = pathlib.Path(__file__).resolve().parents[2] / "include"
@@ -129,3 +129,40 @@ def test_pips_compiler_of_gpu_kernels_is_found_for_pytorchs_version_of_cuda(tmp_
     assert _native.pip_nvrtc("11") is None
     monkeypatch.setattr("sys.path", [])
     assert _native.pip_nvrtc("13") is None
+
+
+def test_scratch_memory_comes_from_pytorch_and_goes_back(monkeypatch):
+    torch = pytest.importorskip("torch")
+    q = torch.randn(2, 70, 4, 32)
+    expected = Call(q, q, q, causal=True).forward()
+    blocks, given_back = [], []
+
+    def alloc(count, device):
+        assert device == 3
+        blocks.append(torch.empty(count, dtype=torch.uint8))
+        return blocks[-1].data_ptr()
+
+    monkeypatch.setattr(torch.cuda, "caching_allocator_alloc", alloc)
+    monkeypatch.setattr(torch.cuda, "caching_allocator_delete", given_back.append)
+    call = Call(q, q, q, causal=True)
+    call.exec = _scratch.exec_of(None, 3)
+    for a, b in zip(call.forward(), expected):
+        assert torch.equal(a, b)
+    assert len(blocks) == 1 and given_back == [blocks[0].data_ptr()]
+    call.forward()
+    assert len(blocks) == 2 and given_back == [block.data_ptr() for block in blocks]
+
+    def fail(count, device):
+        raise torch.OutOfMemoryError(f"no {count} bytes on {device}")
+
+    monkeypatch.setattr(torch.cuda, "caching_allocator_alloc", fail)
+    out = torch.full_like(q, 7.0)
+    with pytest.raises(torch.OutOfMemoryError, match="bytes on 3"):
+        call.forward(out)
+    assert (out == 7).all() and len(given_back) == 2
+    with pytest.raises(flashattn.InvalidError, match="num_threads is -1"):  # and not the error of the call before
+        call.exec.num_threads = -1
+        call.forward(out)
+    monkeypatch.setattr(torch.cuda, "caching_allocator_alloc", alloc)
+    call.exec.num_threads = 0
+    assert torch.equal(call.forward(out)[0], expected[0])

@@ -17,12 +17,11 @@ typedef struct kept_block {
  * calls at once one allocates. */
 flash_attn_status fa_memory_get(fa_memory *memory, const fa_cpu *cpu, const fa_exec *exec, size_t bytes)
 {
-    char  *base = exec->workspace;
-    size_t all  = bytes + FA_ALIGN_SLACK + sizeof(kept_block);
-    *memory     = (fa_memory){0};
-    if (base && exec->workspace_bytes < bytes + FA_ALIGN_SLACK)
-        return fa_fail(FLASH_ATTN_NO_MEMORY, "workspace_bytes is %zu, this call needs %zu", exec->workspace_bytes,
-                       bytes + FA_ALIGN_SLACK);
+    void  *given;
+    size_t all = bytes + FA_ALIGN_SLACK + sizeof(kept_block);
+    *memory    = (fa_memory){0};
+    FA_TRY(fa_take_workspace(exec, bytes + FA_ALIGN_SLACK, &given));
+    char *base = given;
     if (!base) {
         kept_block *block = atomic_exchange(&cpu->kept->block, NULL);
         if (block && block->bytes < all) {

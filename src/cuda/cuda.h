@@ -62,7 +62,8 @@ enum { FA_MAX_DEVICES = 64, FA_KERNEL_BUCKETS = 512 };
 typedef struct fa_device {
     atomic_int ready; /* 1: the fields below are set */
     CUdevice   device;
-    CUcontext  primary; /* retained when first needed */
+    CUcontext  primary;  /* retained when first needed */
+    CUmemoryPool pool;   /* of workspaces of our own; made when first needed, under fa_cuda.lock */
     int        arch, built_for; /* compute capability; what kernels are built for, 0: none */
     fa_chip    chip;
     int        max_shared_bytes;

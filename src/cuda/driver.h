@@ -15,7 +15,18 @@ typedef struct CUstream_st    *CUstream;
 typedef struct CUlib_st       *CUlibrary;
 typedef struct CUkern_st      *CUkernel; /* valid in every context: a library is loaded once for all devices */
 typedef struct CUfunc_st      *CUfunction;
+typedef struct CUpool_st      *CUmemoryPool;
 typedef unsigned long long     CUdeviceptr;
+typedef struct CUmemPoolProps {
+    int alloc_type, handle_types;
+    struct {
+        int type, id;
+    } location;
+    void          *windows;
+    size_t         max_bytes; /* 0: as many as the system has */
+    unsigned short usage;
+    unsigned char  reserved[54];
+} CUmemPoolProps;
 typedef struct CUlaunchAttribute {
     int id, padding;
     union {
@@ -37,6 +48,10 @@ enum {
     CUDA_ERROR_OUT_OF_MEMORY   = 2,
     CUDA_ERROR_NOT_INITIALIZED = 3,
     CUDA_ERROR_NO_DEVICE       = 100,
+
+    CU_MEM_ALLOCATION_TYPE_PINNED     = 1,
+    CU_MEM_LOCATION_TYPE_DEVICE       = 1,
+    CU_MEMPOOL_ATTR_RELEASE_THRESHOLD = 4, /* bytes that a synchronisation leaves in the pool, uint64_t */
 
     CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION                 = 4,
     CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6,
@@ -81,7 +96,10 @@ enum {
     X(cuLaunchKernelEx, (const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra))       \
     X(cuMemAlloc_v2, (CUdeviceptr *memory, size_t bytes))                                                           \
     X(cuMemFree_v2, (CUdeviceptr memory))                                                                           \
-    X(cuMemAllocAsync, (CUdeviceptr *memory, size_t bytes, CUstream stream))                                        \
+    X(cuMemPoolCreate, (CUmemoryPool *pool, const CUmemPoolProps *props))                                           \
+    X(cuMemPoolDestroy, (CUmemoryPool pool))                                                                        \
+    X(cuMemPoolSetAttribute, (CUmemoryPool pool, int attribute, void *value))                                       \
+    X(cuMemAllocFromPoolAsync, (CUdeviceptr *memory, size_t bytes, CUmemoryPool pool, CUstream stream))             \
     X(cuMemFreeAsync, (CUdeviceptr memory, CUstream stream))                                                        \
     X(cuMemsetD8Async, (CUdeviceptr memory, unsigned char value, size_t bytes, CUstream stream))                    \
     X(cuTensorMapEncodeTiled,                                                                                       \

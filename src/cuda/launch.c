@@ -15,9 +15,12 @@ static void free_cuda(fa_cuda *cuda)
                 cuda->driver->cuLibraryUnload(kernel->library);
             free(kernel);
         }
-    for (int i = 0; i < FA_MAX_DEVICES; i++)
+    for (int i = 0; i < FA_MAX_DEVICES; i++) {
+        if (cuda->devices[i].pool) /* what is still in use goes when it is not */
+            cuda->driver->cuMemPoolDestroy(cuda->devices[i].pool);
         if (cuda->devices[i].primary)
             cuda->driver->cuDevicePrimaryCtxRelease_v2(cuda->devices[i].device);
+    }
     fa_jit_free(&cuda->jit);
     pthread_mutex_destroy(&cuda->lock);
     pthread_mutex_destroy(&cuda->compile);

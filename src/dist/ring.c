@@ -153,11 +153,11 @@ static flash_attn_status plan_memory(fa_ring_call *r, bool inner)
 /* The caller's workspace, or host memory of our own, which is then *owned. */
 static flash_attn_status take_memory(fa_ring_call *r, const fa_exec *how, void **owned)
 {
-    bool  host  = fa_on_host(r->problem->device);
-    void *block = how->workspace;
-    FA_TRY(plan_memory(r, !host || block));
-    FA_TRY(fa_check_workspace(how, r->memory.total));
+    bool  host = fa_on_host(r->problem->device);
+    void *block;
+    FA_TRY(plan_memory(r, !host || how->workspace || how->allocate));
     FA_TRY(fa_check_memory(&r->call, how->workspace, how->workspace_bytes));
+    FA_TRY(fa_take_workspace(how, r->memory.total, &block));
     if (!block && !host)
         return fa_fail(FLASH_ATTN_INVALID,
                        "exec.workspace is NULL, expected %zu bytes on the device: the transport moves what is in it, "

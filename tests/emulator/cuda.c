@@ -396,10 +396,25 @@ int cuMemsetD8Async(uint64_t to, unsigned char byte, size_t bytes, stream *s)
     return keep(s, (operation){.to = to, .byte = byte, .bytes = bytes}) ? OK : cuMemsetD8_v2(to, byte, bytes);
 }
 
-int cuMemAllocAsync(uint64_t *memory, size_t bytes, stream *s)
+int cuMemPoolCreate(void **pool, const void *props)
+{
+    (void)props;
+    *pool = malloc(1);
+    return *pool ? OK : OUT_OF_MEMORY;
+}
+
+int cuMemPoolDestroy(void *pool)
+{
+    free(pool);
+    return OK;
+}
+
+int cuMemPoolSetAttribute(void *pool, int attribute, void *value) { return pool && attribute == 4 && value ? OK : INVALID_VALUE; }
+
+int cuMemAllocFromPoolAsync(uint64_t *memory, size_t bytes, void *pool, stream *s)
 {
     (void)s;
-    return cuMemAlloc_v2(memory, bytes);
+    return pool ? cuMemAlloc_v2(memory, bytes) : INVALID_VALUE;
 }
 
 /* A graph keeps the memory that was allocated while it was made. */

@@ -27,6 +27,11 @@ constexpr int Q_PANEL = FA_TILE_Q * 128, Q_BYTES = PANELS * Q_PANEL, KV_BYTES = 
 constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + STAGES * KV_BYTES, BARRIERS_AT = V_AT + STAGES * KV_BYTES;
 static_assert(FA_TILE_Q % 64 == 0 && (MOST_CHUNKS == 1 || MOST_CHUNKS == 2 || MOST_CHUNKS == 4) && FA_WARPS == 4 + 4 * CONSUMERS && FA_HEAD_DIM == FA_HEAD_DIM_V && FA_DTYPE_O == FA_DTYPE, "what the text is written for");
 
+/* Heads that there are not, of each producer: every consumer is to meet one. Nobody gives their places back, so they are to be different ones; and a stage is to be the same producer's
+ * always, or it might take the phase before the last for the last. */
+constexpr int NONES = (CONSUMERS + PRODUCERS * PASSES - 1) / (PRODUCERS * PASSES);
+static_assert(STAGES >= PRODUCERS * NONES && STAGES % PRODUCERS == 0, "fewer stages end in a launch that does not");
+
 /* Of a stage. Phases alternate, nothing is reset. */
 enum { K_FULL, V_FULL, INSPECTED, K_EMPTY, V_EMPTY, BARRIERS };
 enum { Q_FULL = BARRIERS, Q_EMPTY }; /* of a place of Q */
@@ -83,7 +88,7 @@ FA_DEVICE bool find_head(const fa_args &args, unsigned n, work &w)
 /* By a thread of each producer: every PRODUCERS-th of the block's heads. Finding one and asking for its tiles takes a thread a microsecond, and memory less for 64 rows. */
 FA_DEVICE void produce(const fa_args &args, const fa_maps &maps, unsigned producer)
 {
-    int none = 0; /* heads that there are not: each consumer is to meet one */
+    int none = 0;
     for (unsigned n = producer;; n += PRODUCERS) {
         work &w = work_at(n);
         await_empty(n, K_EMPTY);
@@ -94,7 +99,7 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps, unsigned produc
                 await_empty(n, V_EMPTY);
                 barrier_arrive(barrier_of(n, V_FULL));
             }
-            if (++none * PRODUCERS * PASSES >= CONSUMERS)
+            if (++none == NONES)
                 return;
             continue;
         }
