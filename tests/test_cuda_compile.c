@@ -63,6 +63,8 @@ static flash_attn_status call_for(const fa_tune_row *row, flash_attn_dtype dtype
     bool               few = row->only == FA_FOR_FEW || row->only == FA_FOR_FEW_TMA || row->only == FA_FOR_LATENT /* then a tile has the queries of four heads */, short_keys = row->only == FA_FOR_ONE_TILE;
     int64_t            most   = row->max_queries + (row->only == FA_FOR_LONG_TMA); /* of FA_FOR_LONG_TMA the fewest */
     int64_t            seqlen = few ? row->tile_q / 4 : short_keys ? row->tile_q : row->max_queries ? most : many_queries(row, dtype), keys = short_keys ? row->tile_k : 256, d = row->head_dim, heads_q = few ? 16 : 4;
+    if (row->only == FA_FOR_SHORT_TMA || row->only == FA_FOR_UNEVEN_TMA)
+        keys = most;
     flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA},
                             .q      = {.dtype = dtype, .shape = {2, seqlen, heads_q, d}},
                             .k      = {.dtype = dtype, .shape = {2, keys, 4, d}},

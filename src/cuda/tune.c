@@ -44,6 +44,10 @@ const fa_tune_row fa_tune_rows[] = {
      "long: three consumers of 64 rows, and keys for which S fits beside P; dropout spills (decision 0075)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 96, FA_ON_CAUSAL, FA_FOR_LONG_TMA, 4096, 192, 128, 16, 2, 1, 0, 0,
      "longer and causal: three consumers, one step after the other (decision 0075)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 128, FA_ON_NONE, FA_FOR_SHORT_TMA, 224, 128, 64, 12, 4, 1, 1, 16,
+     "short: keys past the last are masked in a tile of 64, not of 128 (decision 0089)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 128, FA_ON_NONE, FA_FOR_UNEVEN_TMA, 832, 128, 64, 12, 4, 1, 1, 16,
+     "half of the last 128 keys would be nobody's (decision 0089)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 1, 0,
      "two consumers; two stages of Q, so that the walk does not stop between tiles of queries (decision 0047)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 192, FA_ON_ANY, FA_FOR_NARROW_V_TMA, 0, 128, 128, 12, 2, 1, 0, 0,
@@ -401,7 +405,9 @@ static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *ke
         return key->aligned && (!key->has_bias || call->bias.stride[1] == 0) && !(key->has_alibi || key->has_dropout || key->has_slices) && is_few(row, call, plain);
     if ((row->only == FA_FOR_SOFTCAP_TMA && !key->has_softcap) || (row->only == FA_FOR_BIAS_TMA && !key->has_bias) || (row->only == FA_FOR_CUT_TMA && !(key->has_slices && fa_cuts_many(call, larger_tiles(row)))) || (row->only == FA_FOR_NARROW_V_TMA && call->head_dim_v > FA_NARROW_V))
         return false;
-    if (row->only == FA_FOR_SHORT_TMA && call->max_seqlen_k > row->max_queries)
+    if ((row->only == FA_FOR_SHORT_TMA || row->only == FA_FOR_UNEVEN_TMA) && call->max_seqlen_k > row->max_queries)
+        return false;
+    if (row->only == FA_FOR_UNEVEN_TMA && (call->max_seqlen_k + 2 * row->tile_k - 1) % (2 * row->tile_k) >= row->tile_k)
         return false;
     if (row->only == FA_FOR_LONG_TMA && (call->max_seqlen_q <= row->max_queries || call->cache_batch_idx || (call->cu_seqlens_k && !fa_is_backward(row->kernel))))
         return false; /* values_sm90 counts entries' tiles */

@@ -83,7 +83,8 @@ enum fa_row_for {
     FA_FOR_PLANES,  /* with FA_ALIGNED, more than 128 queries and a scale above 0, without softcap, slices and parts; backward more than 128 keys, no dbias and no fixed order (takes_planes) */
     FA_FOR_TMA,     /* and with what forward_sm90 asks for besides: fa_tune_takes_tma */
     FA_FOR_SHORT_TMA, /* and with no more keys than max_queries */
-    FA_FOR_LONG_TMA,  /* and with more queries than max_queries, neither packed nor with a cache index */
+    FA_FOR_UNEVEN_TMA, /* likewise, of which the last tile would be half empty at least if tiles were twice as large */
+    FA_FOR_LONG_TMA,  /* as FA_FOR_TMA, with more queries than max_queries, neither packed nor with a cache index */
     FA_FOR_SOFTCAP_TMA, /* as FA_FOR_TMA, with softcap */
     FA_FOR_BIAS_TMA,    /* as FA_FOR_TMA, with a bias (takes_bias) */
     FA_FOR_NARROW_V_TMA, /* as FA_FOR_TMA, V of no more than FA_NARROW_V columns */
