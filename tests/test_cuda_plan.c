@@ -414,7 +414,7 @@ static void short_calls_take_the_kernel_of_their_lengths(void **state)
         flash_attn_mask   mask;
         bool              f32_o, softcap, sinks;
         enum fa_kernel_id kernel;
-        int               tile_q;
+        int               tile_q, tile_k; /* 0: any */
     } calls[] = {
         {FORWARD, 33, 256, 4, 64, .kernel = SHORT_F, .tile_q = 256},  {FORWARD, 32, 256, 4, 64, .kernel = FEW_F, .tile_q = 64},     {FORWARD, 65, 256, 4, 128, .kernel = OWN_F, .tile_q = 128},
         {FORWARD, 64, 256, 4, 128, .kernel = FEW_F, .tile_q = 64},    {FORWARD, 128, 257, 4, 64, .kernel = FEW_F, .tile_q = 128},   {FORWARD, 300, 320, 4, 64, .kernel = OWN_F, .tile_q = 128},
@@ -422,7 +422,13 @@ static void short_calls_take_the_kernel_of_their_lengths(void **state)
         {FORWARD, 33, 100, 4, 128, FLASH_ATTN_CAUSAL, .kernel = SHORT_F, .tile_q = 128}, {FORWARD, 100, 100, 4, 64, .f32_o = true, .kernel = OWN_F, .tile_q = 128}, {FORWARD, 100, 100, 4, 64, .softcap = true, .kernel = OWN_F, .tile_q = 128},
         {FORWARD, 8, 128, 4, 64, .kernel = SHORT_F, .tile_q = 128},   {FORWARD, 7, 128, 4, 64, .kernel = ANY_F, .tile_q = 16},      {FORWARD, 32, 129, 4, 64, .kernel = FEW_F, .tile_q = 64},
         {FORWARD, 32, 128, 2, 64, .kernel = FEW_F, .tile_q = 64},     {FORWARD, 32, 128, 4, 72, .kernel = FEW_F, .tile_q = 64},     {FORWARD, 100, 100, 4, 136, .kernel = OWN_F, .tile_q = 128},
-        {FORWARD, 321, 320, 4, 64, .kernel = OWN_F, .tile_q = 192},   {BACKWARD, 128, 128, 4, 64, .kernel = SHORT_B, .tile_q = 128}, {BACKWARD, 128, 128, 1, 128, .kernel = SHORT_B, .tile_q = 128},
+        {FORWARD, 321, 321, 4, 64, .kernel = OWN_F, .tile_q = 192},   {BACKWARD, 128, 128, 4, 64, .kernel = SHORT_B, .tile_q = 128}, {BACKWARD, 128, 128, 1, 128, .kernel = SHORT_B, .tile_q = 128},
+        {FORWARD, 224, 224, 4, 128, .kernel = OWN_F, .tile_q = 128, .tile_k = 64}, {FORWARD, 225, 224, 4, 128, .kernel = OWN_F, .tile_q = 128, .tile_k = 128}, {FORWARD, 225, 225, 4, 128, .kernel = OWN_F, .tile_q = 128, .tile_k = 128},
+        {FORWARD, 257, 257, 4, 128, .kernel = OWN_F, .tile_q = 128, .tile_k = 64}, {FORWARD, 320, 320, 4, 128, .kernel = OWN_F, .tile_q = 128, .tile_k = 64}, {FORWARD, 321, 321, 4, 128, .kernel = OWN_F, .tile_q = 128, .tile_k = 128},
+        {FORWARD, 832, 832, 4, 128, .kernel = OWN_F, .tile_q = 128, .tile_k = 64}, {FORWARD, 832, 833, 4, 128, .kernel = OWN_F, .tile_q = 128, .tile_k = 128}, {FORWARD, 900, 900, 4, 128, .kernel = OWN_F, .tile_q = 128, .tile_k = 128},
+        {FORWARD, 384, 384, 4, 64, .kernel = OWN_F, .tile_q = 192}, {FORWARD, 385, 385, 4, 64, .kernel = OWN_F, .tile_q = 128, .tile_k = 64}, {FORWARD, 448, 448, 4, 64, .kernel = OWN_F, .tile_q = 128, .tile_k = 64},
+        {FORWARD, 449, 448, 4, 64, .kernel = OWN_F, .tile_q = 192}, {FORWARD, 448, 449, 4, 64, .kernel = OWN_F, .tile_q = 192},
+        {FORWARD, 200, 200, 4, 128, FLASH_ATTN_CAUSAL, .kernel = OWN_F, .tile_q = 128, .tile_k = 128},
         {BACKWARD, 129, 128, 4, 64, .kernel = SHORT_B, .tile_q = 256}, {BACKWARD, 1, 256, 4, 40, .kernel = SHORT_B, .tile_q = 256},  {BACKWARD, 256, 256, 2, 64, .kernel = OWN_B, .tile_q = 128},
         {BACKWARD, 257, 256, 4, 64, .kernel = OWN_B, .tile_q = 128},  {BACKWARD, 129, 128, 4, 128, .kernel = OWN_B, .tile_q = 64},  {BACKWARD, 100, 128, 4, 130, .kernel = ANY_B, .tile_q = 64},
         {BACKWARD, 128, 100, 4, 64, FLASH_ATTN_WINDOW, .kernel = SHORT_B, .tile_q = 128}, {BACKWARD, 100, 100, 4, 64, .f32_o = true, .kernel = ANY_B, .tile_q = 64},
@@ -444,8 +450,8 @@ static void short_calls_take_the_kernel_of_their_lengths(void **state)
             }
             if (fa_normalise(&p, calls[n].pass == BACKWARD ? &g : NULL, calls[n].pass, FA_PLAN, &call) != FLASH_ATTN_OK || fa_plan_make(&call, 90, NULL, NULL, &plan) != FLASH_ATTN_OK)
                 fail_msg("call %zu: %s", n, flash_attn_last_error());
-            if (plan.launch[plan.main].key.kernel != (int)calls[n].kernel || plan.row->tile_q != calls[n].tile_q)
-                fail_msg("call %zu, batch %d: %s, %d queries a tile", n, (int)batch, fa_kernels[plan.launch[plan.main].key.kernel].name, plan.row->tile_q);
+            if (plan.launch[plan.main].key.kernel != (int)calls[n].kernel || plan.row->tile_q != calls[n].tile_q || (calls[n].tile_k && plan.row->tile_k != calls[n].tile_k))
+                fail_msg("call %zu, batch %d: %s, tiles of %d x %d", n, (int)batch, fa_kernels[plan.launch[plan.main].key.kernel].name, plan.row->tile_q, plan.row->tile_k);
             if ((calls[n].kernel == SHORT_F || calls[n].kernel == SHORT_B) && (plan.num_launches != 1 || plan.workspace_bytes != 0))
                 fail_msg("call %zu: %d launches, %zu bytes", n, plan.num_launches, plan.workspace_bytes);
         }

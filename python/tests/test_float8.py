@@ -54,7 +54,7 @@ def test_rotation_makes_outliers_harmless():
     q, k, v = (outliers(1, 512, 2, 128, seed=seed) for seed in (1, 2, 3))
     exact = flashattn.flash_attn_func(q, k, v)
     plain, turned = ((attended(float8.quantize(q, k, v, hadamard=hadamard)) - exact).pow(2).mean().sqrt() for hadamard in (False, True))
-    assert turned < 0.85 * plain and turned < 0.01
+    assert turned < (0.85 if q.is_cpu else 0.9) * plain and turned < 0.01  # on a GPU P is FP8 too, and not rotated
 
 
 def test_numpy_makes_the_same():
