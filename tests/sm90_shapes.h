@@ -373,7 +373,7 @@ static const test_case backward_shapes[] = {
      .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_HOLES, .slices = SLICES_DOCUMENTS},
     {.name = "slices, shared question, causal, groups that share keys", .seqlen_q = 700, .seqlen_k = 800, .heads_q = 8, .heads_k = 2, .mask = C, .sinks = true, .slices = SLICES_SHARED},
     {.name = "slices, sparse", .batch = 2, .seqlen_q = 300, .seqlen_k = 400, .heads_q = 2, .slices = SLICES_SPARSE},
-    {.name = "slices of all kinds, used lengths", .batch = 4, .seqlen_q = 600, .seqlen_k = 500, .seqused_q = LENGTHS_HOLES, .seqused_k = LENGTHS_MIXED, .slices = SLICES_KINDS},
+    {.name = "slices of all kinds, sinks, used lengths", .batch = 4, .seqlen_q = 600, .seqlen_k = 500, .sinks = true, .seqused_q = LENGTHS_HOLES, .seqused_k = LENGTHS_MIXED, .slices = SLICES_KINDS},
     {.name = "slices, each its own", .batch = 4, .seqlen_q = 500, .seqlen_k = 600, .heads_q = 4, .heads_k = 2, .slices = SLICES_OWN},
     {.name = "slices, many tiles a block", .batch = 40, .seqlen_q = 140, .seqlen_k = 150, .heads_q = 3, .slices = SLICES_KINDS, .head_dim = 64},
     {.name = "slices, 96 columns", .batch = 2, .seqlen_q = 300, .seqlen_k = 300, .heads_q = 2, .head_dim = 96, .slices = SLICES_DOCUMENTS},

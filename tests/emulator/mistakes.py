@@ -76,6 +76,7 @@ MISTAKES = [
     ("a list whose last tile is forgotten", LISTS, "{whole + cut, cut + (whole > 0)}", "{whole + cut - (whole + cut > 1), cut + (whole > 0)}", SLICES),
     ("a column too many is seen", LISTS, "columns_below<COLUMNS>(end - first)", "columns_below<COLUMNS>(end - first + 1)", SLICES),
     ("masks that are each other's", LISTS, "{tile, masks + b}", "{tile, masks}", SLICES),
+    ("a sink's gradient of a query that its slices show no key", "packed_sm90.cuh", "if (args.num_slices == 0)", "if (true)", ("slices of all kinds, sinks", "every_backward*")),
     ("slices of other queries", LISTS, "place < MOST_NEAR", "place < 1", SLICES),
     ("S^T masked by the next keys' words", LISTED, "words[8 * 4]", "words[0]", SLICES_BACK),
     ("a turn that is another's", LISTS, " = turns + __popc(some & ((1u << lane) - 1));", " = 0;", SLICES_BACK),

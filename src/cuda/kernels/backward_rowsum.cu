@@ -58,7 +58,7 @@ FA_DEVICE void fill_tile(const fa_args &args, unsigned n)
     for (int row = threadIdx.x; row < FA_TILE_Q; row += 32 * FA_WARPS)
         stats[row] = first + row < s.seqlen_q ? lse_log2(lse[(first + row) * args.lse.stride[2]]) : infinity(); /* past the last P is 0 */
     delta_of_tile(args, s, head, first, [&](int i, float delta) {
-        if (is_minus_0(delta) && sees_a_key(args, s, i))
+        if (is_minus_0(delta) && sees_a_key(args, at.b, s, i))
             delta = __int_as_float(0x7FFFFFFF);
         if (threadIdx.x % LANES == 0)
             stats[FA_TILE_Q + i - first] = delta;

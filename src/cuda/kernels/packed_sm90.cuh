@@ -36,11 +36,20 @@ FA_DEVICE tile_place place_of_queries(const fa_args &args, int n)
     return place_of_tile<FA_TILE_Q>(args.cu_seqlens_q, args.q_rows, args.tiles_q, args.batch, n);
 }
 
-/* By the window: Hopper's kernels have no other mask. */
-FA_DEVICE bool sees_a_key(const fa_args &args, const sequence &s, int i)
+/* By the window and, where there are slices, by one of them. */
+FA_DEVICE bool sees_a_key(const fa_args &args, int b, const sequence &s, int i)
 {
     fa_range seen = fa_keys_seen(args.window, s.diagonal, {i, i + 1}, {s.key_begin, s.seqlen_k});
-    return seen.begin < seen.end;
+    if (args.num_slices == 0)
+        return seen.begin < seen.end;
+    fa_range own = slices_of(args, b);
+    for (int n = own.begin; n < own.end; n++) {
+        fa_slice of   = args.slices[n];
+        fa_range keys = fa_keys_of_slice(of.q_begin, of.q_end, of.k_begin, of.k_end, of.kind, i);
+        if (fa_max_int(seen.begin, keys.begin) < fa_min_int(seen.end, keys.end))
+            return true;
+    }
+    return false;
 }
 
 #endif

@@ -146,7 +146,7 @@ template <class TILE, int COLS> FA_DEVICE bool cut_queries_of(const fa_args &arg
         fa_i64       token = ((fa_i64)head * args.q_entries + s.q_entry) * args.q_rows + s.q_row;
         if (threadIdx.x < FA_TILE_Q) {
             float x    = i < p.end ? lse[i * args.lse.stride[2]] : -infinity();
-            bool  sees = x != -infinity() && sees_a_key(args, s, i);
+            bool  sees = x != -infinity() && sees_a_key(args, at.b, s, i);
             ((float *)(p.to + TILE::BYTES))[threadIdx.x] = to == args.q_tiles ? (sees ? x : infinity()) : sees ? args.delta[token + i] : 0.0f;
             largest[threadIdx.x]                         = sees;
         }
