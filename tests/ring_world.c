@@ -1,6 +1,7 @@
 #include "ring_world.h"
 
 #include "case_numbers.h"
+#include "giver.h"
 
 #include <pthread.h>
 #include <stdio.h>
@@ -305,6 +306,7 @@ static flash_attn_status run_pass(ring_rank *r, on_device *d, flash_attn_pass pa
     size_t          bytes = 0;
     flash_attn_exec exec  = r->exec;
     void           *own   = NULL;
+    giver           from;
     if (r->give_workspace) {
         flash_attn_status status = flash_attn_ring_workspace_size(r->context, &d->p, &r->ring, pass, &bytes);
         char             *zeros  = calloc(bytes + 1, 1);
@@ -317,6 +319,10 @@ static flash_attn_status run_pass(ring_rank *r, on_device *d, flash_attn_pass pa
             free(zeros);
         exec.workspace       = (char *)own + 1; /* any alignment */
         exec.workspace_bytes = bytes - r->workspace_short;
+        if (r->by_allocator) {
+            from = (giver){.gives = exec.workspace};
+            exec = (flash_attn_exec){.stream = exec.stream, .num_threads = exec.num_threads, .allocate = give, .allocator = &from};
+        }
     }
     flash_attn_status status = pass == FLASH_ATTN_FORWARD
                                    ? flash_attn_ring_forward(r->context, &d->p, &r->ring, &exec)

@@ -33,6 +33,7 @@ typedef struct ring_rank {
     flash_attn_exec    exec;
     bool               give_workspace; /* of the size that the library says, less workspace_short bytes */
     size_t             workspace_short;
+    bool               by_allocator; /* it comes from exec.allocate */
     flash_attn_status  status[2]; /* of the passes; the second is not run after a failure of the first */
     char               error[2][512];
     bool               touched; /* some byte of an output is not what it was before */

@@ -1,6 +1,7 @@
 /* Promises of the public calls that hold for every device: errors, plans, empty problems, memory, what options mean. */
 #include "case_numbers.h"
 #include "check.h"
+#include "giver.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -122,109 +123,107 @@ static void a_plan_of_results_on_inputs_is_refused(void **state)
     }
 }
 
+/* A problem, what both passes give without a workspace, and scratch memory that is guarded on both sides. */
+enum { GUARD_BEFORE = 17 /* any alignment */, GUARDS = 64 };
+
+typedef struct scratch {
+    memory             m, expected;
+    flash_attn_problem p;
+    flash_attn_grads   g;
+    unsigned char     *block;
+    size_t             bytes;
+} scratch;
+
+static void poison_outputs(memory *m, flash_attn_pass pass)
+{
+    if (pass == FLASH_ATTN_FORWARD) {
+        memset(m->o, 0xFF, sizeof m->o);
+        memset(m->lse, 0xFF, sizeof m->lse);
+        return;
+    }
+    memset(m->dq, 0xFF, sizeof m->dq);
+    memset(m->dk, 0xFF, sizeof m->dk);
+    memset(m->dv, 0xFF, sizeof m->dv);
+}
+
+static flash_attn_status run_poisoned(scratch *s, flash_attn_pass pass, const flash_attn_exec *exec)
+{
+    poison_outputs(&s->m, pass);
+    return pass == FLASH_ATTN_FORWARD ? flash_attn_forward(NULL, &s->p, exec) : flash_attn_backward(NULL, &s->p, &s->g, exec);
+}
+
+static void make_scratch(scratch *s, flash_attn_pass pass)
+{
+    s->p = make_problem(&s->m);
+    s->g = make_grads(&s->m);
+    ASSERT_OK(run_poisoned(s, FLASH_ATTN_FORWARD, NULL));
+    ASSERT_OK(run_poisoned(s, FLASH_ATTN_BACKWARD, NULL));
+    s->expected = s->m;
+    ASSERT_OK(flash_attn_workspace_size(NULL, &s->p, pass, &s->bytes));
+    assert_true(s->bytes > 0);
+    s->block = malloc(s->bytes + GUARDS);
+    assert_non_null(s->block);
+    memset(s->block, 0x5A, s->bytes + GUARDS);
+}
+
+static void expect_guarded(const scratch *s)
+{
+    assert_memory_equal(&s->m, &s->expected, sizeof s->m);
+    for (size_t i = 0; i < GUARDS; i++)
+        assert_int_equal(s->block[i < GUARD_BEFORE ? i : s->bytes + i], 0x5A);
+}
+
+/* Refused for want of memory, with this in its sentence, and nothing written. */
+static void expect_refused(scratch *s, flash_attn_pass pass, const flash_attn_exec *exec, const char *says)
+{
+    memory poisoned = s->m;
+    poison_outputs(&poisoned, pass);
+    ASSERT_FAILS(run_poisoned(s, pass, exec), FLASH_ATTN_NO_MEMORY, says);
+    assert_memory_equal(&s->m, &poisoned, sizeof poisoned);
+    s->m = s->expected;
+}
+
 static void a_workspace_must_be_large_enough_and_suffices(void **state)
 {
     (void)state;
-    static memory      m, before, without;
-    flash_attn_problem p = make_problem(&m);
-    flash_attn_grads   g = make_grads(&m);
-    ASSERT_OK(flash_attn_forward(NULL, &p, NULL));
-    ASSERT_OK(flash_attn_backward(NULL, &p, &g, NULL));
-    without = m;
+    static scratch s;
     for (flash_attn_pass pass = FLASH_ATTN_FORWARD; pass <= FLASH_ATTN_BACKWARD; pass++) {
-        size_t bytes;
-        ASSERT_OK(flash_attn_workspace_size(NULL, &p, pass, &bytes));
-        /* Any alignment; what lies before and behind stays. */
-        unsigned char *block = malloc(bytes + 64);
-        assert_non_null(block);
-        memset(block, 0x5A, bytes + 64);
-        flash_attn_exec exec = {.workspace = block + 17, .workspace_bytes = bytes};
-        if (pass == FLASH_ATTN_FORWARD) {
-            memset(m.o, 0xFF, sizeof m.o);
-            memset(m.lse, 0xFF, sizeof m.lse);
-            ASSERT_OK(flash_attn_forward(NULL, &p, &exec));
-        } else {
-            memset(m.dq, 0xFF, sizeof m.dq);
-            memset(m.dk, 0xFF, sizeof m.dk);
-            memset(m.dv, 0xFF, sizeof m.dv);
-            ASSERT_OK(flash_attn_backward(NULL, &p, &g, &exec));
-        }
-        assert_memory_equal(&m, &without, sizeof m);
-        for (size_t i = 0; i < 64; i++)
-            assert_int_equal(block[i < 17 ? i : bytes + i], 0x5A);
-        if (bytes > 0) {
-            before               = m;
-            exec.workspace_bytes = bytes - 1;
-            ASSERT_FAILS(pass == FLASH_ATTN_FORWARD ? flash_attn_forward(NULL, &p, &exec)
-                                                    : flash_attn_backward(NULL, &p, &g, &exec),
-                         FLASH_ATTN_NO_MEMORY, "workspace_bytes");
-            assert_memory_equal(&m, &before, sizeof m);
-        }
-        free(block);
+        make_scratch(&s, pass);
+        flash_attn_exec exec = {.workspace = s.block + GUARD_BEFORE, .workspace_bytes = s.bytes};
+        ASSERT_OK(run_poisoned(&s, pass, &exec));
+        expect_guarded(&s);
+        exec.workspace_bytes = s.bytes - 1;
+        expect_refused(&s, pass, &exec, "workspace_bytes");
+        free(s.block);
     }
-}
-
-typedef struct allocator {
-    size_t asked, times;
-    char  *gives;
-} allocator;
-
-static void *give(void *of, size_t bytes)
-{
-    allocator *a = of;
-    a->asked     = bytes;
-    a->times++;
-    return a->gives;
 }
 
 static void an_allocator_is_asked_once_for_what_is_needed(void **state)
 {
     (void)state;
-    static memory      m, before, without;
-    flash_attn_problem p = make_problem(&m);
-    flash_attn_grads   g = make_grads(&m);
-    ASSERT_OK(flash_attn_forward(NULL, &p, NULL));
-    ASSERT_OK(flash_attn_backward(NULL, &p, &g, NULL));
-    without = m;
+    static scratch s;
     for (flash_attn_pass pass = FLASH_ATTN_FORWARD; pass <= FLASH_ATTN_BACKWARD; pass++) {
-        size_t bytes;
-        ASSERT_OK(flash_attn_workspace_size(NULL, &p, pass, &bytes));
-        assert_true(bytes > 0);
-        char *block = malloc(bytes + 64);
-        assert_non_null(block);
-        memset(block, 0x5A, bytes + 64);
-        allocator       a    = {.gives = block + 17};
-        flash_attn_exec exec = {.allocate = give, .allocator = &a};
-        if (pass == FLASH_ATTN_FORWARD) {
-            memset(m.o, 0xFF, sizeof m.o);
-            ASSERT_OK(flash_attn_forward(NULL, &p, &exec));
-        } else {
-            memset(m.dq, 0xFF, sizeof m.dq);
-            ASSERT_OK(flash_attn_backward(NULL, &p, &g, &exec));
-        }
-        assert_memory_equal(&m, &without, sizeof m);
-        assert_int_equal(a.times, 1);
-        assert_true(a.asked <= bytes);
-        for (size_t i = 0; i < 64; i++)
-            assert_int_equal(block[i < 17 ? i : bytes + i], 0x5A);
+        make_scratch(&s, pass);
+        giver           from = {.gives = s.block + GUARD_BEFORE};
+        flash_attn_exec exec = {.allocate = give, .allocator = &from};
+        ASSERT_OK(run_poisoned(&s, pass, &exec));
+        expect_guarded(&s);
+        assert_int_equal(from.times, 1);
+        assert_true(from.asked <= s.bytes);
         bool used = false;
-        for (size_t i = 17; i < bytes + 17; i++)
-            used |= block[i] != 0x5A;
+        for (size_t i = 0; i < s.bytes; i++)
+            used |= s.block[GUARD_BEFORE + i] != 0x5A;
         assert_true(used);
 
-        before = m;
-        a      = (allocator){0};
-        ASSERT_FAILS(pass == FLASH_ATTN_FORWARD ? flash_attn_forward(NULL, &p, &exec) : flash_attn_backward(NULL, &p, &g, &exec),
-                     FLASH_ATTN_NO_MEMORY, "exec.allocate gave no memory for ");
-        assert_memory_equal(&m, &before, sizeof m);
-        assert_int_equal(a.times, 1);
+        from = (giver){0};
+        expect_refused(&s, pass, &exec, "exec.allocate gave no memory for ");
+        assert_int_equal(from.times, 1);
 
-        a                    = (allocator){0}; /* who has a workspace is not asked */
-        exec.workspace       = block;
-        exec.workspace_bytes = bytes;
-        ASSERT_OK(pass == FLASH_ATTN_FORWARD ? flash_attn_forward(NULL, &p, &exec) : flash_attn_backward(NULL, &p, &g, &exec));
-        assert_int_equal(a.times, 0);
-        free(block);
+        exec.workspace       = s.block; /* who has one does not ask */
+        exec.workspace_bytes = s.bytes;
+        ASSERT_OK(run_poisoned(&s, pass, &exec));
+        assert_int_equal(from.times, 1);
+        free(s.block);
     }
 }
 

@@ -8,6 +8,7 @@
  */
 #include "case_numbers.h"
 #include "cuda_plain.h"
+#include "giver.h"
 
 #include <pthread.h>
 #include <sys/wait.h>
@@ -295,20 +296,6 @@ static void a_misaligned_workspace_is_as_good(void **state)
     free_plain(&p);
 }
 
-typedef struct allocator {
-    size_t asked;
-    int    times;
-    void  *gives;
-} allocator;
-
-static void *give(void *of, size_t bytes)
-{
-    allocator *a = of;
-    a->asked     = bytes;
-    a->times++;
-    return a->gives;
-}
-
 static void an_allocator_is_asked_where_there_is_no_workspace(void **state)
 {
     (void)state;
@@ -316,7 +303,7 @@ static void an_allocator_is_asked_where_there_is_no_workspace(void **state)
     plain          p        = make_plain(2, 1, 8192, 8, 2, 128, 4); /* split */
     unsigned char *expected = expected_of(&p);
     add_workspace(&p);
-    allocator       a    = {.gives = p.workspace};
+    giver           a    = {.gives = p.workspace};
     flash_attn_exec exec = {.allocate = give, .allocator = &a};
     poison(&p);
     unsigned char *poisoned = result_of(&p);
@@ -334,7 +321,7 @@ static void an_allocator_is_asked_where_there_is_no_workspace(void **state)
     free_plain(&p);
 
     plain whole = make_plain(1, 300, 300, 2, 2, 64, 5); /* needs none */
-    a           = (allocator){0};
+    a           = (giver){0};
     expect_ok(flash_attn_forward(NULL, &whole.problem, &exec));
     assert_int_equal(a.times, 0);
     free_plain(&whole);

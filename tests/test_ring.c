@@ -143,6 +143,7 @@ static void run_case(ring_case shape, flash_attn_dtype dtype, const tier *t)
         ring_world_rank(test, rank)->context          = t->context;
         ring_world_rank(test, rank)->exec.num_threads = 1 + rank % 2;
         ring_world_rank(test, rank)->give_workspace   = shape.ranks == 3;
+        ring_world_rank(test, rank)->by_allocator     = rank == 1;
     }
     char what[200];
     snprintf(what, sizeof what, "%s %s, %d ranks, layout %d, %d x %d, mask %d", t->name, dtype_name(dtype), shape.ranks,

@@ -49,6 +49,7 @@ static flash_attn_status launch_all(const fa_place *place, const fa_call *call, 
 static CUmemoryPool pool_of(const fa_place *place)
 {
     fa_device *device = place->device;
+    CUmemoryPool pool = NULL;
     if (!device->has_pools)
         return NULL;
     pthread_mutex_lock(&place->cuda->lock);
@@ -57,15 +58,16 @@ static CUmemoryPool pool_of(const fa_place *place)
         CUmemPoolProps   props  = {.alloc_type = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {CU_MEM_LOCATION_TYPE_DEVICE, device->device}};
         size_t           bytes;
         uint64_t         kept;
-        if (driver->cuMemPoolCreate(&device->pool, &props) != CUDA_SUCCESS)
-            device->pool = NULL;
-        else if (driver->cuDeviceTotalMem_v2(&bytes, device->device) == CUDA_SUCCESS) {
+        if (driver->cuMemPoolCreate(&pool, &props) == CUDA_SUCCESS)
+            device->pool = pool;
+        if (device->pool && driver->cuDeviceTotalMem_v2(&bytes, device->device) == CUDA_SUCCESS) {
             kept = bytes / 128;
             driver->cuMemPoolSetAttribute(device->pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &kept);
         }
     }
+    pool = device->pool;
     pthread_mutex_unlock(&place->cuda->lock);
-    return device->pool;
+    return pool;
 }
 
 /* Stream-ordered where the device can; else cuMemAlloc, whose free waits for the work. */
