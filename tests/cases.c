@@ -165,6 +165,7 @@ const test_case test_cases[] = {
     {"slices", "all kinds, window", .slices = SLICES_KINDS, .seqlen_q = 150, .seqlen_k = 130, .mask = W, .window_left = 60, .window_right = 30},
     {"slices", "own lists",    .slices = SLICES_OWN, .seqlen_q = 100, .seqlen_k = 90, .batch = 3, .heads_q = 2},
     {"slices", "no queries",   .slices = SLICES_DOCUMENTS, .seqlen_q = 90, .seqlen_k = 100, .batch = 3, .seqused_q = LENGTHS_HOLES},
+    {"slices", "pages",        .slices = SLICES_SHARED, .seqlen_q = 110, .seqlen_k = 130, .batch = 2, .heads_q = 2, .page_size = 8, .seqused_k = LENGTHS_MIXED, .mask = C, .forward_only = true},
     {"slices", "own lists, varlen", .slices = SLICES_OWN, .seqlen_q = 100, .seqlen_k = 90, .batch = 3, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_MIXED},
 
     {"varlen", "mixed",        .batch = 4, .heads_q = 2, .seqlen_q = 70, .seqlen_k = 90, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_MIXED},

@@ -104,6 +104,7 @@ flash_attn_status fa_plan_add_lists(const fa_call *call, fa_plan *plan, const fa
     lists.tile_k        = row->tile_k;
     lists.mask          = FA_MASK_LISTED;
     lists.has_slices    = 1;
+    lists.has_paged     = main->has_paged; /* or a page's rows would be all keys */
     lists.variant       = !backward ? 0 : has_keys_down(row) ? 1 : 2;
     lists.deterministic = backward && call->deterministic;
     args->all_tiles_q   = (int)queries;
