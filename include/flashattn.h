@@ -537,7 +537,8 @@ typedef struct flash_attn_ring {
  * pages, cache_batch_idx, F8E4M3.
  *
  * CUDA: with more than one rank exec.workspace or exec.allocate is needed, for the transport moves what is in that
- * memory, between GPUs: take some of the kind that the engine likes best (registered, say). It must be there until the stream has run the call.
+ * memory, between GPUs: take some of the kind that the engine likes best (registered, say). It must be there until the
+ * stream has run the call.
  *
  * Errors: any status, and TRANSPORT. On the host, and on CUDA with exchange_host, ranks first tell each other what they
  * are about to do, and once more how it went: if one was given nonsense, something else than the others, or has no

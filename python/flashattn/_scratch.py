@@ -14,20 +14,13 @@ class _Held(threading.local):
 _held = _Held()
 
 
-def _give_back():
-    """To PyTorch, whose next tensor there is written behind the call, on its stream."""
-    if _held.address is not None:
-        address, _held.address = _held.address, None
-        sys.modules["torch"].cuda.caching_allocator_delete(address)
-
-
 def _allocate(device, count):
     """flash_attn_exec.allocate; allocator is the device's number. It runs in the thread of the call, on its stream."""
     try:
-        _give_back()
         _held.address = sys.modules["torch"].cuda.caching_allocator_alloc(count, device or 0)
     except BaseException as error:  # C cannot raise it; finish does
         _held.error = error
+        return None
     return _held.address
 
 
@@ -40,9 +33,11 @@ def exec_of(stream, device):
 
 
 def finish(status):
-    """Behind a call: give back its scratch memory, and raise what a status other than OK means."""
+    """Behind a call: give back its scratch memory to PyTorch, whose next tensor there is written behind the call, on its stream,
+    and raise what a status other than OK means."""
     if _held.address is not None:
-        _give_back()
+        address, _held.address = _held.address, None
+        sys.modules["torch"].cuda.caching_allocator_delete(address)
     if status:
         error, _held.error = _held.error, None
         if error is not None:

@@ -35,7 +35,7 @@ const fa_tune_row fa_tune_rows[] = {
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_NONE, FA_FOR_SHORT_TMA, 320, 128, 64, 12, 4, 2, 1, 16,
      "shorter: likewise; 192 rows are a tile and a third of 256 (decision 0088)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_NONE, FA_FOR_UNEVEN_TMA, 448, 128, 64, 12, 4, 2, 1, 16,
-     "385 to 448: likewise, three tiles of 192 rows and four of 128 keys would be a quarter empty (decision 0088)"},
+     "half of the last 128 keys would be nobody's: likewise; of 385 to 448 queries and keys a quarter of larger tiles (decision 0089)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_NONE, FA_FOR_TMA, 1024, 192, 128, 16, 3, 1, 1, 60,
      "short: two stages of Q, so that the walk does not stop between tiles of queries; dropout spills (decision 0047)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_NONE, FA_FOR_TMA, 0, 192, 128, 16, 3, 1, 0, 0,
