@@ -96,8 +96,8 @@ class Cell:
 
     slices = sees = hidden = None  # block_masks.py: of a sequence
 
-    def __init__(self, d, seqlen, causal, options, d_v=None):
-        d_v = d_v or d
+    def __init__(self, d, seqlen, causal, options, d_v=None, keys=None):
+        d_v, self.keys = d_v or d, keys  # None: as many as queries
         packed, fp8 = options.varlen, options.fp8
         self.d, self.d_v, self.seqlen, self.causal, self.packed, self.deterministic = d, d_v, seqlen, causal, packed, options.deterministic
         self.window = (-1, 0 if causal else -1)  # keys before a query and behind it, -1: all
@@ -110,11 +110,12 @@ class Cell:
         self.tokens = sum(self.lengths)
         dtype = torch.float32 if options.float32 else torch.bfloat16
         self.float32, self.bound = options.float32, 2e-5 if options.float32 else 1e-2  # of errors
-        shape, heads = (self.tokens,) if packed else (len(self.lengths), seqlen), (self.heads, self.heads_k, self.heads_k, self.heads)
+        heads, lengths = (self.heads, self.heads_k, self.heads_k, self.heads), (seqlen, keys or seqlen, keys or seqlen, seqlen)
         if packed:
             self.cu = torch.tensor([sum(self.lengths[:n]) for n in range(len(self.lengths) + 1)], device=card.DEVICE, dtype=torch.int32)
             self.first = sum(self.lengths[: self.lengths.index(seqlen)])
-        self.q, self.k, self.v, self.dout = (torch.randn(*shape, h, n, device=card.DEVICE, dtype=dtype) for h, n in zip(heads, (d, d, d_v, d_v)))
+        self.q, self.k, self.v, self.dout = (torch.randn(*((self.tokens,) if packed else (len(self.lengths), s)), h, n, device=card.DEVICE, dtype=dtype)
+                                             for s, h, n in zip(lengths, heads, (d, d, d_v, d_v)))
         if fp8:
             self.q, self.k, self.v = (t.to(FP8).to(torch.bfloat16) for t in (self.q, self.k, self.v))
         if options.alibi:
@@ -173,7 +174,7 @@ class Cell:
         return tensor[self.first : self.first + self.seqlen, head] if self.packed else tensor[0, :, head]
 
     def flops(self, backward):
-        pairs = sum(seen_pairs(n, *self.window) if self.window[0] >= 0 else n**2 / 2 if self.causal else n**2 for n in self.lengths)
+        pairs = sum(seen_pairs(n, *self.window) if self.window[0] >= 0 else n**2 / 2 if self.causal else n * (self.keys or n) for n in self.lengths)
         return 2 * pairs * (self.d + self.d_v) * self.heads * (head_dims.backward_share((self.d, self.d_v)) if backward else 1)
 
     def wrong(self, results, first, bound=None):

@@ -111,6 +111,27 @@ def test_block_masks_are_timed_and_checked(gpu, monkeypatch, tmp_path, capsys):
             run(masks, monkeypatch, *wrong)
 
 
+def test_models_are_timed_and_checked(gpu, monkeypatch, tmp_path, capsys):
+    models, file = load("models"), tmp_path / "models.json"
+    assert all(int(heads.split(":")[0]) and queries > 0 and keys > 0 and not (causal and queries != keys) for heads, _, queries, keys, causal, _ in models.MODELS.values())
+    monkeypatch.setattr(models, "MODELS", {"cross": ("3", "16", 48, 9, False, 0), "few": ("2", "8", 5, 70, False, 0), "causal": ("4:2", "16:8", 32, 32, True, 0), "local": ("2:1", "16", 40, 40, True, 7)})
+    words = ["--tokens", "96", "--groups", "1", "--json", file]
+    assert run(models, monkeypatch, *words) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["model"], row["pass"]) for row in rows] == [(name, what) for name in models.MODELS for what in ("forward", "backward")]
+    assert "0 wrong answers" in capsys.readouterr().out and all(isinstance(row["tflops"]["ours"], float) for row in rows)
+    assert [row["tokens"] for row in rows[::2]] == [96, 95, 96, 80] and isinstance(rows[0]["tflops"]["cudnn"], float)
+    assert run(models, monkeypatch, *words, "--models", "ca,lo", "--passes", "forward") == 0
+    assert [row["model"] for row in json.loads(file.read_text())["rows"]] == ["causal", "local"]
+    right = models.gpu.ours
+    monkeypatch.setattr(models.gpu, "ours", lambda cell: tuple(lambda n=n: [1.1 * t for t in right(cell)[n]()] for n in (0, 1)))
+    assert run(models, monkeypatch, *words, "--models", "cross") == 1
+    assert "WRONG" in capsys.readouterr().out
+    for wrong in (["--models", "gpt5"], ["--tokens", "0"]):
+        with pytest.raises(SystemExit):
+            run(models, monkeypatch, *wrong)
+
+
 @pytest.mark.parametrize("words", [["--softcap", "3"], ["--alibi"], ["--passes", "backward", "--softcap", "2", "--alibi"],
                                    ["--softcap", "2", "--alibi", "--pages", "16"], ["--pages", "64"], ["--bias", "heads"], ["--bias", "own", "--softcap", "2"],
                                    ["--bias", "keys", "--alibi"], ["--bias", "heads", "--dbias"], ["--bias", "own", "--dbias"]])
