@@ -60,10 +60,12 @@ static int64_t many_queries(const fa_tune_row *row, flash_attn_dtype dtype)
 static flash_attn_status call_for(const fa_tune_row *row, flash_attn_dtype dtype, const option *with, fa_call *call)
 {
     flash_attn_dtype   wide   = dtype == FLASH_ATTN_F8E4M3 ? FLASH_ATTN_BF16 : dtype;
-    bool               few = row->only == FA_FOR_FEW || row->only == FA_FOR_FEW_TMA || row->only == FA_FOR_LATENT /* then a tile has the queries of four heads */, short_keys = row->only == FA_FOR_ONE_TILE;
-    int64_t            most   = row->max_queries + (row->only == FA_FOR_LONG_TMA); /* of FA_FOR_LONG_TMA the fewest */
-    int64_t            seqlen = few ? row->tile_q / 4 : short_keys ? row->tile_q : row->max_queries ? most : many_queries(row, dtype), keys = short_keys ? row->tile_k : 256, d = row->head_dim, heads_q = few ? 16 : 4;
-    if (row->only == FA_FOR_SHORT_TMA || row->only == FA_FOR_UNEVEN_TMA)
+    bool               few = row->only == FA_FOR_FEW || row->only == FA_FOR_FEW_TMA || row->only == FA_FOR_LATENT /* then a tile has the queries of four heads */, short_keys = fa_has_one_tile(row);
+    bool               fitting = row->only == FA_FOR_FITTING_TMA;
+    int64_t            most   = fitting ? 832 : row->only == FA_FOR_TMA ? row->max_queries / row->tile_q * row->tile_q : row->max_queries + (row->only == FA_FOR_LONG_TMA); /* of FA_FOR_LONG_TMA the fewest;
+                                 whole tiles, or those of a fitting row cover less */
+    int64_t            seqlen = few ? row->tile_q / 4 : row->only == FA_FOR_FEW_KEYS ? 3 * row->tile_q : short_keys ? row->tile_q : row->max_queries ? most : many_queries(row, dtype), keys = short_keys ? row->tile_k : 256, d = row->head_dim, heads_q = few ? 16 : 4;
+    if (row->only == FA_FOR_SHORT_TMA || fitting)
         keys = most;
     flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA},
                             .q      = {.dtype = dtype, .shape = {2, seqlen, heads_q, d}},
@@ -331,7 +333,7 @@ static bool is_built_with(const fa_tune_row *row, int arch, const option *with)
         return false;
     if (with->set == set_slices_few || with->set == set_slices_dropout || with->set == set_slices_softcap)
         return arch == 90 && row->dtypes != FA_IN_F32 && has_more_slices(row, with);
-    if (row->only == FA_FOR_ONE_TILE && with->set == set_slices) /* which are of longer calls */
+    if (fa_has_one_tile(row) && with->set == set_slices) /* which are of longer calls */
         return false;
     if (row->only == FA_FOR_PLANES && row->head_dim == 128) /* which is short of registers */
         return with->set == set_nothing || is_mask(with) || with->set == set_bias || with->set == set_dropout;

@@ -440,7 +440,7 @@ static flash_attn_status make_bias_map(const fa_driver *driver, const fa_call *c
 flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, const fa_tune_row *row, fa_maps *maps)
 {
     enum { WARP_ROWS = 16 }; /* of O, which a warp stores */
-    bool backward = call->pass == FLASH_ATTN_BACKWARD, one_tile = row->only == FA_FOR_ONE_TILE, wide = row->only != FA_FOR_FEW_TMA;
+    bool backward = call->pass == FLASH_ATTN_BACKWARD, one_tile = fa_has_one_tile(row), wide = row->only != FA_FOR_FEW_TMA;
     flash_attn_status (*make)(const fa_driver *, const flash_attn_tensor *, int, int, bool, fa_map *) = backward || one_tile ? make_ragged_map : make_map;
     int columns = call->q.dtype == FLASH_ATTN_F8E4M3 && row->head_dim > 64 ? 128 : 64; /* panels_sm90.cuh */
     int rows_k  = fa_page_piece(call, row->tile_k);

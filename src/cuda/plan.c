@@ -388,7 +388,7 @@ static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key
     if (key->kernel == FA_KERNEL_FORWARD_SM90 || key->kernel == FA_KERNEL_FORWARD_F32_SM90)
         return plan_forward_sm90(call, plan, key);
     if (key->kernel == FA_KERNEL_FORWARD_SHORT_SM90)
-        return fa_plan_one_tile(call, plan, key, call->heads_q);
+        return fa_plan_one_tile(call, plan, key, call->heads_q * args->tiles_q);
     fa_plan_choose_splits(call, plan);
     key->has_split = args->num_splits > 1;
     if (fa_plan_takes_lists(call, plan, key)) {

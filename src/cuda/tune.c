@@ -17,10 +17,16 @@ const fa_tune_row fa_tune_rows[] = {
      "a head's queries and keys are one tile each: memory is what bounds them (decision 0089)"},
     {90, 90, FA_KERNEL_FORWARD_SHORT_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ONE_TILE, 0, 128, 128, 16, 3, 1, 0, 0,
      "likewise; a stage more asks too far ahead and is 3% slower (decision 0089)"},
+    {90, 90, FA_KERNEL_FORWARD_SHORT_SM90, FA_IN_16_BIT, 64, FA_ON_NONE, FA_FOR_FEW_KEYS, 0, 128, 80, 20, 6, 1, 1, 0,
+     "few keys, as those of a text for an image: all are one step, and four consumers hide each other's waits (decision 0091)"},
+    {90, 90, FA_KERNEL_FORWARD_SHORT_SM90, FA_IN_16_BIT, 64, FA_ON_NONE, FA_FOR_FEW_KEYS, 0, 128, 128, 20, 4, 1, 1, 8,
+     "likewise; a word is spilled, and it is 8% faster than three consumers (decision 0091)"},
     {90, 90, FA_KERNEL_FORWARD_SHORT_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ONE_TILE, 0, 256, 256, 16, 2, 1, 0, 0, "likewise (decision 0089)"},
     {90, 90, FA_KERNEL_FORWARD_SHORT_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_ONE_TILE, 0, 64, 64, 16, 4, 1, 0, 0, "likewise (decision 0089)"},
     {90, 90, FA_KERNEL_FORWARD_SHORT_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_ONE_TILE, 0, 128, 128, 16, 2, 1, 0, 0,
      "likewise; of 256 there is memory for one stage, which is slower (decision 0089)"},
+    {90, 90, FA_KERNEL_FORWARD_SHORT_SM90, FA_IN_16_BIT, 128, FA_ON_NONE, FA_FOR_FEW_KEYS, 0, 128, 80, 20, 2, 1, 1, 0, "likewise (decision 0091)"},
+    {90, 90, FA_KERNEL_FORWARD_SHORT_SM90, FA_IN_16_BIT, 128, FA_ON_NONE, FA_FOR_FEW_KEYS, 0, 128, 128, 16, 2, 1, 1, 0, "likewise, with three, for registers (decision 0091)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 192, 128, 16, 2, 1, 0, 0,
      "bias of 16 bits without dropout: two stages of it fit beside K and V (decision 0083)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 128, 128, 12, 2, 1, 0, 0,
@@ -34,22 +40,22 @@ const fa_tune_row fa_tune_rows[] = {
      "short and causal: two blocks a multiprocessor hide each other's starts and ends; 64 keys waste less of the diagonal; pages' planner spills, once an item (decision 0047)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_NONE, FA_FOR_SHORT_TMA, 320, 128, 64, 12, 4, 2, 1, 16,
      "shorter: likewise; 192 rows are a tile and a third of 256 (decision 0088)"},
-    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_NONE, FA_FOR_UNEVEN_TMA, 448, 128, 64, 12, 4, 2, 1, 16,
-     "half of the last 128 keys would be nobody's: likewise; of 385 to 448 queries and keys a quarter of larger tiles (decision 0089)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_NONE, FA_FOR_FITTING_TMA, 109, 128, 64, 12, 4, 2, 1, 16,
+     "larger tiles would be empty by a twelfth more: likewise (decision 0091)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_NONE, FA_FOR_TMA, 1024, 192, 128, 16, 3, 1, 1, 60,
      "short: two stages of Q, so that the walk does not stop between tiles of queries; dropout spills (decision 0047)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_NONE, FA_FOR_TMA, 0, 192, 128, 16, 3, 1, 0, 0,
      "three consumers of 64 rows share each tile of K and V; a third stage helps short ones (decision 0047)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_CAUSAL | FA_ON_WINDOW, FA_FOR_TMA, 0, 192, 128, 16, 2, 1, 0, 0,
      "three consumers of 64 rows share each tile of K and V (decision 0047)"},
-    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 96, FA_ON_NONE, FA_FOR_LONG_TMA, 2048, 192, 112, 16, 2, 1, 0, 40,
-     "long: three consumers of 64 rows, and keys for which S fits beside P; dropout spills (decision 0075)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 96, FA_ON_NONE, FA_FOR_FITTING_TMA, 87, 192, 112, 16, 2, 1, 0, 40,
+     "three consumers of 64 rows, and keys for which S fits beside P, unless more is empty than that gains; dropout spills (decisions 0075 and 0091)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 96, FA_ON_CAUSAL, FA_FOR_LONG_TMA, 4096, 192, 128, 16, 2, 1, 0, 0,
      "longer and causal: three consumers, one step after the other (decision 0075)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 128, FA_ON_NONE, FA_FOR_SHORT_TMA, 224, 128, 64, 12, 4, 1, 1, 16,
      "short: keys past the last are masked in a tile of 64, not of 128 (decision 0089)"},
-    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 128, FA_ON_NONE, FA_FOR_UNEVEN_TMA, 832, 128, 64, 12, 4, 1, 1, 16,
-     "half of the last 128 keys would be nobody's (decision 0089)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 128, FA_ON_NONE, FA_FOR_FITTING_TMA, 104, 128, 64, 12, 4, 1, 1, 16,
+     "half of the last 128 keys would be nobody's (decisions 0089 and 0091)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 1, 0,
      "two consumers; two stages of Q, so that the walk does not stop between tiles of queries (decision 0047)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 192, FA_ON_ANY, FA_FOR_NARROW_V_TMA, 0, 128, 128, 12, 2, 1, 0, 0,
@@ -265,13 +271,15 @@ static bool backward_takes_tma(const fa_call *call)
     return !call->cache_batch_idx && !call->leftpad_k /* without a mask it hides keys past the last alone */ && call->dout.dtype == call->q.dtype;
 }
 
-/* Forward, of so few keys that nobody splits them: queries of more than half a tile, at 64 columns of a quarter (decision 0088). Queries of several heads fill a tile better together,
- * and FP8 is exact in the portable kernel. */
+/* Forward, of so few keys that they are not split: queries of more than half a tile, at 64 columns of a quarter (decision 0088), and of half a tile up to 1024 keys (0091; 256 columns were
+ * not timed). Queries of several heads fill a tile better together, and FP8 is exact in the portable kernel. */
 static bool is_short(const fa_call *call)
 {
-    enum { FEW_KEYS = 256, NARROW = 64 };
-    bool narrow = call->head_dim <= NARROW && call->head_dim_v <= NARROW;
-    return call->pass == FLASH_ATTN_FORWARD && call->max_seqlen_k <= FEW_KEYS && call->max_seqlen_q > (narrow ? 32 : 64) && call->group == 1 && call->q.dtype != FLASH_ATTN_F8E4M3;
+    enum { FEW_KEYS = 256, MORE_KEYS = 1024, NARROW = 64, WIDE = 128, HALF_TILE = 64 };
+    int64_t columns = call->head_dim > call->head_dim_v ? call->head_dim : call->head_dim_v;
+    bool    more    = call->max_seqlen_q > HALF_TILE && columns <= WIDE;
+    return call->pass == FLASH_ATTN_FORWARD && call->max_seqlen_k <= (more ? MORE_KEYS : FEW_KEYS) && call->max_seqlen_q > (columns <= NARROW ? 32 : HALF_TILE) && call->group == 1 &&
+           call->q.dtype != FLASH_ATTN_F8E4M3;
 }
 
 bool fa_tune_takes_tma(const fa_call *call)
@@ -326,7 +334,8 @@ static bool are_short(const fa_call *call)
 static bool takes_one_tile(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
     bool plain = !(key->has_softcap || key->has_bias || key->has_alibi || key->has_dropout || key->has_slices || key->has_paged || call->dsinks.data);
-    bool some  = call->q.shape[1] > 0 && call->k.shape[1] > 0 && call->max_seqlen_q <= row->tile_q && call->max_seqlen_k <= row->tile_k;
+    bool fit   = (call->max_seqlen_q <= row->tile_q || row->only == FA_FOR_FEW_KEYS) && call->max_seqlen_k <= row->tile_k;
+    bool some  = call->q.shape[1] > 0 && call->k.shape[1] > 0 && fit;
     if (!plain || !some || !key->aligned || !fa_ragged_maps_fit(call))
         return false;
     if (call->pass == FLASH_ATTN_FORWARD)
@@ -375,12 +384,26 @@ static bool takes_bias(const fa_tune_row *row, const fa_call *call, const fa_key
 }
 
 /* The row behind, which would be taken without this one. */
-static const fa_tune_row *larger_tiles(const fa_tune_row *row)
+static const fa_tune_row *row_behind(const fa_tune_row *row)
 {
     const fa_tune_row *plain = row + 1;
     while (plain->only != FA_FOR_TMA || !(plain->masks & FA_ON_WINDOW))
         plain++;
     return plain;
+}
+
+/* A sequence's queries and keys, up to the ends of the row's tiles. */
+static int64_t covered_by(const fa_tune_row *row, const fa_call *call)
+{
+    int64_t q = (call->max_seqlen_q + row->tile_q - 1) / row->tile_q, k = (call->max_seqlen_k + row->tile_k - 1) / row->tile_k;
+    return q * row->tile_q * (k * row->tile_k);
+}
+
+/* Of packed sequences the longest says little of the others, which larger tiles may fit worse. */
+static bool fits_better(const fa_tune_row *row, const fa_call *call)
+{
+    const fa_tune_row *behind = row_behind(row);
+    return covered_by(row, call) / 100 * row->max_queries <= covered_by(behind, call) && !(call->cu_seqlens_q && row->tile_q > behind->tile_q);
 }
 
 /* What Hopper's own ask of slices: no bias and no pages, and lists of tiles. */
@@ -399,17 +422,17 @@ static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *ke
         return takes_few(row, call, key);
     if (row->only == FA_FOR_PLANES)
         return takes_planes(call, key);
-    if (row->only == FA_FOR_ONE_TILE)
+    if (fa_has_one_tile(row))
         return takes_one_tile(row, call, key);
     if (row->only >= FA_FOR_TMA && !fa_tune_takes_tma(call))
         return false;
     if (row->only == FA_FOR_FEW) /* of a bias, one that is the same for all heads of a tile, as padding is */
         return key->aligned && (!key->has_bias || call->bias.stride[1] == 0) && !(key->has_alibi || key->has_dropout || key->has_slices) && is_few(row, call, plain);
-    if ((row->only == FA_FOR_SOFTCAP_TMA && !key->has_softcap) || (row->only == FA_FOR_BIAS_TMA && !key->has_bias) || (row->only == FA_FOR_CUT_TMA && !(key->has_slices && fa_cuts_many(call, larger_tiles(row)))) || (row->only == FA_FOR_NARROW_V_TMA && call->head_dim_v > FA_NARROW_V))
+    if ((row->only == FA_FOR_SOFTCAP_TMA && !key->has_softcap) || (row->only == FA_FOR_BIAS_TMA && !key->has_bias) || (row->only == FA_FOR_CUT_TMA && !(key->has_slices && fa_cuts_many(call, row_behind(row)))) || (row->only == FA_FOR_NARROW_V_TMA && call->head_dim_v > FA_NARROW_V))
         return false;
-    if ((row->only == FA_FOR_SHORT_TMA || row->only == FA_FOR_UNEVEN_TMA) && call->max_seqlen_k > row->max_queries)
+    if (row->only == FA_FOR_SHORT_TMA && call->max_seqlen_k > row->max_queries)
         return false;
-    if (row->only == FA_FOR_UNEVEN_TMA && (call->max_seqlen_k + 2 * row->tile_k - 1) % (2 * row->tile_k) >= row->tile_k)
+    if (row->only == FA_FOR_FITTING_TMA && !fits_better(row, call))
         return false;
     if (row->only == FA_FOR_LONG_TMA && (call->max_seqlen_q <= row->max_queries || call->cache_batch_idx || (call->cu_seqlens_k && !fa_is_backward(row->kernel))))
         return false; /* values_sm90 counts entries' tiles */
@@ -428,7 +451,7 @@ static enum fit fit_of(const fa_tune_row *row, const fa_call *call, const fa_key
     if (call->head_dim > row->head_dim || call->head_dim_v > row->head_dim)
         return FIT_NO_HEAD_DIM;
     int mask = key->has_slices && fa_is_hoppers_own(row->kernel) ? FA_MASK_WINDOW : key->mask; /* lists of tiles are most like it */
-    if (!(row->masks >> mask & 1) || (row->max_queries && row->only != FA_FOR_LONG_TMA && call->max_seqlen_q > row->max_queries) ||
+    if (!(row->masks >> mask & 1) || (row->max_queries && row->only != FA_FOR_LONG_TMA && row->only != FA_FOR_FITTING_TMA && call->max_seqlen_q > row->max_queries) ||
         !is_for(row, call, key))
         return FIT_NO_MASK;
     return FIT_WHOLLY;
@@ -447,7 +470,7 @@ void fa_tune_columns(const fa_tune_row *row, fa_key *key)
     static const int of_output[] = {64, 96, 128, 192, 256}; /* of O, as WGMMA is there (ptx_sm90.cuh) */
     static const int of_two_k[] = {192, 256}, of_two_v[] = {128, 192, 256}, of_panels[] = {64, 128, 192, 256}; /* backward: panels that two consumers share */
     bool forward = row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_FORWARD_F32_SM90, backward = row->kernel == FA_KERNEL_BACKWARD_SM90, latent = row->kernel == FA_KERNEL_FORWARD_LATENT_SM90;
-    if (!forward && !backward && !latent && row->kernel != FA_KERNEL_FORWARD_FEW_SM90 && row->kernel != FA_KERNEL_BACKWARD_F32_SM90 && row->only != FA_FOR_ONE_TILE)
+    if (!forward && !backward && !latent && row->kernel != FA_KERNEL_FORWARD_FEW_SM90 && row->kernel != FA_KERNEL_BACKWARD_F32_SM90 && !fa_has_one_tile(row))
         return;
     key->even_d = 0;
     if (forward && key->dtype != FLASH_ATTN_F8E4M3) {

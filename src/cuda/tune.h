@@ -83,13 +83,14 @@ enum fa_row_for {
     FA_FOR_PLANES,  /* with FA_ALIGNED, more than 128 queries and a scale above 0, without softcap, slices and parts; backward more than 128 keys, no dbias and no fixed order (takes_planes) */
     FA_FOR_TMA,     /* and with what forward_sm90 asks for besides: fa_tune_takes_tma */
     FA_FOR_SHORT_TMA, /* and with no more keys than max_queries */
-    FA_FOR_UNEVEN_TMA, /* likewise, of which the last tile would be half empty at least if tiles were twice as large */
+    FA_FOR_FITTING_TMA, /* as FA_FOR_TMA, where the queries and keys that its tiles cover take it less time than those that the next row's do, a pair max_queries hundredths of there */
     FA_FOR_LONG_TMA,  /* as FA_FOR_TMA, with more queries than max_queries, neither packed nor with a cache index */
     FA_FOR_SOFTCAP_TMA, /* as FA_FOR_TMA, with softcap */
     FA_FOR_BIAS_TMA,    /* as FA_FOR_TMA, with a bias (takes_bias) */
     FA_FOR_NARROW_V_TMA, /* as FA_FOR_TMA, V of no more than FA_NARROW_V columns */
     FA_FOR_CUT_TMA,  /* as FA_FOR_TMA, with slices that cut many of the tiles that they show (fa_cuts_many) */
     FA_FOR_ONE_TILE, /* no more queries than tile_q, no more keys than tile_k, results in the inputs' dtype, rows that tensor maps describe, no options (takes_one_tile) */
+    FA_FOR_FEW_KEYS, /* likewise, of any number of queries: a head has several tiles of them */
     FA_FOR_LATENT    /* V is the first columns of K, of more than 256 and up to 512 (takes_latent). Rows of a tile as of FA_FOR_FEW */
 };
 
@@ -102,7 +103,7 @@ typedef struct fa_tune_row {
     int            head_dim; /* the largest that it holds, of Q and of V */
     unsigned       masks;
     enum fa_row_for only;
-    int            max_queries; /* for so few queries at most, FA_FOR_LONG_TMA: for more; 0: any number */
+    int            max_queries; /* for so few queries at most, FA_FOR_LONG_TMA: for more; 0: any number. FA_FOR_FITTING_TMA has another use for it */
     int            tile_q, tile_k, warps, stages, min_blocks, variant;
     int            max_spill_bytes; /* that the tests accept: 0, unless measured to be faster all the same */
     const char    *why;
@@ -114,6 +115,9 @@ extern const int         fa_num_tune_rows;
 /* The architecture that kernels are built for on a GPU of compute capability `device_arch`: the latest one that the
  * table knows, of the same major number and not above. 0: none. */
 int fa_tune_arch(int device_arch);
+
+/* Whose keys are one tile. */
+static inline bool fa_has_one_tile(const fa_tune_row *row) { return row->kernel == FA_KERNEL_FORWARD_SHORT_SM90 || row->kernel == FA_KERNEL_BACKWARD_SHORT_SM90; }
 
 /* The two that have TMA and WGMMA in 16 bits, and every backward. */
 bool fa_is_hoppers_own(enum fa_kernel_id kernel);

@@ -6,7 +6,9 @@
  *                  warps 2-3   inspectors, under a mask: they look for Inf and NaN in V
  *     warpgroup 1..            consumers: the block's passes, of 64 queries of a head, one to each by turns
  *
- * Algorithm 1 with one tile of keys:  S = Q K^T;  m = rowmax(S);  P = exp(S - m), l = rowsum(P);  O = P V / l, LSE = m + log l. Of the tile a pass takes those chunks of 64 keys
+ * Or a head has several tiles of queries (MANY: cross attention to a text's few keys), and each is to a block what else a head is: K and V come from L2.
+ *
+ * Algorithm 1 with one tile of keys:  S = Q K^T;  m = rowmax(S);  P = exp(S - m), l = rowsum(P);  O = P V / l, LSE = m + log l. Of the tile a pass takes those chunks of 64 keys (or all, if they are no multiple)
  * that some of its queries see. P V of a chunk begins as soon as its P is there. O leaves by TMA, by way of its queries' Q.
  *
  * Rows of Q, K and V behind a sequence's last arrive as zeros (ragged maps, launch.c). Under a mask P is 0 where a query does not see a key, but 0 * NaN is NaN: where inspectors
@@ -17,20 +19,26 @@
 #include "gradients_sm90.cuh"
 #include "result_sm90.cuh"
 
-constexpr int  CONSUMERS = 3, PANELS = FA_HEAD_DIM / 64, PASSES = FA_TILE_Q / 64, PRODUCERS = PASSES == 1 ? 2 : 1, INSPECTORS = 2 /* warps */, MOST_CHUNKS = FA_TILE_K / 64;
-constexpr bool MASKED = FA_MASK != FA_MASK_NONE;
+constexpr int  CONSUMERS = FA_WARPS / 4 - 1, PANELS = FA_HEAD_DIM / 64, PASSES = FA_TILE_Q / 64, PRODUCERS = PASSES == 1 ? 2 : 1, INSPECTORS = 2 /* warps */;
+constexpr int  CHUNK = FA_TILE_K % 64 == 0 ? 64 : FA_TILE_K, MOST_CHUNKS = FA_TILE_K / CHUNK;
+constexpr bool MASKED = FA_MASK != FA_MASK_NONE, MANY = FA_VARIANT == 1; /* heads have several tiles of queries, each fetched with all keys */
 /* A consumer waits at its next pass for its O to leave, by way of Q: that is to be none of a head that comes to the same place. And the head that was in that place before is to have been the
  * consumer's too: a barrier tells neighbouring phases apart, no others, and of a head that it passed by it does not know whether its Q has come (decision 0089, second round). */
 constexpr int NEXT_PASS = (CONSUMERS + PASSES - 1) / PASSES, STAGES = FA_STAGES, LEAST = STAGES > NEXT_PASS ? STAGES : NEXT_PASS + 1;
-constexpr int Q_STAGES = PASSES >= CONSUMERS ? LEAST : (LEAST + CONSUMERS - 1) / CONSUMERS * CONSUMERS, WORKS = Q_STAGES + PRODUCERS;
+constexpr int TURN = PASSES % 2 == 0 && CONSUMERS % 2 == 0 ? CONSUMERS / 2 : CONSUMERS; /* heads until the same consumers come again */
+constexpr int Q_STAGES = PASSES >= CONSUMERS ? LEAST : (LEAST + TURN - 1) / TURN * TURN, WORKS = Q_STAGES + PRODUCERS;
 constexpr int Q_PANEL = FA_TILE_Q * 128, Q_BYTES = PANELS * Q_PANEL, KV_BYTES = PANELS * FA_TILE_K * 128;
 constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + STAGES * KV_BYTES, BARRIERS_AT = V_AT + STAGES * KV_BYTES;
-static_assert(FA_TILE_Q % 64 == 0 && (MOST_CHUNKS == 1 || MOST_CHUNKS == 2 || MOST_CHUNKS == 4) && FA_WARPS == 4 + 4 * CONSUMERS && FA_HEAD_DIM == FA_HEAD_DIM_V && FA_DTYPE_O == FA_DTYPE, "what the text is written for");
+static_assert(FA_TILE_Q % 64 == 0 && (MOST_CHUNKS == 1 || MOST_CHUNKS == 2 || MOST_CHUNKS == 4) && CHUNK % 16 == 0 && PASSES <= 4 && FA_WARPS % 4 == 0 && FA_HEAD_DIM == FA_HEAD_DIM_V && FA_DTYPE_O == FA_DTYPE, "what the text is written for");
 
 /* Heads that there are not, of each producer: every consumer is to meet one. Nobody gives their places back, so they are to be different ones; and a stage is to be the same producer's
  * always, or it might take the phase before the last for the last. */
 constexpr int NONES = (CONSUMERS + PRODUCERS * PASSES - 1) / (PRODUCERS * PASSES);
 static_assert(STAGES >= PRODUCERS * NONES && STAGES % PRODUCERS == 0, "fewer stages end in a launch that does not");
+
+/* Registers of a thread: what a block is launched with, eight at a time, is shared out. Who asks for more waits for ever. */
+constexpr int LEFT = 32, REGISTERS = CONSUMERS == 3 ? 160 : 112;
+static_assert(LEFT + CONSUMERS * REGISTERS <= FA_WARPS / 4 * (65536 / (32 * FA_WARPS) / 8 * 8), "more registers than a block has");
 
 /* Of a stage. Phases alternate, nothing is reset. */
 enum { K_FULL, V_FULL, INSPECTED, K_EMPTY, V_EMPTY, BARRIERS };
@@ -68,17 +76,18 @@ FA_DEVICE void start_barriers()
     barrier_init_done();
 }
 
-/* Every gridDim.x-th head of all sequences. False: there is none, nor one behind it. */
+/* Every gridDim.x-th head of all sequences, or tile of one. False: there is none, nor one behind it. */
 FA_DEVICE bool find_head(const fa_args &args, unsigned n, work &w)
 {
-    unsigned number = blockIdx.x + n * gridDim.x;
+    unsigned number = blockIdx.x + n * gridDim.x, tiles = MANY ? args.tiles_q : 1, head = number / tiles;
     w.tiles         = -1;
-    if (number >= (unsigned)args.batch * args.heads_q)
+    if (head >= (unsigned)args.batch * args.heads_q)
         return false;
-    w.b       = number / args.heads_q;
-    w.head    = number % args.heads_q;
+    w.b       = head / args.heads_q;
+    w.head    = head % args.heads_q;
     w.kv_head = w.head / args.group;
-    w.first_q = w.right = w.spoilt = 0;
+    w.first_q = number % tiles * FA_TILE_Q;
+    w.right = w.spoilt = 0;
     w.tiles   = 1;
     w.seq     = sequence_at(args, w.b);
     w.keys    = fa_keys_seen(window_of(args), w.seq.diagonal, {0, w.seq.seqlen_q}, {0, w.seq.seqlen_k});
@@ -109,7 +118,7 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps, unsigned produc
         await_empty(n, Q_EMPTY);
         await_empty(n, V_EMPTY); /* so whoever has seen Q does not mistake the phases of K and V */
         barrier_expect(barrier_of(n, Q_FULL), Q_BYTES);
-        fetch_ragged<FA_TILE_Q, FA_HEAD_DIM>(q_tile(n), maps.q, barrier_of(n, Q_FULL), w.head, s.q_entry * args.apart_q + s.q_row + s.seqlen_q, s.seqlen_q);
+        fetch_ragged<FA_TILE_Q, FA_HEAD_DIM>(q_tile(n), maps.q, barrier_of(n, Q_FULL), w.head, s.q_entry * args.apart_q + s.q_row + s.seqlen_q, s.seqlen_q - (MANY ? w.first_q : 0));
         barrier_expect(barrier_of(n, V_FULL), KV_BYTES);
         fetch_ragged<FA_TILE_K, FA_HEAD_DIM>(v_tile(n), maps.v, barrier_of(n, V_FULL), w.kv_head, s.kv_entry * args.apart_v + s.kv_row + s.seqlen_k, s.seqlen_k);
     }
@@ -151,9 +160,9 @@ FA_DEVICE void hide_keys(const fa_args &args, const work &w, float *s, int first
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         row_limits limits = row_limits_of(window_of(args), w.seq, w.keys, first + fragment_row() + 8 * h);
-        unsigned   seen   = columns_below<64>(limits.last + 1 - column) & ~columns_below<64>(limits.first - column);
+        unsigned   seen   = columns_below<CHUNK>(limits.last + 1 - column) & ~columns_below<CHUNK>(limits.first - column);
 #pragma unroll
-        for (int n = 0; n < 16; n++) {
+        for (int n = 0; n < CHUNK / 4; n++) {
             float &score = s[n / 2 * 4 + 2 * h + n % 2];
             score        = seen >> n & 1 ? score : -infinity();
         }
@@ -180,30 +189,30 @@ template <int COUNT> FA_DEVICE void find_maxima(const float (&s)[COUNT], row_sta
 FA_DEVICE void exponentials_of_chunk(float *s, row_state &rows, const float (&shift)[2], float unit)
 {
 #pragma unroll
-    for (int n = 0; n < 32; n++)
+    for (int n = 0; n < CHUNK / 2; n++)
         s[n] = exp2_fast(s[n] * unit - shift[n / 2 % 2]);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         float sum[2] = {0.0f, 0.0f};
 #pragma unroll
-        for (int j = 0; j < 8; j++)
+        for (int j = 0; j < CHUNK / 8; j++)
             sum[j % 2] += s[4 * j + 2 * h] + s[4 * j + 2 * h + 1];
         rows.sum[h] += sum[0] + sum[1];
     }
 }
 
 /* O (+)= P V of a chunk; v: its first row. */
-FA_DEVICE void start_chunk(float (&o)[O_COUNT], const float *s, unsigned (&p)[4][4], unsigned v, bool add)
+FA_DEVICE void start_chunk(float (&o)[O_COUNT], const float *s, unsigned (&p)[CHUNK / 16][4], unsigned v, bool add)
 {
     matrix b = matrix_of(v, FA_TILE_K * 128);
 #pragma unroll
-    for (int n = 0; n < 16; n++)
+    for (int n = 0; n < CHUNK / 4; n++)
         p[n / 4][n % 4] = pack<FA_DTYPE>(s[2 * n], s[2 * n + 1]);
     hold(o);
     hold(p);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; step++)
+    for (int step = 0; step < CHUNK / 16; step++)
         wgmma_registers(o, p[step], b.from(step * 2048), step > 0 || add);
     wgmma_commit();
 }
@@ -256,18 +265,18 @@ struct result {
 /* CHUNKS chunks of keys, the first of them the `from`-th, for the queries from the `first` on. FRESH: the pass's first. last: its last, and K is given back. */
 template <int CHUNKS, bool FRESH> FA_DEVICE void attend(const fa_args &args, const work &w, result &r, unsigned n, int first, int from, fa_range clean, bool last)
 {
-    float    s[32 * CHUNKS], shift[2], unit = unit_of(args, w);
-    unsigned p[CHUNKS][4][4];
-    start_rows_by_rows<FA_TILE_Q, FA_TILE_K>(s, q_tile(n) + first * 128, k_tile(n) + from * (64 * 128));
+    float    s[CHUNK / 2 * CHUNKS], shift[2], unit = unit_of(args, w);
+    unsigned p[CHUNKS][CHUNK / 16][4];
+    start_rows_by_rows<FA_TILE_Q, FA_TILE_K>(s, q_tile(n) + first % FA_TILE_Q * 128, k_tile(n) + from * (CHUNK * 128));
     wgmma_wait<0>();
     hold(s);
     if (last)
         release(barrier_of(n, K_EMPTY));
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
-        int first_key = 64 * (from + chunk);
-        if (first_key < clean.begin || first_key + 64 > clean.end)
-            hide_keys(args, w, s + 32 * chunk, first, first_key);
+        int first_key = CHUNK * (from + chunk);
+        if (first_key < clean.begin || first_key + CHUNK > clean.end)
+            hide_keys(args, w, s + CHUNK / 2 * chunk, first, first_key);
     }
     float before[2] = {r.rows.max[0], r.rows.max[1]};
     find_maxima(s, r.rows);
@@ -286,8 +295,8 @@ template <int CHUNKS, bool FRESH> FA_DEVICE void attend(const fa_args &args, con
         await_full(n, V_FULL);
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
-        exponentials_of_chunk(s + 32 * chunk, r.rows, shift, unit);
-        start_chunk(r.o, s + 32 * chunk, p[chunk], v_tile(n) + (from + chunk) * (64 * 128), !FRESH || chunk > 0);
+        exponentials_of_chunk(s + CHUNK / 2 * chunk, r.rows, shift, unit);
+        start_chunk(r.o, s + CHUNK / 2 * chunk, p[chunk], v_tile(n) + (from + chunk) * (CHUNK * 128), !FRESH || chunk > 0);
     }
     wgmma_wait<0>();
     hold(r.o);
@@ -300,7 +309,7 @@ template <int CHUNKS, bool FRESH> FA_DEVICE void attend(const fa_args &args, con
 FA_DEVICE void attend_seen(const fa_args &args, const fa_maps &maps, const work &w, unsigned n, int first)
 {
     seen_keys seen = seen_by_pass(args, w, first);
-    int       from = FA_MASK == FA_MASK_WINDOW ? clamp_int(seen.some.begin / 64, 0, MOST_CHUNKS - 1) : 0, chunks = same_for_all((seen.some.end + 63) / 64 - from);
+    int       from = FA_MASK == FA_MASK_WINDOW ? clamp_int(seen.some.begin / CHUNK, 0, MOST_CHUNKS - 1) : 0, chunks = same_for_all((seen.some.end + CHUNK - 1) / CHUNK - from);
     result    r;
     r.rows = no_rows();
     if (MOST_CHUNKS == 1 || chunks <= 1) /* or none */
@@ -321,7 +330,7 @@ FA_DEVICE void attend_seen(const fa_args &args, const fa_maps &maps, const work 
     }
     release(barrier_of(n, V_EMPTY));
     first += threadIdx.x % 128 / 32 * 16;
-    unsigned at  = q_tile(n) + first * 128;
+    unsigned at  = q_tile(n) + first % FA_TILE_Q * 128;
     far_rows far = stage_result(args, w, r.o, r.rows, at, first);
     if (spoilt)
         far = {far.upper >> 1, far.lower >> 1};
@@ -341,7 +350,6 @@ FA_DEVICE void consume(const fa_args &args, const fa_maps &maps, int consumer)
     };
     for (unsigned number = consumer;; number += CONSUMERS) {
         unsigned n = number / PASSES;
-        int      first = number % PASSES * 64;
         if (PASSES == 1 && before != ~0u && asks && !has_filled(n, Q_FULL)) { /* there is time */
             give_back(before);
             before = ~0u;
@@ -353,6 +361,7 @@ FA_DEVICE void consume(const fa_args &args, const fa_maps &maps, int consumer)
         await_full(n, K_FULL);
         if (before != ~0u && asks)
             give_back(before);
+        int first = (MANY ? same_for_all(w.first_q) : 0) + number % PASSES * 64;
         if (first < same_for_all(w.seq.rows_q))
             attend_seen(args, maps, w, n, first);
         else {
@@ -374,13 +383,13 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, 1)
         start_barriers();
     __syncthreads(); /* the barriers are set up */
     if (threadIdx.x < 128) {
-        registers_down<32>(); /* of the 512 that four threads have */
+        registers_down<LEFT>();
         if (threadIdx.x % 32 == 0 && threadIdx.x / 32 < PRODUCERS)
             produce(args, maps, threadIdx.x / 32);
         else if (MASKED && threadIdx.x >= 64)
             inspect();
     } else {
-        registers_up<160>();
+        registers_up<REGISTERS>();
         consume(args, maps, same_for_all(threadIdx.x / 128 - 1));
     }
 }
