@@ -144,7 +144,7 @@ typedef struct fa_args {
  *   backward_sm90 and its backward_rowsum and backward_convert_sm90: tile of all_tiles_k or all_tiles_q, head
  *                       backward_convert_sm90 with group_blocks > 1: then FA_SHARED_ROWS kv tokens, key head;
  *                       with FA_HAS_DBIAS then FA_DBIAS_ROWS rows of dbias -> dbias_out
- *   forward_short_sm90, backward_short_sm90   head or key head, sequence: as many blocks as run at once, each with several
+ *   forward_short_sm90, backward_short_sm90   tile of q (of 1 but for few keys), head or key head, sequence: as many blocks as run at once, each with several
  *   backward_convert    FA_TILE_Q rows a block: first heads_q * tokens rows of dq_accum -> dq (also when dq is absent: then
  *                       they do nothing), then with FA_HAS_KV_ACCUM heads_k * kv tokens rows of dk_accum, dv_accum -> dk, dv,
  *                       then with FA_HAS_DBIAS dbias_extent[0] * [1] * [2] rows of dbias -> dbias_out
