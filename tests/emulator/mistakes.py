@@ -55,6 +55,7 @@ SHORT_FORWARD_MANY = ("short, varlen, many", "every_short_forward*")
 SHORT_FORWARD_LARGE = ("short, 256", "every_short_forward*")
 SHORT_FORWARD_DENSE = ("short, 64, groups", "every_short_forward*")
 SHORT_FORWARD_HALF = ("short, half a tile", "every_short_forward*")
+FEW_KEYS = ("few keys", "every_short_forward*")
 SHORT_NAN = ("", "nan_reaches_only_short*")
 FEW_MANY = ("many tiles in one part", "every_shape*")
 FEW_BITS = ("none", "a_sequence_alone*")
@@ -232,15 +233,18 @@ MISTAKES = [
     ("short forward: Q overwritten before it is read", SHORT_FORWARD, "        await_empty(n, Q_EMPTY);\n        await_empty(n, V_EMPTY)", "        await_empty(n, V_EMPTY)", SHORT_FORWARD_HALF),
     ("short forward: V overwritten before it is read", SHORT_FORWARD, "        await_empty(n, V_EMPTY); /* so", "        /* so", SHORT_FORWARD_HALF),
     ("short forward: Q of the last head is not given back", SHORT_FORWARD, "    if (before != ~0u && asks) /* a", "    if (before == ~0u && asks) /* a", SHORT_FORWARD_HALF),
-    ("short forward: a phase of another consumer's head", SHORT_FORWARD, "Q_STAGES = PASSES >= CONSUMERS ? LEAST : (LEAST + CONSUMERS - 1) / CONSUMERS * CONSUMERS", "Q_STAGES = LEAST", SHORT_FORWARD_DENSE),
+    ("short forward: a phase of another consumer's head", SHORT_FORWARD, "PASSES >= CONSUMERS ? LEAST : (LEAST + TURN - 1) / TURN * TURN", "LEAST", SHORT_FORWARD_DENSE),
     ("short forward: K overwritten before it is read", SHORT_FORWARD, "        await_empty(n, K_EMPTY);\n", "", SHORT_FORWARD_HALF),
     ("short forward: V that is not there", SHORT_FORWARD, "    } else\n        await_full(n, V_FULL);\n", "    }\n", SHORT_FORWARD_MANY),
     ("short forward: works of two heads in one place", SHORT_FORWARD, "WORKS = Q_STAGES + PRODUCERS", "WORKS = 1", SHORT_FORWARD_HALF),
     ("short forward: O of the first keys as it was", SHORT_FORWARD, "        scale_output(r.o, alpha);\n", "", SHORT_FORWARD_LARGE),
-    ("short forward: keys that nobody has", SHORT_FORWARD, "first_key + 64 > clean.end", "first_key + 64 > clean.end + 63", ("short, tails", "every_short_forward*")),
+    ("short forward: keys that nobody has", SHORT_FORWARD, "first_key + CHUNK > clean.end", "first_key + CHUNK > clean.end + 63", ("short, tails", "every_short_forward*")),
     ("short forward: keys before a window", SHORT_FORWARD, "if (first_key < clean.begin || ", "if (", ("short, window", "every_short_forward*")),
-    ("short forward: chunks of keys before a window", SHORT_FORWARD, "(from + chunk) * (64 * 128), !FRESH", "chunk * (64 * 128), !FRESH", ("short, 230, window", "every_short_forward*")),
+    ("short forward: chunks of keys before a window", SHORT_FORWARD, "(from + chunk) * (CHUNK * 128), !FRESH", "chunk * (CHUNK * 128), !FRESH", ("short, 230, window", "every_short_forward*")),
     ("short forward: NaN that nobody looks for", SHORT_FORWARD, "            w.spoilt = 1;\n", "            ;\n", ODD_VALUES),
+    ("few keys: each tile has the first's queries", SHORT_FORWARD, "s.seqlen_q - (MANY ? w.first_q : 0)", "s.seqlen_q", FEW_KEYS),
+    ("few keys: each tile is stored as the first", SHORT_FORWARD, "(MANY ? same_for_all(w.first_q) : 0) + number", "number", FEW_KEYS),
+    ("few keys: the last eight of a chunk that is none of 64", SHORT_FORWARD, "    for (int n = 0; n < CHUNK / 4; n++)\n        p[n / 4]", "    for (int n = 0; n < CHUNK / 4 - 2; n++)\n        p[n / 4]", FEW_KEYS),
     ("short forward: inspectors a phase behind", SHORT_FORWARD, "        await_full(n, V_FULL);\n        if (w.tiles", "        await_full(n, K_FULL);\n        if (w.tiles", SHORT_FORWARD_HALF),
     ("four parts added in another order", MERGE, "(term[0] + term[2]) + (term[1] + term[3])", "term[0] + term[1] + term[2] + term[3]", ("four parts", "pieces*")),
     ("O of a part that is empty", MERGE, "            if (w.own[begin + n] != -infinity())\n#pragma unroll\n", "#pragma unroll\n", ("a ring's merge", "pieces*")),
