@@ -40,6 +40,7 @@ typedef struct emulator_hopper {
     void (*wgmma_commit)(void);
     void (*wgmma_wait)(int pending);
     void (*fence_async)(void);
+    void (*registers)(int count, int launched); /* a thread's from now on, and what each is launched with */
 } emulator_hopper;
 
 /* Exported by a kernel as `emulator`. */

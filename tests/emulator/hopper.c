@@ -403,8 +403,36 @@ static void release(void)
     write_oldest(fiber, done);
 }
 
+/* ---- registers ---- */
+
+static struct {
+    int count[EMULATOR_MAX_FIBERS]; /* 0: as launched */
+    int launched;                   /* 0: nobody has asked */
+} registers;
+
+static void set_registers(int count, int launched)
+{
+    registers.count[emulator_now()->fiber] = count;
+    registers.launched                     = launched;
+}
+
+/* Who asks for more than a block was launched with, less what others have given back, waits for ever. */
+static void end_registers(int fibers)
+{
+    int threads = emulator_now()->threads;
+    for (int first = 0; registers.launched > 0 && first < fibers; first += threads) {
+        int sum = 0;
+        for (int f = first; f < first + threads; f++)
+            sum += registers.count[f] > 0 ? registers.count[f] : registers.launched;
+        if (sum > registers.launched * threads)
+            fail("its threads ask for more registers than it was launched with");
+    }
+    memset(&registers, 0, sizeof registers);
+}
+
 void emulator_end_transfers(int fibers)
 {
+    end_registers(fibers);
     if (loads.count > 0)
         fail("a block has ended before a load of its own");
     for (int f = 0; f < fibers; f++) {
@@ -428,6 +456,7 @@ const emulator_hopper emulator_hopper_functions = {.barrier_init   = barrier_ini
                                                    .bulk_wait      = bulk_wait,
                                                    .release        = release,
                                                    .fence_async    = fence_async,
+                                                   .registers      = set_registers,
                                                    .wgmma          = emulator_wgmma,
                                                    .wgmma_commit   = emulator_wgmma_commit,
                                                    .wgmma_wait     = emulator_wgmma_wait};

@@ -201,8 +201,11 @@ FA_DEVICE void wgmma_registers(float (&c)[COUNT], const unsigned (&a)[4], matrix
     emulator.hopper->wgmma(&product);
 }
 
-template <int COUNT> FA_DEVICE void registers_down() {}
-template <int COUNT> FA_DEVICE void registers_up() {}
+/* As ptxas gives them to a kernel with these bounds that shares them out by setmaxnreg. */
+constexpr int LAUNCHED_REGISTERS = 65536 / (32 * FA_WARPS * FA_MIN_BLOCKS) / 8 * 8;
+
+template <int COUNT> FA_DEVICE void registers_down() { emulator.hopper->registers(COUNT, LAUNCHED_REGISTERS); }
+template <int COUNT> FA_DEVICE void registers_up() { emulator.hopper->registers(COUNT, LAUNCHED_REGISTERS); }
 
 #endif
 #endif

@@ -242,6 +242,7 @@ MISTAKES = [
     ("short forward: keys before a window", SHORT_FORWARD, "if (first_key < clean.begin || ", "if (", ("short, window", "every_short_forward*")),
     ("short forward: chunks of keys before a window", SHORT_FORWARD, "(from + chunk) * (CHUNK * 128), !FRESH", "chunk * (CHUNK * 128), !FRESH", ("short, 230, window", "every_short_forward*")),
     ("short forward: NaN that nobody looks for", SHORT_FORWARD, "            w.spoilt = 1;\n", "            ;\n", ODD_VALUES),
+    ("few keys: more registers than a block has", SHORT_FORWARD, "REGISTERS = CONSUMERS == 3 ? 160 : 112;\nstatic_assert(", "REGISTERS = CONSUMERS == 3 ? 160 : 120;\nstatic_assert(true || ", FEW_KEYS),
     ("few keys: each tile has the first's queries", SHORT_FORWARD, "s.seqlen_q - (MANY ? w.first_q : 0)", "s.seqlen_q", FEW_KEYS),
     ("few keys: each tile is stored as the first", SHORT_FORWARD, "(MANY ? same_for_all(w.first_q) : 0) + number", "number", FEW_KEYS),
     ("few keys: the last eight of a chunk that is none of 64", SHORT_FORWARD, "    for (int n = 0; n < CHUNK / 4; n++)\n        p[n / 4]", "    for (int n = 0; n < CHUNK / 4 - 2; n++)\n        p[n / 4]", FEW_KEYS),
