@@ -107,3 +107,12 @@ def write_report(file, schema, before, rows, **more):
     if file:
         report = {"schema": schema, "card": before, "torch": torch.__version__, **more, "rows": rows}
         pathlib.Path(file).write_text(json.dumps(report, indent=1))
+
+
+def end(rows, ratios, peer="the best peer", speeds="tflops"):
+    """What a bench ends with: the card's state, what ours has over the peer, and how many answers were wrong. Its exit status."""
+    print(f"after: {state()}")
+    wrong = sum(isinstance(x, str) for row in rows for x in row.get(speeds, {}).values())
+    over = f"ours over {peer}: geometric mean {statistics.geometric_mean(ratios):.3f}, least {min(ratios):.3f}, {len(ratios)} cells; " if ratios else ""
+    print(f"{over}{wrong} wrong answers")
+    return 1 if wrong else 0
