@@ -228,7 +228,7 @@ def peer(cell):
     """PyTorch by the backend that is fastest here."""
     scores_bytes = 4 * cell.heads * cell.seqlen_q * cell.seqlen_k
     kinds = ["flash"] + (["math"] if scores_bytes <= MATH_BYTES else [])
-    if cell.heads != cell.heads_k:
+    if cell.heads != cell.heads_k and not cell.causal:
         kinds.append("flash, folded")
     candidates = []
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""bench/compare_torch.py, masks_cpu.py and plot.py: what they find wrong, what they write, what they draw."""
+"""bench/compare_torch.py, masks_cpu.py, models_cpu.py and plot.py: what they find wrong, what they write, what they draw."""
 
 import json
 import sys
@@ -47,6 +47,29 @@ def test_masks_are_timed_and_a_wrong_answer_is_told(monkeypatch, capsys):
     monkeypatch.setattr(masks, "ours", lambda q, k, v, attn_mask: masks.sdpa(q, k, v))  # forgets the mask
     assert masks.main() == 1
     assert capsys.readouterr().out.count("WRONG") == 5
+
+
+# ---- models_cpu.py ----
+
+
+def test_models_are_timed_on_the_cpu(compare, monkeypatch, tmp_path, capsys):
+    models, file = load("models_cpu"), tmp_path / "models.json"
+    monkeypatch.setattr(models, "MODELS", {"cross": ("2", "16", 48, 9, False, 0), "causal": ("2", "16:8", 32, 32, True, 0), "grouped": ("4:2", "16", 40, 40, True, 0),
+                                           "local": ("2", "16", 40, 40, True, 7), "large": ("64", "128", 8192, 8192, True, 0)})
+    words = ("--dtypes", "float32", "--seconds", "0", "--json", file)
+    assert run(models, monkeypatch, *words) == 0
+    rows = json.loads(file.read_text())["rows"]
+    found = [(row["seqlen_q"], row["seqlen_k"], row["heads"], row["heads_k"], row["head_dim_v"], row["causal"], row["pass"]) for row in rows]
+    both = [(48, 9, 2, 2, 16, False), (32, 32, 2, 2, 8, True)]
+    assert found == [(*shape, what) for shape in both for what in ("forward", "backward", "forward+backward")] + [(40, 40, 4, 2, 16, True, "inference")]
+    said = capsys.readouterr().out
+    assert "cross: 2 heads, 48 queries on 9 keys" in said and "5 cells of one pass: " in said and "0 wrong answers" in said and "large" not in said
+    monkeypatch.setitem(models.TOLERANCE, "float32", 0.0)
+    assert run(models, monkeypatch, *words, "--models", "cross") == 1
+    assert "WRONG" in capsys.readouterr().out
+    for wrong in (("--models", "local"), ("--dtypes", "int8")):
+        with pytest.raises(SystemExit):
+            run(models, monkeypatch, *wrong)
 
 
 # ---- compare_torch.py ----
