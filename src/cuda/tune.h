@@ -83,7 +83,8 @@ enum fa_row_for {
     FA_FOR_PLANES,  /* with FA_ALIGNED, more than 128 queries and a scale above 0, without softcap, slices and parts; backward more than 128 keys, no dbias and no fixed order (takes_planes) */
     FA_FOR_TMA,     /* and with what forward_sm90 asks for besides: fa_tune_takes_tma */
     FA_FOR_SHORT_TMA, /* and with no more keys than max_queries */
-    FA_FOR_FITTING_TMA, /* as FA_FOR_TMA, where the queries and keys that its tiles cover take it less time than those that the next row's do, a pair max_queries hundredths of there */
+    FA_FOR_FITTING_TMA, /* as FA_FOR_TMA, where it is faster than the row behind: that takes 100 for a pair where this one takes max_queries, and both count the longest
+                           queries and keys up to the ends of their tiles */
     FA_FOR_LONG_TMA,  /* as FA_FOR_TMA, with more queries than max_queries, neither packed nor with a cache index */
     FA_FOR_SOFTCAP_TMA, /* as FA_FOR_TMA, with softcap */
     FA_FOR_BIAS_TMA,    /* as FA_FOR_TMA, with a bias (takes_bias) */
@@ -103,7 +104,7 @@ typedef struct fa_tune_row {
     int            head_dim; /* the largest that it holds, of Q and of V */
     unsigned       masks;
     enum fa_row_for only;
-    int            max_queries; /* for so few queries at most, FA_FOR_LONG_TMA: for more; 0: any number. FA_FOR_FITTING_TMA has another use for it */
+    int            max_queries; /* for so few queries at most, FA_FOR_LONG_TMA: for more; 0: any number. FA_FOR_FITTING_TMA: no number of queries */
     int            tile_q, tile_k, warps, stages, min_blocks, variant;
     int            max_spill_bytes; /* that the tests accept: 0, unless measured to be faster all the same */
     const char    *why;
