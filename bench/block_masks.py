@@ -151,11 +151,9 @@ def main():
     for d, pattern, seqlen in itertools.product(options.head_dims, options.patterns, options.seqlens):
         cell = MaskedCell(pattern, d[0], seqlen, options, d[1])
         runs = runs_of(cell, names)
-        for backward in {"forward": [False], "backward": [True], "both": [False, True]}[options.passes]:
+        for backward in gpu.PASSES[options.passes]:
             row = gpu.bench_pass(cell, backward, runs, options.groups)
-            speeds = {n: x for n, x in row.items() if isinstance(x, float)}
-            best = max((x for n, x in speeds.items() if n not in ("ours", "portable")), default=None)
-            over = speeds["ours"] / best if best and "ours" in speeds else None
+            over = gpu.over_best(row)
             ratios += [over] if over else []
             rows.append({"pass": "backward" if backward else "forward", "head_dim": d[0], "head_dim_v": d[1], "pattern": pattern, "seqlen": seqlen, "heads": cell.heads, "heads_k": cell.heads_k,
                          "tokens": cell.tokens, "softcap": options.softcap, "alibi": options.alibi, "seen": cell.pairs / seqlen**2, "tflops": row})

@@ -568,12 +568,8 @@ def go_through_grid(report, options, more):
                 run_cell(report, options, lambda: Cell(dtype, *shape), tiers if dtype == "float16" else ["auto"], options.threads)
 
 
-def main():
-    options = arguments()
-    cpu = _native.device_info()
-    more = {"float32": ["avx512"]} if cpu["isa"].startswith("amx") else {}
-    if cpu["isa"] == "amx" and hides_amx_fp16():
-        more["float16"] = ["amx-fp16"]
+def begin(cpu, options, append=False):
+    """The report that cells go to, behind a line that says what machine this is and the table's head."""
     torch.manual_seed(0)
     about = {
         "cpu": {name: cpu[name] for name in ("name", "isa", "features", "num_cores")},
@@ -587,7 +583,17 @@ def main():
     print(columns, "-" * len(columns), sep="\n")
     report = Report(Peaks(options.command))
     if options.json:
-        report.keep(options.json, options.append, about)
+        report.keep(options.json, append, about)
+    return report
+
+
+def main():
+    options = arguments()
+    cpu = _native.device_info()
+    more = {"float32": ["avx512"]} if cpu["isa"].startswith("amx") else {}
+    if cpu["isa"] == "amx" and hides_amx_fp16():
+        more["float16"] = ["amx-fp16"]
+    report = begin(cpu, options, options.append)
     for _ in range(options.rounds):
         go_through_grid(report, options, more)
     print()

@@ -44,11 +44,12 @@ import fa3
 import gpu_decode
 import head_dims
 import torch
-from flashattn import _call, _native
+from flashattn import _call
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 TOKENS, HIDDEN, FP8 = 16384, 2048, torch.float8_e4m3fn
+PASSES = {"forward": [False], "backward": [True], "both": [False, True]}  # of --passes: whether backward
 BIASES = {"heads": (False, True, True), "own": (True, True, True), "keys": (True, False, False)}  # has sequences, heads, queries
 
 
@@ -506,11 +507,15 @@ def names_of(options):
     return [name for name, wanted in chosen.items() if wanted and (not (own_terms or options.bias) or name in taking)]
 
 
+def over_best(row):
+    """What ours has over the best of the peers, if both are right."""
+    best = max((x for n, x in row.items() if isinstance(x, float) and n not in ("ours", "portable", "fp8", "whole")), default=None)
+    return row["ours"] / best if best and isinstance(row.get("ours"), float) else None
+
+
 def show(cell, backward, names, row, form="9.1f"):
     """Prints the line, numbers in this form, and returns what ours has over flash, if both are right; in float32 over the best of the others."""
-    speeds = {n: x for n, x in row.items() if isinstance(x, float)}
-    best = max((x for n, x in speeds.items() if n not in ("ours", "portable", "fp8", "whole")), default=None)
-    over = [speeds["ours"] / x if "ours" in speeds and x and form == "9.1f" else None for x in (speeds.get("flash"), best)]
+    over = [over_best({n: row.get(n) for n in ("ours", "flash")}), over_best(row)] if form == "9.1f" else [None, None]
     shown = [format(x, form) if isinstance(x, float) else f"{x or '-':>9}" for x in (row.get(n) for n in names)]
     print(f"{'backward' if backward else 'forward':8} {head_dims.title((cell.d, cell.d_v)):>7} {str(cell.causal):6} {cell.seqlen:5} | " + " ".join(shown) +
           " | " + "  ".join(f"{x:5.2f}" if x else "    -" for x in over), flush=True)
@@ -528,7 +533,7 @@ def grid(options, write):
     for (d, d_v), causal, seqlen in itertools.product(options.head_dims, (False, True), options.seqlens):
         cell = Cell(d, seqlen, causal, options, d_v)
         runs = runs_of(cell, [n for n in names if n != "math" or seqlen <= 2048])
-        for backward in {"forward": [False], "backward": [True], "both": [False, True]}[options.passes]:
+        for backward in PASSES[options.passes]:
             rows.append({"pass": "backward" if backward else "forward", "head_dim": d, "head_dim_v": d_v, "causal": causal, "seqlen": seqlen,
                          "heads": cell.heads, "heads_k": cell.heads_k, "tokens": cell.tokens,
                          "varlen": options.varlen, "window": options.window, "deterministic": options.deterministic, "float32": options.float32, "softcap": options.softcap, "alibi": options.alibi, "bias": options.bias, "dbias": options.dbias,

@@ -16,11 +16,12 @@ import head_dims
 from model_shapes import MODELS, chosen
 
 
-def cell_of(shape, tokens):
+def cell_of(shape, options):
+    """The cell, and who is timed in it."""
     heads, d, queries, keys, causal, window = shape
-    options = gpu.parse([f"--heads={heads}", f"--tokens={tokens}", f"--window={window}"])
+    own = gpu.parse([f"--heads={heads}", f"--tokens={options.tokens}", f"--window={window}", *([f"--fa3={options.fa3}"] if options.fa3 else [])])
     d, d_v = head_dims.widths(d)
-    return gpu.Cell(d, queries, causal, options, d_v, keys)
+    return gpu.Cell(d, queries, causal, own, d_v, keys), gpu.names_of(own)
 
 
 def parse(words=None):
@@ -47,13 +48,11 @@ def main():
     print(f"{'model':24} {'heads':>5} {'d':>7} {'queries':>7} {'keys':>5} {'mask':>6} {'pass':8} | " + " ".join(f"{n:>9}" for n in names) + " | /best")
     for name, shape in options.chosen.items():
         heads, d, queries, keys, causal, window = shape
-        cell = cell_of(shape, options.tokens)
-        without = {"efficient"} if cell.grouped or window else set()
-        runs = gpu.runs_of(cell, [n for n in names if n not in without | ({"cudnn"} if window else set())])
-        for backward in {"forward": [False], "backward": [True], "both": [False, True]}[options.passes]:
+        cell, timed = cell_of(shape, options)
+        runs = gpu.runs_of(cell, timed)
+        for backward in gpu.PASSES[options.passes]:
             row = gpu.bench_pass(cell, backward, runs, options.groups)
-            best = max((x for n, x in row.items() if isinstance(x, float) and n != "ours"), default=None)
-            over = row["ours"] / best if best and isinstance(row["ours"], float) else None
+            over = gpu.over_best(row)
             ratios += [over] if over else []
             rows.append({"model": name, "pass": "backward" if backward else "forward", "heads": heads, "head_dim": d, "queries": queries, "keys": keys, "causal": causal,
                          "window": window, "tokens": cell.tokens, "tflops": row})

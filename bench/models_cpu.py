@@ -14,7 +14,7 @@ import sys
 
 import compare_torch  # first: it finds the library
 import head_dims
-from compare_torch import TOLERANCE, Cell, Peaks, Report, geometric, header, listed, run_cell, torch
+from compare_torch import TOLERANCE, Cell, begin, geometric, listed, run_cell
 from model_shapes import MODELS, chosen
 
 from flashattn import _native
@@ -50,14 +50,8 @@ def parse(words=None):
 
 
 def main():
-    options, cpu = parse(), _native.device_info()
-    torch.manual_seed(0)
-    print(f"flashattn {_native.version} and PyTorch {torch.__version__} on {cpu['name']}, tier {cpu['isa']}, {cpu['num_cores']} cores")
-    columns = header(cpu["isa"])
-    print(columns, "-" * len(columns), sep="\n")
-    report = Report(Peaks(options.command))
-    if options.json:
-        report.keep(options.json, False, {"cpu": {name: cpu[name] for name in ("name", "isa", "features", "num_cores")}, "torch": torch.__version__, "flashattn": _native.version})
+    options = parse()
+    report = begin(_native.device_info(), options)
     for dtype in options.dtypes:
         for name, shape in options.chosen.items():
             print(f"{name}: {shape[0]} heads, {shape[2]} queries on {shape[3]} keys")

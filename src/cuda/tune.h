@@ -125,7 +125,7 @@ bool fa_is_hoppers_own(enum fa_kernel_id kernel);
 bool fa_is_backward(enum fa_kernel_id kernel);
 
 /* More than 128 queries (fewer are split over the keys by the portable kernel, and so is what asks for parts; a forward
- * of at most 256 keys is not split), a scale above 0, strides that a tensor map describes. */
+ * of few keys is not: is_short), a scale above 0, strides that a tensor map describes. */
 bool fa_tune_takes_tma(const fa_call *call);
 
 /* FA_MASK_LISTED: as many tiles as slices, window and ends may cut, so that they need a mask each, and the bytes of such a mask. */
