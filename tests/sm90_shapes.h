@@ -391,7 +391,7 @@ static const test_case backward_shapes[] = {
 };
 
 /* For backward_short_sm90 and forward_short_sm90; the last FORWARD_SHORT_SHAPES for the latter alone. */
-enum { FORWARD_SHORT_SHAPES = 16 };
+enum { FORWARD_SHORT_SHAPES = 6 };
 static const test_case short_shapes[] = {
     {.name = "short, whole", .batch = 3, .seqlen_q = 128, .seqlen_k = 128, .heads_q = 4},
     {.name = "short, causal, groups", .batch = 2, .seqlen_q = 128, .seqlen_k = 128, .heads_q = 6, .heads_k = 2, .mask = C},
@@ -428,21 +428,22 @@ static const test_case short_shapes[] = {
     {.name = "short, 60 and 33, window", .batch = 5, .seqlen_q = 60, .seqlen_k = 33, .heads_q = 3, .mask = W, .window_left = 20, .window_right = 3},
     {.name = "short, 33 and 64, varlen, causal", .batch = 30, .seqlen_q = 64, .seqlen_k = 64, .heads_q = 3, .varlen_q = LENGTHS_HOLES, .varlen_k = LENGTHS_MIXED, .mask = C},
     {.name = "short, 128, many", .batch = 24, .seqlen_q = 128, .seqlen_k = 128, .heads_q = 4},
-    {.name = "short, 256, groups", .batch = 2, .seqlen_q = 256, .seqlen_k = 256, .heads_q = 6, .heads_k = 2, .head_dim = 64},
-    {.name = "short, sinks", .batch = 2, .seqlen_q = 110, .seqlen_k = 90, .heads_q = 3, .mask = C, .sinks = true},
-    {.name = "short, far logits", .batch = 2, .seqlen_q = 120, .seqlen_k = 100, .heads_q = 2, .logit_size = 3e9f, .mask = C, .head_dim = 64},
     {.name = "few keys", .batch = 2, .seqlen_q = 700, .seqlen_k = 77, .heads_q = 3},
     {.name = "few keys, many", .batch = 3, .seqlen_q = 1024, .seqlen_k = 128, .heads_q = 4},
     {.name = "few keys, groups", .batch = 2, .seqlen_q = 300, .seqlen_k = 60, .heads_q = 6, .heads_k = 2},
     {.name = "few keys, varlen", .batch = 9, .seqlen_q = 400, .seqlen_k = 110, .heads_q = 2, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_HOLES},
     {.name = "few keys, varlen, holes", .batch = 7, .seqlen_q = 500, .seqlen_k = 128, .heads_q = 2, .heads_k = 1, .varlen_q = LENGTHS_HOLES, .varlen_k = LENGTHS_MIXED},
+    {.name = "few keys, varlen, shares", .batch = 3, .seqlen_q = 1500, .seqlen_k = 70, .heads_q = 1, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_MIXED},
     {.name = "few keys, used lengths", .batch = 5, .seqlen_q = 290, .seqlen_k = 100, .heads_q = 2, .seqused_q = LENGTHS_HOLES, .seqused_k = LENGTHS_EMPTY},
-    {.name = "few keys, cache, sinks", .batch = 4, .seqlen_q = 257, .seqlen_k = 70, .heads_q = 2, .cache_batch_idx = true, .seqused_k = LENGTHS_MIXED, .sinks = true},
     {.name = "few keys, one", .batch = 2, .seqlen_q = 200, .seqlen_k = 1, .heads_q = 2},
-    {.name = "few keys, far logits", .batch = 2, .seqlen_q = 330, .seqlen_k = 90, .heads_q = 2, .logit_size = 3e9f},
     {.name = "few keys, heads first", .batch = 2, .seqlen_q = 129, .seqlen_k = 65, .heads_q = 2, .layout = LAYOUT_HEADS_FIRST},
     {.name = "few keys, 40 columns", .batch = 2, .seqlen_q = 520, .seqlen_k = 77, .heads_q = 3, .head_dim = 40},
     {.name = "few keys, 72 and 128 columns", .batch = 2, .seqlen_q = 450, .seqlen_k = 100, .heads_q = 2, .head_dim = 72, .head_dim_v = 128},
+    {.name = "short, 256, groups", .batch = 2, .seqlen_q = 256, .seqlen_k = 256, .heads_q = 6, .heads_k = 2, .head_dim = 64},
+    {.name = "short, sinks", .batch = 2, .seqlen_q = 110, .seqlen_k = 90, .heads_q = 3, .mask = C, .sinks = true},
+    {.name = "short, far logits", .batch = 2, .seqlen_q = 120, .seqlen_k = 100, .heads_q = 2, .logit_size = 3e9f, .mask = C, .head_dim = 64},
+    {.name = "few keys, cache, sinks", .batch = 4, .seqlen_q = 257, .seqlen_k = 70, .heads_q = 2, .cache_batch_idx = true, .seqused_k = LENGTHS_MIXED, .sinks = true},
+    {.name = "few keys, far logits", .batch = 2, .seqlen_q = 330, .seqlen_k = 90, .heads_q = 2, .logit_size = 3e9f},
     {.name = "short, 220, far logits, cache", .batch = 3, .seqlen_q = 220, .seqlen_k = 256, .heads_q = 2, .logit_size = 3e9f, .cache_batch_idx = true, .seqused_k = LENGTHS_MIXED, .head_dim = 64},
 };
 

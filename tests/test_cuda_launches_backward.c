@@ -167,6 +167,38 @@ static void tiles_of_keys_are_shared_evenly(void **state)
     assert_true(of_heads > 10 && of_queries > 0 && alone > 10);
 }
 
+/* Few keys for many queries: every step is some share's, and shares only where key heads do not keep the GPU busy. */
+static void steps_of_few_keys_are_shared(void **state)
+{
+    (void)state;
+    int shared = 0, alone = 0;
+    for (int n = 0; n < 3 * 3 * 2 * 2 * 2; n++) {
+        static const int64_t seqlens[] = {129, 1000, 40000}, batches[] = {1, 4, 400};
+        fa_call              call;
+        fa_plan              plan;
+        int                  d = n / 18 % 2 ? 128 : 64;
+        shape                s = {batches[n / 3 % 3], seqlens[n % 3], 77, n / 9 % 2 ? 6 : 2, 2, d};
+        flash_attn_problem   p = problem_of(s, FLASH_ATTN_BF16, FLASH_ATTN_NONE);
+        p.deterministic        = n / 36;
+        plan_it(&p, FLASH_ATTN_BACKWARD, 90, &call, &plan);
+        const fa_args *a      = &plan.args;
+        int64_t        shares = a->group_blocks, heads = 2 * s.batch, steps = tiles_of(s.seqlen_q, 128) * (s.heads_q / 2);
+        assert_int_equal(main_of(&plan)->key.kernel, FA_KERNEL_BACKWARD_SHORT_SM90);
+        assert_int_equal(main_of(&plan)->key.variant, 1);
+        assert_int_equal(main_of(&plan)->blocks, heads * shares);
+        assert_true(shares >= 1 && shares <= steps && (shares == 1 || !p.deterministic));
+        assert_true(p.deterministic || heads * steps < 132 || heads * shares > 66); /* half of the multiprocessors at least */
+        assert_int_equal(plan.num_launches, shares > 1 ? 2 : 1);
+        assert_int_equal(plan.workspace_bytes, shares > 1 ? 2 * (((size_t)(s.batch * 77 * 2 * shares * d) * sizeof(float) + 255) / 256 * 256) : 0);
+        assert_true(shares == 1 ? a->apart_dk >= 0 : a->apart_dk == -1 && a->apart_dv == -1 && a->dk_stored.stride[1] == d * 2 * shares);
+        if (shares > 1)
+            assert_int_equal(plan.launch[1].blocks, tiles_of(s.batch * 77, FA_SHARED_ROWS) * 2);
+        shared += shares > 1;
+        alone += shares == 1;
+    }
+    assert_true(shared > 10 && alone > 20);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -177,6 +209,7 @@ int main(void)
         cmocka_unit_test(a_small_backward_is_one_cluster_a_head),
         cmocka_unit_test(heads_of_a_group_are_dealt_evenly),
         cmocka_unit_test(tiles_of_keys_are_shared_evenly),
+        cmocka_unit_test(steps_of_few_keys_are_shared),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -473,6 +473,16 @@ static void take_lists(const fa_call *call, fa_plan *plan, arena *a)
     args->tile_turns = take(a, backward && call->deterministic ? args->all_tiles_q * (int64_t)args->tiles_k : 0, sizeof(int));
 }
 
+/* Sums of dK and dV that backward_convert_sm90 adds up. */
+static void take_shares(const fa_call *call, const fa_key *key, fa_args *args, arena *a)
+{
+    int64_t kv_rows = call->k.shape[0] * call->k.shape[1] * call->heads_k * args->group_blocks;
+    if (args->group_blocks <= 1)
+        return;
+    args->dk_stored.data = take(a, call->dk.data ? kv_rows * key->head_dim : 0, sizeof(float));
+    args->dv_stored.data = take(a, call->dv.data ? kv_rows * key->head_dim_v : 0, sizeof(float));
+}
+
 void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
 {
     const fa_key *key    = &plan->launch[plan->main].key;
@@ -521,16 +531,14 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         args->dq_accum  = take(&a, rows * key->head_dim, sizeof(float));
         args->dq_turn   = take(&a, tiles, sizeof(int));
         args->next_item = take(&a, args->dealt_heads > 0, sizeof(int));
-        if (args->group_blocks > 1) {
-            int64_t kv_rows      = call->k.shape[0] * call->k.shape[1] * call->heads_k * args->group_blocks;
-            args->dk_stored.data = take(&a, call->dk.data ? kv_rows * key->head_dim : 0, sizeof(float));
-            args->dv_stored.data = take(&a, call->dv.data ? kv_rows * key->head_dim_v : 0, sizeof(float));
-        }
+        take_shares(call, key, args, &a);
         size_t begin     = a.used;
         args->dbias.data = take(&a, floats_of_dbias(key, args), sizeof(float));
         plan->zero       = base ? base + begin : NULL;
         plan->zero_bytes = a.used - begin;
-    } else if (call->pass == FLASH_ATTN_BACKWARD && key->kernel != FA_KERNEL_BACKWARD_SHORT_SM90) {
+    } else if (key->kernel == FA_KERNEL_BACKWARD_SHORT_SM90)
+        take_shares(call, key, args, &a);
+    else if (call->pass == FLASH_ATTN_BACKWARD) {
         args->delta  = take(&a, key->one_launch ? 0 : call->heads_q * tokens, sizeof(float));
         args->dq_accum = take(&a, call->heads_q * tokens * key->head_dim, sizeof(float));
         size_t begin   = a.used; /* kernels clear what lies before */

@@ -164,6 +164,17 @@ static fa_view stored_view(const flash_attn_tensor *t, const fa_args *args, int 
     return view;
 }
 
+/* Shares store floats, which blocks of backward_convert_sm90 add up: how many blocks. */
+static int64_t share_keys(const fa_call *call, const fa_key *key, fa_args *args)
+{
+    args->dk_stored = stored_view(&call->dk, args, (int)call->heads_k, key->head_dim);
+    args->dv_stored = stored_view(&call->dv, args, (int)call->heads_k, key->head_dim_v);
+    if (args->group_blocks <= 1)
+        return 0;
+    args->apart_dk = args->apart_dv = -1;
+    return ceil_div(call->k.shape[0] * call->k.shape[1], FA_SHARED_ROWS) * call->heads_k;
+}
+
 /* Causal tiles in pairs alone would end with a round that some blocks have no pair for: the last heads' tiles, one and a half for each of 132
  * multiprocessors, are dealt one by one, the longest first. */
 static int64_t heads_of_pairs(const fa_args *args, int64_t heads)
@@ -188,6 +199,12 @@ static int64_t rows_of_dbias(const fa_key *key, const fa_args *args)
     return key->has_dbias ? (int64_t)args->dbias_extent[0] * args->dbias_extent[1] * args->dbias_extent[2] : 0;
 }
 
+static void use_tiles_of(fa_key *convert, const fa_key *main)
+{
+    convert->tile_q  = main->tile_q;
+    convert->dtype_o = convert->dtype_dout = 0;
+}
+
 static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
 {
     fa_key   rowsum = fa_plan_helper_key(FA_KERNEL_BACKWARD_ROWSUM, key), convert = fa_plan_helper_key(FA_KERNEL_BACKWARD_CONVERT_SM90, key);
@@ -204,13 +221,7 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     args->dq_order    = dq_order_of(call, plan, key); /* is_dealt asks for it */
     choose_shares(call, plan, key, args);
     int     shares = args->group_blocks;
-    int64_t heads = call->heads_k * shares * (call->cu_seqlens_k ? 1 : call->batch), own = heads, added = 0;
-    args->dk_stored = stored_view(&call->dk, args, (int)call->heads_k, key->head_dim);
-    args->dv_stored = stored_view(&call->dv, args, (int)call->heads_k, key->head_dim_v);
-    if (shares > 1) {
-        args->apart_dk = args->apart_dv = -1;
-        added          = ceil_div(call->k.shape[0] * call->k.shape[1], FA_SHARED_ROWS) * call->heads_k;
-    }
+    int64_t heads = call->heads_k * shares * (call->cu_seqlens_k ? 1 : call->batch), own = heads, added = share_keys(call, key, args);
     args->share_blocks = (int)added;
     if (is_dealt(call, key, args))
         own = 0;
@@ -233,11 +244,40 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
     plan->main = plan->num_launches;
     FA_TRY(fa_plan_add(plan, key, all_k * call->heads_k * shares));
     plan->launch[plan->main].stays = true;
-    convert.tile_q = key->tile_q;
-    convert.dtype_o = convert.dtype_dout = 0;
+    use_tiles_of(&convert, key);
     if (call->dq.data || shares > 1 || key->has_dbias || !call->dout.data)
         FA_TRY(fa_plan_add(plan, &convert, tiles_q + added + ceil_div(rows_of_dbias(key, args), FA_DBIAS_ROWS)));
     return add_dsinks(call, plan, key);
+}
+
+/* Shares of a key head's steps, so that a call of few keys takes the least time: rounds of the multiprocessors, and what shares' sums cost. Microseconds, as measured on an H200
+ * (decision 0092). The deterministic mode has sums in one order whatever else is in the batch. */
+static void choose_shares_of_few_keys(const fa_call *call, const fa_plan *plan, fa_args *args)
+{
+    enum { MOST_SHARES = 256 };
+    static const double STEP_OF_PANEL[] = {3.3, 7.9}, ITEM = 3, SHARED = 4, ADD = 6, BYTES = 2.5e6; /* of memory in a microsecond */
+    int64_t steps = call->group * args->tiles_q, heads = call->heads_k * call->batch, most = call->deterministic ? 1 : steps < MOST_SHARES ? steps : MOST_SHARES;
+    double  step = STEP_OF_PANEL[plan->row->head_dim > 64], sums = 2.0 * sizeof(float) * 2.0 * (double)(heads * call->max_seqlen_k * plan->row->head_dim) / BYTES, least = INFINITY;
+    for (int64_t shares = 1; shares <= most; shares++) {
+        double rounds = (double)ceil_div(heads * shares, plan->chip.multiprocessors), longest = (double)ceil_div(steps, shares) * step;
+        double time   = shares == 1 ? rounds * (longest + ITEM) : rounds * (longest + SHARED) + ADD + (double)shares * sums;
+        if (time < least) {
+            least              = time;
+            args->group_blocks = (int)shares;
+        }
+    }
+}
+
+/* Few keys for many queries: nobody adds to dQ, and of dK and dV only what shares have is added up. */
+static flash_attn_status plan_few_keys(const fa_call *call, fa_plan *plan, const fa_key *key)
+{
+    fa_args *args    = &plan->args;
+    fa_key   convert = fa_plan_helper_key(FA_KERNEL_BACKWARD_CONVERT_SM90, key);
+    choose_shares_of_few_keys(call, plan, args);
+    FA_TRY(fa_plan_one_tile(call, plan, key, call->heads_k * args->group_blocks));
+    args->share_blocks = (int)share_keys(call, key, args);
+    use_tiles_of(&convert, key);
+    return args->share_blocks > 0 ? fa_plan_add(plan, &convert, args->share_blocks) : FLASH_ATTN_OK;
 }
 
 /* Rows of float sums that become the caller's gradients. */
@@ -269,7 +309,7 @@ flash_attn_status fa_plan_backward(const fa_call *call, fa_plan *plan, fa_key *k
     if (key->kernel == FA_KERNEL_BACKWARD_SM90)
         return plan_backward_sm90(call, plan, key);
     if (key->kernel == FA_KERNEL_BACKWARD_SHORT_SM90)
-        return fa_plan_one_tile(call, plan, key, call->heads_k);
+        return plan->row->only == FA_FOR_FEW_KEYS ? plan_few_keys(call, plan, key) : fa_plan_one_tile(call, plan, key, call->heads_k);
     choose_group_blocks(call, args);
     key->has_kv_accum = args->group_blocks > 1;
     bool planes = key->kernel == FA_KERNEL_BACKWARD_F32_SM90, small = !planes && is_small(call, key, args), lists = fa_plan_takes_lists(call, plan, key) && (!small || key->deterministic);

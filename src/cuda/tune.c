@@ -166,8 +166,11 @@ const fa_tune_row fa_tune_rows[] = {
 
     {90, 90, FA_KERNEL_BACKWARD_SHORT_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ONE_TILE, 0, 128, 128, 12, 2, 1, 0, 0,
      "a sequence's queries and keys are one tile each: all three gradients in one launch (decision 0088)"},
+    {90, 90, FA_KERNEL_BACKWARD_SHORT_SM90, FA_IN_16_BIT, 64, FA_ON_NONE, FA_FOR_FEW_KEYS, 0, 128, 128, 12, 2, 1, 1, 0,
+     "few keys for many queries: each of their tiles is a step; shares of the steps where key heads are few (decision 0092)"},
     {90, 90, FA_KERNEL_BACKWARD_SHORT_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ONE_TILE, 0, 256, 256, 12, 1, 1, 0, 0,
      "likewise, in two tiles of keys; dQ stays in registers (decision 0088)"},
+    {90, 90, FA_KERNEL_BACKWARD_SHORT_SM90, FA_IN_16_BIT, 128, FA_ON_NONE, FA_FOR_FEW_KEYS, 0, 128, 128, 12, 1, 1, 1, 0, "likewise (decision 0092)"},
     {90, 90, FA_KERNEL_BACKWARD_SHORT_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_ONE_TILE, 0, 128, 128, 12, 1, 1, 0, 0,
      "a sequence's queries and keys are one tile each; memory for one stage (decision 0088)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 128, 128, 12, 2, 1, 0, 408,

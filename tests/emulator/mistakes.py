@@ -56,6 +56,7 @@ SHORT_FORWARD_LARGE = ("short, 256", "every_short_forward*")
 SHORT_FORWARD_DENSE = ("short, 64, groups", "every_short_forward*")
 SHORT_FORWARD_HALF = ("short, half a tile", "every_short_forward*")
 FEW_KEYS = ("few keys", "every_short_forward*")
+FEW_KEYS_BACK = ("few keys", "every_short_backward*")
 SHORT_NAN = ("", "nan_reaches_only_short*")
 FEW_MANY = ("many tiles in one part", "every_shape*")
 FEW_BITS = ("none", "a_sequence_alone*")
@@ -246,6 +247,11 @@ MISTAKES = [
     ("few keys: each tile has the first's queries", SHORT_FORWARD, "s.seqlen_q - (MANY ? w.first_q : 0)", "s.seqlen_q", FEW_KEYS),
     ("few keys: each tile is stored as the first", SHORT_FORWARD, "(MANY ? same_for_all(w.first_q) : 0) + number", "number", FEW_KEYS),
     ("few keys: the last eight of a chunk that is none of 64", SHORT_FORWARD, "    for (int n = 0; n < CHUNK / 4; n++)\n        p[n / 4]", "    for (int n = 0; n < CHUNK / 4 - 2; n++)\n        p[n / 4]", FEW_KEYS),
+    ("few keys: each tile's gradients are of the first's queries", SHORT_BLOCK, "int             left = MANY ? fa_max_int(q.seqlen_q - s.first_q, 0) : q.seqlen_q;", "int             left = q.seqlen_q;", FEW_KEYS_BACK),
+    ("few keys: LSE of the first tile's queries", SHORT_BLOCK, "(s.seq.q_row + first_query_of(s))", "s.seq.q_row", FEW_KEYS_BACK),
+    ("few keys: dQ of each tile stored as the first's", SHORT, "first_query_of(w) + first_query(pass, group));", "first_query(pass, group));", FEW_KEYS_BACK),
+    ("few keys: shares that begin with a head", SHORT_BLOCK, "none ? s.seq.rows_q : begin % tiles * ROWS;", "none ? s.seq.rows_q : 0;", FEW_KEYS_BACK),
+    ("few keys: shares of a key head stored over each other", SHORT, "args.group_blocks + w.share)", "args.group_blocks)", FEW_KEYS_BACK),
     ("short forward: inspectors a phase behind", SHORT_FORWARD, "        await_full(n, V_FULL);\n        if (w.tiles", "        await_full(n, K_FULL);\n        if (w.tiles", SHORT_FORWARD_HALF),
     ("four parts added in another order", MERGE, "(term[0] + term[2]) + (term[1] + term[3])", "term[0] + term[1] + term[2] + term[3]", ("four parts", "pieces*")),
     ("O of a part that is empty", MERGE, "            if (w.own[begin + n] != -infinity())\n#pragma unroll\n", "#pragma unroll\n", ("a ring's merge", "pieces*")),

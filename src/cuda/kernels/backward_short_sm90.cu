@@ -18,6 +18,9 @@
  * what is not finite. Then (rare) all of it becomes 0 before the other products begin: LSE and delta are NaN for who sees it, and dV of keys that a query sees whose dO it was is
  * made NaN on its way out.
  *
+ * Or a key head's queries are several tiles (MANY: cross attention to a text's few keys), each a step, whose dK and dV stay in registers as those of a group's heads do. Where
+ * key heads are fewer than multiprocessors, shares of the steps are blocks of their own, which store floats for backward_convert_sm90.cu to add up.
+ *
  * Shared memory: stages of Q, dO, O, K and V (at head_dim 64 with 128 rows two, else one), dS of a pass (LARGE of two), dK on its way out. dQ leaves by way of O, which nobody reads
  * behind delta, and dV by way of its consumer's rows of V.
  */
@@ -68,7 +71,7 @@ FA_DEVICE unsigned dq_at(unsigned n, int pass, int group) { return tile_at(n, O)
 FA_DEVICE void stage_dq(const fa_args &args, const step &w, const float (&dq)[DQ_COUNT], unsigned n, int pass, int group)
 {
     int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-    stage_panel(dq, 0, args.scale, lane, w.seq.seqlen_q - first_query(pass, group) - 16 * warp, dq_at(n, pass, group) + warp * 2048);
+    stage_panel(dq, 0, args.scale, lane, queries_of(w) - first_query(pass, group) - 16 * warp, dq_at(n, pass, group) + warp * 2048);
 }
 
 /* TMA takes 64 rows from the `first` on, of one panel, from where they are staged; one thread asks. Rows of the sequence that do not count are zeros there. */
@@ -80,7 +83,7 @@ FA_DEVICE void store_rows(const fa_map &map, int apart, unsigned from, int colum
 
 FA_DEVICE void store_dq(const fa_args &args, const fa_maps &maps, const step &w, unsigned n, int pass, int group)
 {
-    store_rows(maps.dq, args.apart_dq, dq_at(n, pass, group), PANELS == 1 ? 0 : 64 * group, w.head, w.seq.q_entry * args.apart_dq + w.seq.q_row, w.seq.rows_q, first_query(pass, group));
+    store_rows(maps.dq, args.apart_dq, dq_at(n, pass, group), PANELS == 1 ? 0 : 64 * group, w.head, w.seq.q_entry * args.apart_dq + w.seq.q_row, w.seq.rows_q, first_query_of(w) + first_query(pass, group));
 }
 
 /* This consumer's 64 keys of dK and dV. */
@@ -104,6 +107,23 @@ FA_DEVICE void stage_keys(const fa_args &args, unsigned n, const float (&dk)[GRA
     }
     if (MASKED)
         give_back_nonfinite(staged, first_key + 16 * warp);
+}
+
+/* A share's sums of this consumer's keys, as floats; keys that do not count get 0. */
+FA_DEVICE void store_share(const fa_args &args, const fa_view &view, const step &w, const float (&x)[GRADIENT_COUNT], float factor, int first_key, int keys)
+{
+    if (!view.data)
+        return;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        int    row = first_key + fragment_row() + 8 * h;
+        float *to  = (float *)view.data + w.seq.kv_entry * view.stride[0] + (w.seq.kv_row + row) * view.stride[1] + (w.kv_head * args.group_blocks + w.share) * view.stride[2];
+        float  f   = row < keys ? factor : 0.0f;
+        if (row < w.seq.rows_k)
+#pragma unroll
+            for (int j = 0; j < GRADIENT_COUNT / 4; j++)
+                *(float2 *)(to + 8 * j + threadIdx.x % 4 * 2) = f == 0.0f ? make_float2(0.0f, 0.0f) : make_float2(x[4 * j + 2 * h] * f, x[4 * j + 2 * h + 1] * f);
+    }
 }
 
 FA_DEVICE void consume(const fa_args &args, const fa_maps &maps, int group)
@@ -218,7 +238,10 @@ FA_DEVICE void consume(const fa_args &args, const fa_maps &maps, int group)
 #pragma unroll
                 for (int i = 0; i < DQ_KEPT; i++)
                     stage_dq(args, w, dq[i], n, CONSUMERS * i + group, group);
-            if (w.last)
+            if (MANY && w.last && args.group_blocks > 1) {
+                store_share(args, args.dk_stored, w, dk, args.scale, first_key, keys);
+                store_share(args, args.dv_stored, w, dv, 1.0f, first_key, keys);
+            } else if (w.last)
                 stage_keys(args, n, dk, dv, first_key, keys, group);
             named_sync(OWN + group, 128);
             if (!asks)

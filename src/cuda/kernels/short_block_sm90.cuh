@@ -7,19 +7,20 @@
 
 /* LARGE: 256 rows, of which the consumers have 64 keys each and then another 64. */
 constexpr int  ROWS = FA_TILE_Q, CONSUMERS = 2, THREADS = 128 * CONSUMERS, PANELS = FA_HEAD_DIM / 64;
-constexpr bool LARGE = ROWS == 256, MASKED = FA_MASK != FA_MASK_NONE;
+constexpr bool LARGE = ROWS == 256, MASKED = FA_MASK != FA_MASK_NONE, MANY = FA_VARIANT == 1; /* heads have several tiles of queries, each a step */
 constexpr int  KEY_TILES = ROWS / 128, PASS_Q = LARGE || PANELS == 2 ? 64 : 128, PASSES = ROWS / PASS_Q, STAGES = LARGE || PANELS == 2 ? 1 : 2;
-static_assert(FA_TILE_K == ROWS && (ROWS == 128 || ROWS == 256) && FA_WARPS == 12 && FA_HEAD_DIM == FA_HEAD_DIM_V && (PANELS == 1 || (PANELS == 2 && !LARGE)), "what the text is written for");
+static_assert(FA_TILE_K == ROWS && (ROWS == 128 || ROWS == 256) && FA_WARPS == 12 && FA_HEAD_DIM == FA_HEAD_DIM_V && (PANELS == 1 || (PANELS == 2 && !LARGE)) && !(MANY && (LARGE || MASKED)), "what the text is written for");
 enum { Q, DOUT, O, K, V, TILES };
 constexpr int PANEL_BYTES = ROWS * 128, TILE_BYTES = PANELS * PANEL_BYTES, HALF = 64 * 128 /* 64 rows of a panel */, STAT_BYTES = ROWS * 4;
 constexpr int DS_PANEL = PASS_Q * 128 /* of a consumer's keys */, DS_BYTES = CONSUMERS * DS_PANEL, DS_BUFFERS = LARGE ? 2 : 1;
 constexpr int DS_AT = STAGES * TILES * TILE_BYTES, DK_AT = DS_AT + DS_BUFFERS * DS_BYTES, LSE_AT = DK_AT + CONSUMERS * PANELS * HALF, DELTA_AT = LSE_AT + STAGES * STAT_BYTES;
 constexpr int MARKS_AT = DELTA_AT + STAT_BYTES, SPOILT_AT = MARKS_AT + 2 * STAT_BYTES, BARRIERS_AT = SPOILT_AT + 16, STEPS_AT = BARRIERS_AT + 8 * 2 * STAGES;
 
-/* A head of a sequence. In its stage. */
+/* A head of a sequence, or MANY a tile of its queries. In its stage. */
 struct step {
-    int head, kv_head; /* head < 0: there is no step, nor one behind it */
-    int first, last;   /* of the key head's heads */
+    int head, kv_head;  /* head < 0: there is no step, nor one behind it */
+    int first, last;    /* of those whose dK and dV are one sum: a key head's, or MANY a share's of it */
+    int first_q, share; /* MANY */
     sequence seq;
 };
 
@@ -45,41 +46,73 @@ FA_DEVICE step &step_at(unsigned n) { return ((step *)(shared + STEPS_AT))[n % S
 
 enum { DELTA_IS_THERE = 1, DS_IS_THERE, DS_IS_FREE, ALL_ARE_HERE, OWN /* and one more: a consumer's */ };
 
-/* Every gridDim.x-th key head of all sequences, and of each the heads. */
-FA_DEVICE bool find_step(const fa_args &args, unsigned n, step &s)
+/* Where a block is in its work: the step behind those that were found. */
+struct walk {
+    unsigned item = blockIdx.x, left = 0; /* steps of the item before */
+    int      b, kv_head, share, head, first_q;
+};
+
+/* Every gridDim.x-th key head of all sequences, or share of it, and of each the heads, MANY with all tiles of queries; at least one step, for dK and dV may have to be 0. */
+FA_DEVICE bool find_step(const fa_args &args, walk &at, step &s)
 {
-    unsigned group = args.group, item = blockIdx.x + n / group * gridDim.x, of_group = n % group;
-    s.head = -1;
-    if (item >= (unsigned)args.batch * args.heads_k)
+    unsigned shares = MANY ? args.group_blocks : 1, key_head = at.item / shares;
+    s.first = LARGE /* no groups */ || at.left == 0;
+    s.head  = -1;
+    if (s.first && key_head >= (unsigned)args.batch * args.heads_k)
         return false;
-    s.kv_head = item % args.heads_k;
-    s.head    = s.kv_head * group + of_group;
-    s.first   = of_group == 0;
-    s.last    = of_group == group - 1;
-    s.seq     = sequence_at(args, item / args.heads_k);
+    if (s.first) {
+        at.b       = key_head / args.heads_k;
+        at.kv_head = key_head % args.heads_k;
+        at.share   = at.item % shares;
+    }
+    s.seq = sequence_at(args, at.b);
+    if (s.first) {
+        unsigned tiles = MANY ? fa_max_int((s.seq.rows_q + ROWS - 1) / ROWS, 1) : 1, all = args.group * tiles, begin = at.share * all / shares, end = (at.share + 1) * all / shares;
+        bool     none  = MANY && begin == end;
+        at.head    = at.kv_head * args.group + (none ? 0 : begin / tiles);
+        at.first_q = none ? s.seq.rows_q : begin % tiles * ROWS;
+        at.left    = none ? 1 : end - begin;
+        at.item += gridDim.x;
+    }
+    s.kv_head = at.kv_head;
+    s.share   = at.share;
+    s.head    = at.head;
+    s.first_q = at.first_q;
+    s.last    = LARGE || --at.left == 0;
+    at.first_q += ROWS;
+    if (!MANY || at.first_q >= s.seq.rows_q) {
+        at.first_q = 0;
+        at.head++;
+    }
     return true;
 }
+
+/* Queries of a step, and the first of them. */
+FA_DEVICE int queries_of(const step &s) { return MANY ? clamp_int(s.seq.seqlen_q - s.first_q, 0, ROWS) : s.seq.seqlen_q; }
+FA_DEVICE int first_query_of(const step &s) { return MANY ? s.first_q : 0; }
 
 /* ---- warpgroup 0 ---- */
 
 /* bring(tile, map, head, row past the last that counts, rows) for each tile of a step, in the order in which they are wanted. */
 template <typename BRING> FA_DEVICE void for_tiles(const fa_args &args, const fa_maps &maps, const step &s, BRING bring)
 {
-    const sequence &q = s.seq;
-    bring(Q, maps.q, s.head, q.q_entry * args.apart_q + q.q_row + q.seqlen_q, q.seqlen_q);
+    const sequence &q    = s.seq;
+    int             left = MANY ? fa_max_int(q.seqlen_q - s.first_q, 0) : q.seqlen_q;
+    bring(Q, maps.q, s.head, q.q_entry * args.apart_q + q.q_row + q.seqlen_q, left);
     bring(K, maps.k, s.kv_head, q.kv_entry * args.apart_k + q.kv_row + q.seqlen_k, q.seqlen_k);
-    bring(DOUT, maps.dout, s.head, q.q_entry * args.apart_dout + q.q_row + q.seqlen_q, q.seqlen_q);
+    bring(DOUT, maps.dout, s.head, q.q_entry * args.apart_dout + q.q_row + q.seqlen_q, left);
     bring(V, maps.v, s.kv_head, q.kv_entry * args.apart_v + q.kv_row + q.seqlen_k, q.seqlen_k);
-    bring(O, maps.o, s.head, q.q_entry * args.apart_o + q.q_row + q.seqlen_q, q.seqlen_q);
+    bring(O, maps.o, s.head, q.q_entry * args.apart_o + q.q_row + q.seqlen_q, left);
 }
 
 /* By one thread. LARGE the next step comes into L2 while this one is worked on: 3% faster, at head_dim 128 8% slower. */
 FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
 {
+    walk at;
     for (unsigned n = 0;; n++) {
         step &s = step_at(n);
         barrier_wait(empty(n), freed<STAGES>(n));
-        if (!find_step(args, n, s)) {
+        if (!find_step(args, at, s)) {
             barrier_arrive(full(n));
             return;
         }
@@ -88,7 +121,8 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
             fetch_ragged<ROWS, FA_HEAD_DIM>(tile_at(n, which), map, full(n), head, end, rows);
         });
         step next;
-        if (LARGE && find_step(args, n + 1, next))
+        walk behind = at;
+        if (LARGE && find_step(args, behind, next))
             for_tiles(args, maps, next, [&](int, const fa_map &map, int head, int end, int rows) { prefetch_ragged<ROWS, FA_HEAD_DIM>(map, head, end, rows); });
     }
 }
@@ -98,14 +132,16 @@ FA_DEVICE void fetch_lse(const fa_args &args)
 {
     constexpr int EACH = ROWS / 32;
     int           lane = threadIdx.x % 32;
+    walk          at;
     for (unsigned n = 0;; n++) {
         step  s;
-        bool  some = find_step(args, n, s);
+        bool  some = find_step(args, at, s);
         float x[EACH] = {};
         if (some) {
-            const float *lse = (const float *)args.lse.data + s.seq.q_entry * args.lse.stride[0] + s.head * args.lse.stride[1] + s.seq.q_row * args.lse.stride[2];
+            const float *lse = (const float *)args.lse.data + s.seq.q_entry * args.lse.stride[0] + s.head * args.lse.stride[1] + (s.seq.q_row + first_query_of(s)) * args.lse.stride[2];
+            int          queries = queries_of(s);
             for (int i = 0; i < EACH; i++)
-                x[i] = lane + 32 * i < s.seq.seqlen_q ? lse_log2(lse[(lane + 32 * i) * args.lse.stride[2]]) : infinity();
+                x[i] = lane + 32 * i < queries ? lse_log2(lse[(lane + 32 * i) * args.lse.stride[2]]) : infinity();
         }
         barrier_wait(empty(n), freed<STAGES>(n));
         for (int i = 0; i < EACH; i++)
