@@ -4,7 +4,7 @@
 enum { ENDS = 2 }; /* places of a list beside those of its tiles */
 
 /* Of Hopper's above 128 columns both consumers have the same keys, queries down (backward_block_sm90.cuh: BY_COLUMNS); elsewhere S is transposed. */
-static bool has_keys_down(const fa_tune_row *row) { return fa_is_backward(row->kernel) && !(row->kernel == FA_KERNEL_BACKWARD_SM90 && row->tile_k == 80); }
+static bool has_keys_down(const fa_tune_row *row) { return fa_is_backward(row->kernel) && !(row->kernel == FA_KERNEL_BACKWARD_SM90 && row->tile_k < 128); }
 
 int64_t fa_mask_bytes(const fa_tune_row *row)
 {

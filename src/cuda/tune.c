@@ -192,6 +192,8 @@ const fa_tune_row fa_tune_rows[] = {
      "two consumers of 64 keys; dQ by TMA; the producer's thread spills (decision 0055)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 192, FA_ON_ANY, FA_FOR_NARROW_V_TMA, 0, 48, 128, 12, 2, 1, 0, 336,
      "DeepSeek's: dK and dV leave registers for S and dP of 48 queries, and for no options (decision 0077)"},
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 256, FA_ON_NONE, FA_FOR_FITTING_TMA, 112, 64, 64, 12, 2, 1, 0, 304, "as with 80 keys, of which 256 fill four tiles badly (decision 0093)"},
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 256, FA_ON_CAUSAL | FA_ON_WINDOW, FA_FOR_FITTING_TMA, 106, 64, 64, 12, 2, 1, 0, 304, "likewise; they waste less of the diagonal (decision 0093)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_TMA, 0, 64, 80, 12, 2, 1, 0, 304,
      "two consumers of the same 80 keys, each some of the columns; one makes P, one dS (decision 0076)"},
     {80, 129, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ANY, 0, 64, 128, 4, 2, 2, 0, 512,

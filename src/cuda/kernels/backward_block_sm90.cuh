@@ -21,8 +21,8 @@ struct turn {
     int      stores, last; /* nobody has come to the tile before; an item's last step */
 };
 
-/* BY_COLUMNS: both consumers have the same 80 keys, and each some columns of dK, dV and dQ; one makes P, the other dS. */
-constexpr bool BY_COLUMNS = FA_HEAD_DIM > 128 && FA_TILE_K == 80;
+/* BY_COLUMNS: both consumers have the same 80 keys (or 64), and each some columns of dK, dV and dQ; one makes P, the other dS. */
+constexpr bool BY_COLUMNS = FA_HEAD_DIM > 128 && FA_TILE_K < 128;
 /* DQ_TURNED: dQ^T = K^T dS^T, 80 queries across, for which shared memory reads less than for 64; or 48, beside which dK of 192 columns has room. Of its three panels a consumer has
  * one, and of the third half of the queries (THIRD_SHARED). */
 constexpr bool DQ_TURNED = FA_TILE_Q == 80 || FA_TILE_Q == 48, THIRD_SHARED = DQ_TURNED && FA_HEAD_DIM == 192;
@@ -47,7 +47,7 @@ __device__ constexpr int panels_of(int group, bool of_v)
 {
     return BY_COLUMNS && group == 1 ? (of_v ? V_PANELS - FIRST_OF_V : K_PANELS - FIRST_OF_K) : of_v ? FIRST_OF_V : FIRST_OF_K;
 }
-static_assert(FA_WARPS == 4 * (CONSUMERS + 1) && FA_TILE_K == (BY_COLUMNS ? 80 : 64 * CONSUMERS), "a consumer has 64 keys, or all");
+static_assert(FA_WARPS == 4 * (CONSUMERS + 1) && (BY_COLUMNS ? FA_TILE_K == 80 || FA_TILE_K == 64 : FA_TILE_K == 64 * CONSUMERS), "a consumer has 64 keys, or all");
 constexpr int PANEL_COUNT = BY_COLUMNS ? FA_TILE_K / 2 : 32; /* of dK or dV, of a thread */
 constexpr int S_COUNT = (BY_COLUMNS ? FA_TILE_K : FA_TILE_Q) / 2, P_STEPS = S_COUNT / 8; /* of a thread; 16 queries a step, BY_COLUMNS keys */
 constexpr int DK_COUNT = BY_COLUMNS ? PANEL_COUNT * FIRST_OF_K : FA_HEAD_DIM / 2, DV_COUNT = BY_COLUMNS ? PANEL_COUNT * FIRST_OF_V : FA_HEAD_DIM_V / 2, DQ_COUNT = DQ_TURNED ? S_COUNT : 32, THIRD_COUNT = 12, ROUND_COUNT = DQ_COUNT + THIRD_SHARED * THIRD_COUNT /* of dQ in a round */;
