@@ -151,8 +151,7 @@ static flash_attn_problem problem_at(char *at, flash_attn_mask mask)
     return p;
 }
 
-/* O of p, whose tensors are a copy of want's on the device, is the reference's. */
-static void expect_forward(const flash_attn_problem *want, const flash_attn_problem *p, uint16_t *host, char *device)
+static void expect_output(const flash_attn_problem *want, const flash_attn_problem *p, uint16_t *host, char *device)
 {
     static uint16_t got[COUNT];
     memset(host + 3 * COUNT, 0x55, COUNT * 2);
@@ -166,8 +165,18 @@ static void expect_forward(const flash_attn_problem *want, const flash_attn_prob
         float expected = value_of(host[3 * COUNT + i]), x = value_of(got[i]);
         bool  same = isnan(expected) ? isnan(x) : isinf(expected) ? x == expected : fabsf(x - expected) <= 0.02f;
         if (!same)
-            fail_msg("%d rows, mask %d, row %d, column %d: %g, expected %g", length, (int)p->mask, i / HEAD_DIM, i % HEAD_DIM, (double)x, (double)expected);
+            fail_msg("%d rows, mask %d, %d parts, row %d, column %d: %g, expected %g", length, (int)p->mask, p->num_splits, i / HEAD_DIM, i % HEAD_DIM, (double)x, (double)expected);
     }
+}
+
+/* O of p, whose tensors are a copy of want's on the device, is the reference's, also where the keys are split. */
+static void expect_forward(const flash_attn_problem *want, const flash_attn_problem *p, uint16_t *host, char *device)
+{
+    flash_attn_problem split = *p;
+    split.num_splits = 2;
+    expect_output(want, p, host, device);
+    if (length == LENGTH && p->mask != FLASH_ATTN_WINDOW && !p->bias.data && p->slices.count == 0)
+        expect_output(want, &split, host, device);
 }
 
 static void expect_nonfinite_values_where_they_are_seen(void)

@@ -113,10 +113,13 @@ def _wrong_number(window, **others):
                                 "and below 2**31")
 
 
-def _stream(found):
-    """CUDA: PyTorch's current stream of the tensor's device."""
+def _stream(index):
+    """CUDA: PyTorch's current stream on the device, where it can be had without the object of torch.cuda.current_stream, which takes two microseconds."""
     torch = sys.modules.get("torch")
-    return torch.cuda.current_stream(found.index).cuda_stream if torch is not None else None
+    if torch is None:
+        return None
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # Triton asks it too
+    return raw(index) if raw else torch.cuda.current_stream(index).cuda_stream
 
 
 class Call:
@@ -206,7 +209,7 @@ class Call:
                 _put(buffer, _AT["descale"] + getattr(Descale, name).offset, view(array), f"{name}_descale", (0, 1),
                      found_q)
         problem.deterministic = deterministic
-        self.exec = None if device != _native.CUDA else exec_of(_stream(found_q), found_q.index) if is_torch(q) else Exec(stream=_stream(found_q))
+        self.exec = None if device != _native.CUDA else exec_of(_stream(found_q.index), found_q.index) if is_torch(q) else Exec(stream=_stream(found_q.index))
 
     def _exec(self):
         return ctypes.addressof(self.exec) if self.exec is not None else None
@@ -337,7 +340,7 @@ def _short_tensors(q, k, v, dtype, out, lse, scale, causal, window, softcap, cu_
     if not q.is_cpu:
         device, index = _native.CUDA, q.device.index
         _short.exec.allocator = index
-        _short.exec.stream = sys.modules["torch"].cuda.current_stream(q.device).cuda_stream
+        _short.exec.stream = _stream(index)
         run = ctypes.addressof(_short.exec)
     return _short_fill(device, index, dtype, q.data_ptr(), q_shape, q_stride, k.data_ptr(), k_shape, k_stride,
                        v.data_ptr(), v_shape, v_stride, out.data_ptr(), 0 if lse is None else lse.data_ptr(), scale,
@@ -437,7 +440,7 @@ def append_kv(k_cache, v_cache, k_new=None, v_new=None, *, q=None, q_out=None, c
         _put(buffer, start + Rotary.sin.offset, view(rotary_sin), "rotary_sin", (0, 1), found)
         append.rotary.interleaved = interleaved
     append.q_at_end = q_at_end
-    run = Exec(stream=_stream(found)) if found.device == _native.CUDA else None
+    run = Exec(stream=_stream(found.index)) if found.device == _native.CUDA else None
     check(lib.flash_attn_append_kv(_native.context, ctypes.addressof(buffer), ctypes.addressof(run) if run else None))
 
 
@@ -457,7 +460,7 @@ def merge(parts, out=None, lse=None):
     for n, (part, part_lse) in enumerate(views):
         _put(buffer, n * size + Partial.o.offset, part, "o", _ALL, found)
         _put(buffer, n * size + Partial.lse.offset, part_lse, "lse", (0, 1, 2), found)
-    run = Exec(stream=_stream(found)) if found.device == _native.CUDA else None
+    run = Exec(stream=_stream(found.index)) if found.device == _native.CUDA else None
     start = ctypes.addressof(buffer)
     check(lib.flash_attn_merge(_native.context, _native.Device(found.device, found.index), start, len(parts),
                                start + len(parts) * size, ctypes.addressof(run) if run else None))

@@ -255,11 +255,18 @@ flash_attn_status fa_plan_add_planes(const fa_call *call, fa_plan *plan, const f
     return fa_plan_add(plan, &planes, (1 + backward) * tiles_q * call->heads_q + 2 * tiles_k * call->heads_k);
 }
 
-static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, const fa_key *key)
+static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, fa_key *key)
 {
-    fa_args *args   = &plan->args;
-    int64_t  tiles  = args->tiles_q, all = fa_plan_tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], key->tile_q, tiles);
-    int64_t  blocks = tiles * call->heads_q * call->batch, items = all * call->heads_q;
+    fa_args *args  = &plan->args;
+    fa_key   whole = *key; /* combine has its results */
+    fa_plan_choose_own_splits(call, plan);
+    if (args->num_splits > 1) {
+        key->has_split = 1;
+        key->dtype_o   = FA_F32;
+        key->variant  &= ~1; /* one stage of Q: a part is long enough, and registers hold Q (decision 0094) */
+    }
+    int64_t  tiles  = args->tiles_q, heads = call->heads_q * args->num_splits, all = fa_plan_tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], key->tile_q, tiles);
+    int64_t  blocks = tiles * heads * call->batch, items = all * heads;
     bool     planes = key->kernel == FA_KERNEL_FORWARD_F32_SM90;
     plan->has_maps   = !planes;
     args->page_piece = planes ? 0 : fa_page_piece(call, key->tile_k);
@@ -268,7 +275,7 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
     if (deals_tiles(call, plan, key, items)) {
         args->all_tiles_q = (int)all;
         args->all_items   = (int)items;
-        args->order_heads = (int)heads_dealt_together(call, key);
+        args->order_heads = (int)heads_dealt_together(call, key) * args->num_splits;
         blocks            = items;
     }
     if (key->mask == FA_MASK_LISTED)
@@ -289,7 +296,7 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, c
     plan->main = plan->num_launches;
     FA_TRY(fa_plan_add(plan, key, blocks));
     plan->launch[plan->main].stays = true;
-    return FLASH_ATTN_OK;
+    return args->num_splits > 1 ? fa_plan_add_combine(call, plan, &whole) : FLASH_ATTN_OK;
 }
 
 void fa_plan_set_apart(const fa_call *call, fa_args *args)

@@ -116,6 +116,51 @@ static bool has_enough_tiles(const fa_call *call, const fa_plan *plan)
     return plan->row->only == FA_FOR_FEW && packed_tiles(call, plan->row) >= 3 * (int64_t)plan->chip.multiprocessors;
 }
 
+/* Parts that a tile's keys are worth where so many tiles leave most of `slots` blocks without work: by how many rounds these need; a part costs about a fiftieth. */
+static int64_t parts_of_tiles(int64_t tiles, int64_t slots)
+{
+    enum { MOST_PARTS = 16 };
+    static const double FEW = 0.7, PART = 0.02;
+    int64_t parts = 1;
+    double  best  = 1;
+    for (int64_t n = 2; n <= MOST_PARTS && (double)tiles <= FEW * (double)slots; n++) {
+        double faster = (double)n / (double)ceil_div(tiles * n, slots) * (1 - PART * (double)n);
+        if (faster > best) {
+            best  = faster;
+            parts = n;
+        }
+    }
+    return parts;
+}
+
+/*
+ * Parts in forward_sm90: pieces of a prompt, few heads and long keys, whose tiles of queries are fewer than blocks. By heads and the longest sequence's queries, for a GPU of 132
+ * multiprocessors and one sequence: then a sequence's own length says how many it has (work_sm90.cuh), and its bits are the same in any batch. There a part costs as much as it is
+ * short, so these are longer than those of who lets the batch count (decision 0094).
+ */
+void fa_plan_choose_own_splits(const fa_call *call, fa_plan *plan)
+{
+    enum { LARGE_GPU = 132, LEAST_PART = 2048, LEAST_BY_BATCH = 512, FEWEST_KEYS_OF_A_QUERY = 4 };
+    const fa_tune_row *row   = plan->row;
+    fa_args           *args  = &plan->args;
+    int64_t            tiles = args->tiles_q * call->heads_q, parts = call->num_splits, least = row->tile_k;
+    if (row->kernel != FA_KERNEL_FORWARD_SM90 || !fa_own_splits_fit(call))
+        return;
+    if (parts <= 0) {
+        bool by_batch = parts < 0;
+        parts = by_batch ? parts_of_tiles(tiles * call->batch, (int64_t)plan->chip.multiprocessors * row->min_blocks) : parts_of_tiles(tiles, LARGE_GPU * row->min_blocks);
+        least = by_batch ? LEAST_BY_BATCH : LEAST_PART;
+        if (args->max_seqlen_k < FEWEST_KEYS_OF_A_QUERY * call->max_seqlen_q)
+            parts = 1;
+    }
+    if (parts > args->max_seqlen_k / least)
+        parts = args->max_seqlen_k / least;
+    if (parts <= 1)
+        return;
+    args->split_keys = (int)least;
+    args->num_splits = (int)parts;
+}
+
 /*
  * Parts of the keys, by absolute position. A caller's number is taken as it is. Otherwise only calls with few queries
  * are split, into parts of a length that depends on the number of heads and on the sequence's own length alone, never on the batch or on how

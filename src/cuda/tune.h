@@ -128,6 +128,9 @@ bool fa_is_backward(enum fa_kernel_id kernel);
  * of few keys is not: is_short), a scale above 0, strides that a tensor map describes. */
 bool fa_tune_takes_tma(const fa_call *call);
 
+/* What forward_sm90 splits over the keys: no bias, slices and window. */
+bool fa_own_splits_fit(const fa_call *call);
+
 /* FA_MASK_LISTED: as many tiles as slices, window and ends may cut, so that they need a mask each, and the bytes of such a mask. */
 int64_t fa_masks_of(const fa_call *call, const fa_tune_row *row);
 int64_t fa_mask_bytes(const fa_tune_row *row);

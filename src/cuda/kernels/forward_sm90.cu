@@ -228,7 +228,7 @@ constexpr bool DIRECT_V = !FP8 && !ONE_BY_ONE && FA_MASK == FA_MASK_NONE;
 
 /* Of Q's columns a consumer keeps the first 16 Q_HELD of its rows in registers, as left operands: S then reads the less of shared memory. All at head_dim 128. At 256 as many
  * as there are registers for: that takes no fewer cycles, but less power, which holds long calls back (decision 0082). Elsewhere registers are short or it is no faster. */
-constexpr bool HOLDS_Q = !FP8 && !ONE_BY_ONE && FA_HEAD_DIM == FA_HEAD_DIM_V && FA_DTYPE_O != FA_F32 && !FA_HAS_SOFTCAP && !FA_HAS_DROPOUT && !(FA_HAS_BIAS && (FA_MASK != FA_MASK_NONE || F32_BIAS));
+constexpr bool HOLDS_Q = !FP8 && !ONE_BY_ONE && FA_HEAD_DIM == FA_HEAD_DIM_V && (FA_DTYPE_O != FA_F32 || SPLIT) && !FA_HAS_SOFTCAP && !FA_HAS_DROPOUT && !(FA_HAS_BIAS && (FA_MASK != FA_MASK_NONE || F32_BIAS));
 constexpr int  Q_HELD = !HOLDS_Q ? 0 : FA_HEAD_DIM == 128 ? 8 : FA_HEAD_DIM == 256 ? 6 : 0;
 
 /* What a consumer has at hand. */

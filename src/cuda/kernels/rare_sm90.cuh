@@ -6,13 +6,33 @@
 #include "rows.cuh"
 #include "work_sm90.cuh"
 
+/* Where a part's results go they have float32's width and rows of whole tiles. */
+constexpr int DTYPE_OUT = SPLIT ? FA_F32 : FA_DTYPE_O;
+
+FA_DEVICE char *base_of_o(const fa_args &args) { return (char *)(SPLIT ? (void *)args.o_partial : args.o.data); }
+
+#if FA_HAS_SPLIT
+/* Row of o_partial and lse_partial for query i. */
+FA_DEVICE fa_i64 partial_row(const fa_args &args, const work &w, int i)
+{
+    return ((fa_i64)w.part * args.heads_q + w.head) * args.q_entries * args.q_rows + (fa_i64)w.seq.q_entry * args.q_rows + w.seq.q_row + i;
+}
+#endif
+
 FA_DEVICE fa_i64 offset_of_o(const fa_args &args, const work &w, int i)
 {
+#if FA_HAS_SPLIT
+    return partial_row(args, w, i) * FA_HEAD_DIM_V;
+#endif
     return w.seq.q_entry * args.o.stride[0] + (fa_i64)(w.seq.q_row + i) * args.o.stride[1] + w.head * args.o.stride[2];
 }
 
 FA_DEVICE void store_lse(const fa_args &args, const work &w, int i, float lse)
 {
+#if FA_HAS_SPLIT
+    args.lse_partial[partial_row(args, w, i)] = lse;
+    return;
+#endif
     if (args.lse.data)
         ((float *)args.lse.data)[w.seq.q_entry * args.lse.stride[0] + w.head * args.lse.stride[1] +
                                  (w.seq.q_row + i) * args.lse.stride[2]] = lse;
@@ -20,7 +40,7 @@ FA_DEVICE void store_lse(const fa_args &args, const work &w, int i, float lse)
 
 FA_DEVICE float sink_log2_of(const fa_args &args, const work &w)
 {
-    if (!args.sinks.data)
+    if (SPLIT || !args.sinks.data) /* combine.cu has it */
         return -infinity();
     return load_element(args.sinks.data, w.head * args.sinks.stride[1], args.sinks.dtype) * FA_LOG2E;
 }
@@ -78,7 +98,7 @@ static __device__ __noinline__ void redo_far_rows(const fa_args &args, const wor
             store_lse(args, shared_work, i, lse);
         for (int c = 0, col = threadIdx.x % 32; c < COLS; c++, col += 32)
             if (col < args.head_dim_v)
-                store_element(args.o.data, offset_of_o(args, shared_work, i) + col, FA_DTYPE_O, (float)o[c] * scale);
+                store_element(base_of_o(args), offset_of_o(args, shared_work, i) + col, DTYPE_OUT, (float)o[c] * scale);
     }
 }
 

@@ -28,8 +28,9 @@ FA_DEVICE far_rows store_result(const fa_args &args, const work &w, const float 
     for (int h = 0; h < 2; h++) {
         int   i     = first + 8 * h;
         float scale = end_of_rows(args, w, rows, h, i, sink_log2, far[h]);
-        char *to    = (char *)args.o.data + offset_of_o(args, w, i) * (FA_DTYPE_O == FA_F32 ? 4 : 2);
-        store_row<FA_DTYPE_O, FA_HEAD_DIM_V>(i < w.seq.rows_q ? to : nullptr, o, h, scale, args.head_dim_v);
+        char *to    = base_of_o(args) + offset_of_o(args, w, i) * (DTYPE_OUT == FA_F32 ? 4 : 2);
+        bool  some  = i < w.seq.rows_q && !(SPLIT && scale == 0.0f); /* who saw nothing of a part has an LSE that says so */
+        store_row<DTYPE_OUT, FA_HEAD_DIM_V>(some ? to : nullptr, o, h, scale, args.head_dim_v);
     }
     return {far[0], far[1]};
 }

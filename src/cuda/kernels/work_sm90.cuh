@@ -10,6 +10,9 @@
 /* A tile of queries of one head, and the key tiles that it meets. In shared memory: registers are for S and O. */
 struct work {
     int       b, head, kv_head;
+#if FA_HAS_SPLIT
+    int       part;                   /* of the sequence's keys */
+#endif
     int       first_q;                /* first row of the tile */
     fa_range  keys;                   /* keys that some of its rows may see */
     int       right, tiles;           /* key tiles right, right - 1, ... (tile_of). tiles < 0: no item, nor is there one behind it */
@@ -37,11 +40,38 @@ FA_DEVICE int tile_of(const work &w, int step)
 #endif
 }
 
+/* A head's parts are counted as heads of their own. */
+constexpr bool SPLIT = FA_HAS_SPLIT;
+FA_DEVICE unsigned heads_of_parts(const fa_args &args) { return SPLIT ? args.heads_q * args.num_splits : args.heads_q; }
+
+FA_DEVICE void place_head(const fa_args &args, unsigned head, work &w)
+{
+#if FA_HAS_SPLIT
+    w.part = head % args.num_splits;
+    head /= args.num_splits;
+#endif
+    w.head = head;
+}
+
+/* Keys of a part: whole tiles, of as many parts as have args.split_keys or more, by the sequence's own length alone. */
+FA_DEVICE fa_range keys_of_part(const fa_args &args, const work &w)
+{
+    fa_range all = {w.seq.key_begin, w.seq.seqlen_k};
+#if FA_HAS_SPLIT
+    int parts = clamp_int(w.seq.seqlen_k / args.split_keys, 1, args.num_splits), tiles = (w.seq.seqlen_k + FA_TILE_K - 1) / FA_TILE_K, keys = (tiles + parts - 1) / parts * FA_TILE_K;
+    if (w.part >= parts)
+        return {0, 0};
+    all.begin = fa_max_int(all.begin, w.part * keys);
+    all.end   = fa_min_int(all.end, (w.part + 1) * keys);
+#endif
+    return all;
+}
+
 /* Where every sequence is as long as the others and tiles are few a block's n-th tile is known: causal ones come in pairs, the last ones by their length, others in the order of
  * their heads. */
 FA_DEVICE bool own_place(const fa_args &args, unsigned n, work &w)
 {
-    unsigned   heads = args.heads_q * args.batch, tiles = args.tiles_q, number = n * gridDim.x + blockIdx.x;
+    unsigned   own = heads_of_parts(args), heads = own * args.batch, tiles = args.tiles_q, number = n * gridDim.x + blockIdx.x;
     grid_place of;
     if (FA_MASK == FA_MASK_CAUSAL ? !has_causal_item(tiles, heads, n) : number >= tiles * heads)
         return false;
@@ -49,8 +79,8 @@ FA_DEVICE bool own_place(const fa_args &args, unsigned n, work &w)
         of = place_of_causal_item(tiles, heads, n);
     else
         of = {number % tiles, number / tiles};
-    w.b       = of.other / args.heads_q;
-    w.head    = of.other % args.heads_q;
+    w.b       = of.other / own;
+    place_head(args, of.other % own, w);
     if (FA_HAS_BIAS && args.bias.stride[0] == 0) { /* a bias of all sequences is read by them at the same time, and then lies in L2 */
         w.b    = of.other % args.batch;
         w.head = of.other / args.batch;
@@ -72,8 +102,8 @@ FA_DEVICE bool dealt_place(const fa_args &args, bool first_of_all, work &w)
     }
     if (number >= (unsigned)args.all_items)
         return false;
-    grid_place dealt = place_of_dealt(tiles, args.heads_q, FA_MASK == FA_MASK_CAUSAL ? args.order_heads : 1, number);
-    w.head           = dealt.other;
+    grid_place dealt = place_of_dealt(tiles, heads_of_parts(args), FA_MASK == FA_MASK_CAUSAL ? args.order_heads : 1, number);
+    place_head(args, dealt.other, w);
     w.first_q        = tiles - 1 - dealt.tile;
     asm volatile("" ::: "memory"); /* the planner's registers are short: from memory */
     tile_place of = place_of_queries(args, w.first_q);
@@ -126,7 +156,7 @@ FA_DEVICE bool find_work(const fa_args &args, unsigned n, work &w)
     w.slope = score_terms_of(args, w.b, w.head).slope_log2 / unit_of(args, w);
 #endif
     fa_range queries = {w.first_q, fa_min_int(w.first_q + FA_TILE_Q, w.seq.seqlen_q)};
-    w.keys           = fa_keys_seen(window_of(args), w.seq.diagonal, queries, {w.seq.key_begin, w.seq.seqlen_k});
+    w.keys           = fa_keys_seen(window_of(args), w.seq.diagonal, queries, keys_of_part(args, w));
     if (queries.begin >= queries.end || w.keys.begin >= w.keys.end)
         return true;
 #if FA_MASK == FA_MASK_LISTED
