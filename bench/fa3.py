@@ -39,6 +39,11 @@ def few_queries(q, k, v):
     return _forward(q, k, v)[0]
 
 
+def causal(q, k, v):
+    """O of the last queries, each of which sees the keys up to its own place; likewise."""
+    return _forward(q, k, v, is_causal=True)[0]
+
+
 def latent(q, kv, columns, scale):
     """O of multi-head latent attention, causal: kv [batch, keys, 1, d], whose first `columns` are V too and the others rotary."""
     return _forward(q[..., columns:], kv[..., columns:], kv[..., :columns], q_v=q[..., :columns], softmax_scale=scale, is_causal=True)[0]

@@ -132,6 +132,24 @@ def test_models_are_timed_and_checked(gpu, monkeypatch, tmp_path, capsys):
             run(models, monkeypatch, *wrong)
 
 
+def test_pieces_of_prompts_are_timed_and_checked(gpu, flash_attn_3, monkeypatch, tmp_path, capsys):
+    prompts, file = load("prompts"), tmp_path / "prompts.json"
+    monkeypatch.setattr(prompts.card, "graph_of", lambda run, error: f"WRONG {error}" if error is not None else argparse.Namespace(replay=run))
+    words = ["--heads", "4:2", "--head-dims", "16", "--queries", "5,40", "--seqlens", "40", "--batches", "1,2", "--groups", "1", "--json", file]
+    for more in ([], ["--pages", "8"], ["--fa3", "libfa3.so"]):
+        assert run(prompts, monkeypatch, *words, *more) == 0
+        rows = json.loads(file.read_text())["rows"]
+        assert [(row["batch"], row["queries"]) for row in rows] == [(1, 5), (1, 40), (2, 5), (2, 40)] and "0 wrong answers" in capsys.readouterr().out
+        assert all(isinstance(row["tflops"][name], float) for row in rows for name in (*prompts.PARTS, *(["fa3"] if "--fa3" in more else [])))
+    assert prompts.Piece("4:2", 16, 3, 5, 40).flops() == 4 * 16 * 4 * 3 * sum(range(36, 41))
+    right = prompts.Piece.ours
+    monkeypatch.setattr(prompts.Piece, "ours", lambda self, parts: (lambda found: (found[0], 1.1 * found[1]))(right(self, parts)))
+    assert run(prompts, monkeypatch, *words) == 1 and "WRONG" in capsys.readouterr().out
+    for wrong in (["--queries", "41"], ["--pages", "7"], ["--batches", "0"]):
+        with pytest.raises(SystemExit):
+            run(prompts, monkeypatch, *words, *wrong)
+
+
 @pytest.mark.parametrize("words", [["--softcap", "3"], ["--alibi"], ["--passes", "backward", "--softcap", "2", "--alibi"],
                                    ["--softcap", "2", "--alibi", "--pages", "16"], ["--pages", "64"], ["--bias", "heads"], ["--bias", "own", "--softcap", "2"],
                                    ["--bias", "keys", "--alibi"], ["--bias", "heads", "--dbias"], ["--bias", "own", "--dbias"]])
@@ -157,7 +175,7 @@ def flash_attn_3(monkeypatch):
 
     def attention(q, k, v, causal, left, right):
         group, queries, keys = q.shape[2] // k.shape[2], q.shape[1], k.shape[1]
-        seen = torch.ones(queries, keys, dtype=torch.bool).tril(0 if causal else right if right >= 0 else keys).triu(-left if left >= 0 else -queries)
+        seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries if causal else right if right >= 0 else keys).triu(-left if left >= 0 else -queries)
         k, v = (t.repeat_interleave(group, 2) for t in (k, v))
         return torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), attn_mask=seen).transpose(1, 2)
 

@@ -140,7 +140,7 @@ static int64_t parts_of_tiles(int64_t tiles, int64_t slots)
  */
 void fa_plan_choose_own_splits(const fa_call *call, fa_plan *plan)
 {
-    enum { LARGE_GPU = 132, LEAST_PART = 2048, LEAST_BY_BATCH = 512, FEWEST_KEYS_OF_A_QUERY = 4 };
+    enum { LARGE_GPU = 132, LEAST_PART = 1024, LEAST_BY_BATCH = 512, FEWEST_PARTS = 4, FEWEST_KEYS_OF_A_QUERY = 4 };
     const fa_tune_row *row   = plan->row;
     fa_args           *args  = &plan->args;
     int64_t            tiles = args->tiles_q * call->heads_q, parts = call->num_splits, least = row->tile_k;
@@ -150,7 +150,7 @@ void fa_plan_choose_own_splits(const fa_call *call, fa_plan *plan)
         bool by_batch = parts < 0;
         parts = by_batch ? parts_of_tiles(tiles * call->batch, (int64_t)plan->chip.multiprocessors * row->min_blocks) : parts_of_tiles(tiles, LARGE_GPU * row->min_blocks);
         least = by_batch ? LEAST_BY_BATCH : LEAST_PART;
-        if (args->max_seqlen_k < FEWEST_KEYS_OF_A_QUERY * call->max_seqlen_q)
+        if (args->max_seqlen_k < FEWEST_KEYS_OF_A_QUERY * call->max_seqlen_q || args->max_seqlen_k < FEWEST_PARTS * least)
             parts = 1;
     }
     if (parts > args->max_seqlen_k / least)

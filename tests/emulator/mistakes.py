@@ -12,7 +12,7 @@ import sys
 import tempfile
 
 FORWARD, ONE_BY_ONE, BACKWARD, PRODUCTS = "forward_sm90.cu", "one_by_one_sm90.cuh", "backward_sm90.cu", "backward_products_sm90.cuh"
-WORK, INSPECT, SOFTMAX = "work_sm90.cuh", "inspect_sm90.cuh", "softmax_sm90.cuh"
+WORK, INSPECT, SOFTMAX, RARE = "work_sm90.cuh", "inspect_sm90.cuh", "softmax_sm90.cuh", "rare_sm90.cuh"
 WIDE, ROWS, BLOCK, CONVERT = "backward_wide_sm90.cuh", "backward_rows.cuh", "backward_block_sm90.cuh", "backward_convert_sm90.cu"
 LATENT, LATENT_BLOCK, LATENT_PRODUCER = "forward_latent_sm90.cu", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
 SCORES, BIAS, FAR, ROWSUM, DBIAS = "scores_sm90.cuh", "bias_sm90.cuh", "far_rows.cuh", "backward_rowsum.cu", "backward_dbias_sm90.cuh"
@@ -56,6 +56,7 @@ SHORT_FORWARD_LARGE = ("short, 256", "every_short_forward*")
 SHORT_FORWARD_DENSE = ("short, 64, groups", "every_short_forward*")
 SHORT_FORWARD_HALF = ("short, half a tile", "every_short_forward*")
 FEW_KEYS = ("few keys", "every_short_forward*")
+PARTS = ("parts", "every_shape*")
 FEW_KEYS_BACK = ("few keys", "every_short_backward*")
 SHORT_NAN = ("", "nan_reaches_only_short*")
 FEW_MANY = ("many tiles in one part", "every_shape*")
@@ -252,6 +253,11 @@ MISTAKES = [
     ("few keys: dQ of each tile stored as the first's", SHORT, "first_query_of(w) + first_query(pass, group));", "first_query(pass, group));", FEW_KEYS_BACK),
     ("few keys: shares that begin with a head", SHORT_BLOCK, "none ? s.seq.rows_q : begin % tiles * ROWS;", "none ? s.seq.rows_q : 0;", FEW_KEYS_BACK),
     ("few keys: shares of a key head stored over each other", SHORT, "args.group_blocks + w.share)", "args.group_blocks)", FEW_KEYS_BACK),
+    ("parts: each up to the last key", WORK, "all.end   = fa_min_int(all.end, (w.part + 1) * keys);", "", PARTS),
+    ("parts: stored over each other", RARE, "((fa_i64)w.part * args.heads_q + w.head)", "(fa_i64)w.head", PARTS),
+    ("parts: a sink in each", RARE, "if (SPLIT || !args.sinks.data)", "if (!args.sinks.data)", ("parts, causal, sinks", "every_shape*")),
+    ("parts: rows computed again stored as O", RARE, "store_element(base_of_o(args),", "store_element(args.o.data,", ("parts, far logits", "every_shape*")),
+    ("parts: dealt as one", WORK, "place_of_dealt(tiles, heads_of_parts(args),", "place_of_dealt(tiles, args.heads_q,", ("parts, varlen", "every_shape*")),
     ("short forward: inspectors a phase behind", SHORT_FORWARD, "        await_full(n, V_FULL);\n        if (w.tiles", "        await_full(n, K_FULL);\n        if (w.tiles", SHORT_FORWARD_HALF),
     ("four parts added in another order", MERGE, "(term[0] + term[2]) + (term[1] + term[3])", "term[0] + term[1] + term[2] + term[3]", ("four parts", "pieces*")),
     ("O of a part that is empty", MERGE, "            if (w.own[begin + n] != -infinity())\n#pragma unroll\n", "#pragma unroll\n", ("a ring's merge", "pieces*")),
