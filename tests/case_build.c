@@ -90,6 +90,7 @@ static int length_of(case_instance *x, lengths pattern, int64_t b, int64_t batch
     case LENGTHS_EMPTY: return 0;
     case LENGTHS_ONES: return n < 1 ? n : 1;
     case LENGTHS_FEW: return b % 12 == 0 ? n : 0;
+    case LENGTHS_DECODED: return b == batch / 2 ? n : b % 5 == 4 ? 0 : b % 3 == 2 ? 3 : 1;
     case LENGTHS_MIXED: return b == batch / 2 ? n : random_int(&x->random, n < 1 ? n : 1, n);
     case LENGTHS_HOLES: return b % 2 == 0 ? 0 : b == 1 ? n : random_int(&x->random, n < 1 ? n : 1, n);
     }

@@ -15,7 +15,8 @@ typedef enum lengths {
     LENGTHS_HOLES = 3, /* as MIXED, every second one empty, the first and last too */
     LENGTHS_EMPTY = 4, /* all 0 */
     LENGTHS_ONES  = 5, /* all 1 */
-    LENGTHS_FEW   = 6  /* n of each twelfth, the first too, all others empty */
+    LENGTHS_FEW   = 6, /* n of each twelfth, the first too, all others empty */
+    LENGTHS_DECODED = 7 /* one of n, others 1, but each third 3 and each fifth empty */
 } lengths;
 
 /* Bits of test_case.bias. */

@@ -157,10 +157,10 @@ static void take_hoppers_shape(bytes *b, test_case *c)
         c->heads_k         = c->heads_q;
         c->leftpad         = false;
         c->cache_batch_idx = false;
-        c->num_splits      = 0;
+        c->num_splits      = one_in(b, 4) ? c->num_splits : 0;
     }
     if (c->varlen_q && one_in(b, 3))
-        c->varlen_q = LENGTHS_FEW;
+        c->varlen_q = one_in(b, 2) ? LENGTHS_FEW : LENGTHS_DECODED;
     if (c->seqused_q && one_in(b, 2))
         c->seqused_q = LENGTHS_FEW;
     while ((int64_t)c->batch * c->heads_q * c->seqlen_q * c->seqlen_k > 600000 && c->seqlen_k > 1) {

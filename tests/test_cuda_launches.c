@@ -434,40 +434,6 @@ static void calls_go_to_the_forward_that_can_do_them(void **state)
     }
 }
 
-/* Pieces of a prompt: parts by heads, queries and keys alone, whatever else is in the batch; -1 counts it, and the GPU's multiprocessors. */
-static void pieces_of_a_prompt_are_split(void **state)
-{
-    (void)state;
-    static const struct {
-        int64_t           queries, keys, heads_q, heads_k, d;
-        flash_attn_mask   mask;
-        int               num_splits, parts, of_eight; /* parts that one sequence and eight have */
-    } calls[] = {
-        {512, 32768, 8, 1, 128, FLASH_ATTN_CAUSAL, 0, 4, 4},   {512, 32768, 8, 1, 128, FLASH_ATTN_CAUSAL, -1, 4, 1}, {256, 32768, 8, 8, 128, FLASH_ATTN_NONE, 0, 8, 8},
-        {1024, 32768, 8, 1, 128, FLASH_ATTN_CAUSAL, 0, 2, 2},  {2048, 32768, 8, 1, 128, FLASH_ATTN_CAUSAL, 0, 1, 1}, {256, 32768, 32, 8, 128, FLASH_ATTN_CAUSAL, 0, 2, 2},
-        {256, 32768, 4, 1, 128, FLASH_ATTN_CAUSAL, 0, 16, 16}, {512, 4095, 8, 1, 128, FLASH_ATTN_CAUSAL, 0, 1, 1},   {512, 4096, 8, 1, 128, FLASH_ATTN_CAUSAL, 0, 4, 4},
-        {256, 4096, 8, 1, 128, FLASH_ATTN_CAUSAL, -1, 8, 1},   {2048, 8191, 2, 2, 128, FLASH_ATTN_NONE, 0, 1, 1},    {2048, 8192, 2, 2, 128, FLASH_ATTN_NONE, 0, 4, 4},
-        {512, 32768, 8, 1, 128, FLASH_ATTN_WINDOW, 0, 1, 1},   {512, 1000, 32, 8, 128, FLASH_ATTN_CAUSAL, 3, 3, 3},  {512, 32768, 8, 1, 128, FLASH_ATTN_CAUSAL, 1, 1, 1},
-        {512, 32768, 8, 1, 64, FLASH_ATTN_CAUSAL, 0, 5, 5},    {512, 32768, 8, 1, 256, FLASH_ATTN_CAUSAL, 0, 4, 4},
-    };
-    for (size_t n = 0; n < sizeof calls / sizeof *calls; n++)
-        for (int64_t batch = 1; batch <= 8; batch += 7) {
-            fa_call            call;
-            fa_plan            plan;
-            flash_attn_problem p = problem_of((shape){batch, calls[n].queries, calls[n].keys, calls[n].heads_q, calls[n].heads_k, (int)calls[n].d}, FLASH_ATTN_BF16, calls[n].mask);
-            p.num_splits  = calls[n].num_splits;
-            p.window_left = calls[n].mask == FLASH_ATTN_WINDOW ? 1000 : 0;
-            plan_it(&p, FLASH_ATTN_FORWARD, 90, &call, &plan);
-            int parts = batch == 1 ? calls[n].parts : calls[n].of_eight;
-            if (plan.args.num_splits != parts || main_of(&plan)->key.has_split != (parts > 1))
-                fail_msg("call %zu, %d sequences: %d parts", n, (int)batch, plan.args.num_splits);
-            assert_int_equal(main_of(&plan)->key.kernel, FA_KERNEL_FORWARD_SM90);
-            assert_int_equal(plan.launch[plan.num_launches - 1].key.kernel == FA_KERNEL_COMBINE, parts > 1);
-            assert_int_equal(main_of(&plan)->blocks, plan.args.tiles_q * calls[n].heads_q * batch * parts);
-            assert_true(parts == 1 || plan.workspace_bytes >= (size_t)(parts * batch * calls[n].queries * calls[n].heads_q) * (calls[n].d + 1) * sizeof(float));
-        }
-}
-
 /* 16 rows hold the queries of all heads of a key head, or another tile does. */
 static void few_queries_fit_their_tile(void **state)
 {
@@ -598,7 +564,6 @@ int main(void)
         cmocka_unit_test(what_is_not_aligned_is_copied_by_elements),
         cmocka_unit_test(every_option_is_in_the_key),
         cmocka_unit_test(calls_go_to_the_forward_that_can_do_them),
-        cmocka_unit_test(pieces_of_a_prompt_are_split),
         cmocka_unit_test(few_queries_fit_their_tile),
         cmocka_unit_test(scores_are_scaled_as_the_formula_says),
         cmocka_unit_test(dbias_has_floats_where_it_is_a_sum),

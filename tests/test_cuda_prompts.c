@@ -84,14 +84,102 @@ static void a_piece_of_a_prompt_has_the_bits_that_it_has_in_a_batch(void **state
     expect_bits(128, FLASH_ATTN_NONE);
 }
 
-int main(void)
+/* One sequence's piece, of all of QUERIES, in the middle of others with a query each: two calls' work in one, of which each has the bits of its own call. Keys: as many of each, packed. */
+static void expect_bits_of_own_calls(int keys)
 {
+    enum { OTHERS = 6, BEFORE = 4, ALL = OTHERS + 1, KEYS = LONGEST, D = 64, TOKENS = QUERIES + OTHERS, ROW = HEADS * D };
+    typedef struct batch {
+        uint16_t q[TOKENS * ROW], k[ALL * KEYS * D], v[ALL * KEYS * D];
+        float    o[TOKENS * ROW], lse[TOKENS * HEADS];
+        int32_t  ends_q[ALL + 1], ends_k[ALL + 1], ends_of_piece[4], ends_of_ones[2 * (OTHERS + 2)];
+    } batch;
+    batch *host = calloc(1, sizeof *host), *got = calloc(1, sizeof *got), *device = gpu->alloc(sizeof *device);
+    assert_non_null(host);
+    assert_non_null(got);
+    assert_non_null(device);
+    fill(host->q, sizeof host->q / 2, 4);
+    fill(host->k, sizeof host->k / 2, 5);
+    fill(host->v, sizeof host->v / 2, 6);
+    for (int b = 0; b <= ALL; b++) {
+        host->ends_q[b] = b <= BEFORE ? b : b - 1 + QUERIES;
+        host->ends_k[b] = b * keys;
+    }
+    host->ends_of_piece[1] = QUERIES, host->ends_of_piece[3] = keys;
+    for (int b = 0; b <= OTHERS; b++)
+        host->ends_of_ones[b] = b;
+    assert_true(gpu->to_device(device, host, sizeof *host));
+    flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA}, .mask = FLASH_ATTN_CAUSAL, .batch = ALL, .max_seqlen_q = QUERIES, .max_seqlen_k = keys};
+    p.q   = (flash_attn_tensor){device->q, FLASH_ATTN_BF16, 0, {1, TOKENS, HEADS, D}, {0}};
+    p.k   = (flash_attn_tensor){device->k, FLASH_ATTN_BF16, 0, {1, ALL * keys, 1, D}, {0}};
+    p.v   = p.k;
+    p.v.data = device->v;
+    p.o   = (flash_attn_tensor){device->o, FLASH_ATTN_F32, 0, {1, TOKENS, HEADS, D}, {0}};
+    p.lse = (flash_attn_tensor){.data = device->lse};
+    p.cu_seqlens_q = device->ends_q;
+    p.cu_seqlens_k = device->ends_k;
+    expect_ok(flash_attn_forward(NULL, &p, NULL));
+    assert_true(gpu->to_host(host, device, sizeof *host));
+    assert_true(gpu->fill(device->o, 0xFF, sizeof host->o));
+
+    flash_attn_problem piece = p; /* by itself */
+    piece.batch      = 1;
+    piece.q.shape[1] = piece.o.shape[1] = QUERIES;
+    piece.k.shape[1] = piece.v.shape[1] = keys;
+    piece.q.data     = device->q + BEFORE * ROW;
+    piece.k.data     = device->k + BEFORE * keys * D;
+    piece.v.data     = device->v + BEFORE * keys * D;
+    piece.o.data     = device->o + BEFORE * ROW;
+    piece.lse.data   = NULL;
+    piece.cu_seqlens_q = device->ends_of_piece;
+    piece.cu_seqlens_k = device->ends_of_piece + 2;
+    expect_ok(flash_attn_forward(NULL, &piece, NULL));
+    flash_attn_problem ones = p; /* those before it */
+    ones.batch        = BEFORE;
+    ones.q.shape[1]   = ones.o.shape[1] = BEFORE;
+    ones.k.shape[1]   = ones.v.shape[1] = BEFORE * keys;
+    ones.lse.data     = NULL;
+    ones.max_seqlen_q = 1;
+    ones.cu_seqlens_q = device->ends_of_ones;
+    expect_ok(flash_attn_forward(NULL, &ones, NULL));
+    assert_true(gpu->to_host(got, device, sizeof *got));
+    assert_memory_equal(got->o, host->o, sizeof(float) * (BEFORE + QUERIES) * ROW);
+
+    flash_attn_problem whole = p; /* no token is forgotten, nor anything else than O written */
+    whole.num_splits = 2;
+    expect_ok(flash_attn_forward(NULL, &whole, NULL));
+    assert_true(gpu->to_host(got, device, sizeof *got));
+    for (int i = 0; i < TOKENS * ROW; i++)
+        if (!(fabsf(got->o[i] - host->o[i]) <= 4e-3f))
+            fail_msg("element %d: %g by one call, %g by two", i, (double)got->o[i], (double)host->o[i]);
+    for (int i = 0; i < TOKENS * HEADS; i++)
+        if (!(fabsf(got->lse[i] - host->lse[i]) <= 1e-4f))
+            fail_msg("LSE %d: %g by one call, %g by two", i, (double)got->lse[i], (double)host->lse[i]);
+    gpu->free(device);
+    free(got);
+    free(host);
+}
+
+static void a_piece_among_decoded_tokens_has_the_bits_of_its_own_call(void **state)
+{
+    (void)state;
+    skip_unless(context != NULL, why_not);
+    expect_bits_of_own_calls(LONGEST); /* in parts */
+    expect_bits_of_own_calls(200);
+}
+
+int main(int argc, char **argv)
+{
+    if (argc > 1)
+        cmocka_set_test_filter(argv[argc - 1]);
     memory = case_gpu_memory(0, why_not, sizeof why_not);
     if (memory) {
         gpu     = case_gpu_get();
         context = case_gpu_hopper("forward_sm90", why_not, sizeof why_not);
     }
-    const struct CMUnitTest tests[] = {cmocka_unit_test(a_piece_of_a_prompt_has_the_bits_that_it_has_in_a_batch)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_piece_of_a_prompt_has_the_bits_that_it_has_in_a_batch),
+        cmocka_unit_test(a_piece_among_decoded_tokens_has_the_bits_of_its_own_call),
+    };
     int failed = cmocka_run_group_tests_name("cuda_prompts", tests, NULL, NULL);
     flash_attn_destroy(context);
     return failed;

@@ -70,19 +70,42 @@ static CUmemoryPool pool_of(const fa_place *place)
     return pool;
 }
 
+/* What does a call: mostly one plan (fa_plan_calls_of). */
+typedef struct work {
+    const fa_call *call[2];
+    fa_call        parts[2];
+    fa_plan        plan[2];
+    int            count;
+    size_t         workspace_bytes; /* of all, from an address on that 256 divides */
+} work;
+
+static flash_attn_status launch_in(const fa_place *place, work *w, char *base)
+{
+    fa_kernel *kernel;
+    for (int n = 1; n < w->count; n++) /* if one cannot be built, nothing has been written */
+        for (int i = 0; i < w->plan[n].num_launches; i++)
+            FA_TRY(fa_kernel_get(place, &w->plan[n].launch[i].key, &kernel));
+    for (int n = 0; n < w->count; n++) {
+        if (base && w->plan[n].workspace_bytes > 0)
+            fa_plan_place(w->call[n], &w->plan[n], base);
+        base += base ? w->plan[n].workspace_bytes : 0;
+        FA_TRY(launch_all(place, w->call[n], &w->plan[n]));
+    }
+    return FLASH_ATTN_OK;
+}
+
 /* Stream-ordered where the device can; else cuMemAlloc, whose free waits for the work. */
-static flash_attn_status run_in_own_memory(const fa_place *place, const fa_call *call, fa_plan *plan)
+static flash_attn_status run_in_own_memory(const fa_place *place, work *w)
 {
     const fa_driver *driver = place->driver;
     CUmemoryPool     pool   = pool_of(place);
     CUdeviceptr      memory;
-    CUresult result = pool ? driver->cuMemAllocFromPoolAsync(&memory, plan->workspace_bytes, pool, place->stream)
-                           : driver->cuMemAlloc_v2(&memory, plan->workspace_bytes);
+    CUresult result = pool ? driver->cuMemAllocFromPoolAsync(&memory, w->workspace_bytes, pool, place->stream)
+                           : driver->cuMemAlloc_v2(&memory, w->workspace_bytes);
     if (result == CUDA_ERROR_OUT_OF_MEMORY)
-        return fa_fail(FLASH_ATTN_NO_MEMORY, "the device has no room for a workspace of %zu bytes", plan->workspace_bytes);
+        return fa_fail(FLASH_ATTN_NO_MEMORY, "the device has no room for a workspace of %zu bytes", w->workspace_bytes);
     FA_TRY(fa_driver_check(driver, result, "allocating the workspace"));
-    fa_plan_place(call, plan, (char *)(uintptr_t)memory);
-    flash_attn_status status = launch_all(place, call, plan);
+    flash_attn_status status = launch_in(place, w, (char *)(uintptr_t)memory);
     if (pool)
         driver->cuMemFreeAsync(memory, place->stream);
     else
@@ -106,24 +129,35 @@ static flash_attn_status make_plan(const fa_cuda *cuda, const fa_device *device,
     return fa_plan_make(call, device->built_for, &device->chip, name, plan);
 }
 
-static size_t workspace_for(const fa_plan *plan)
+static flash_attn_status make_work(const fa_cuda *cuda, const fa_device *device, const fa_call *call, work *w)
 {
-    return plan->workspace_bytes > 0 ? plan->workspace_bytes + 255 : 0; /* the caller's may start anywhere */
+    w->count           = forced_kernel(cuda, call) ? 1 : fa_plan_calls_of(call, w->parts);
+    w->workspace_bytes = 0;
+    for (int n = 0; n < w->count; n++) {
+        w->call[n] = w->count == 1 ? call : &w->parts[n];
+        FA_TRY(make_plan(cuda, device, w->call[n], &w->plan[n]));
+        w->workspace_bytes += w->plan[n].workspace_bytes;
+    }
+    return FLASH_ATTN_OK;
+}
+
+static size_t workspace_for(const work *w)
+{
+    return w->workspace_bytes > 0 ? w->workspace_bytes + 255 : 0; /* the caller's may start anywhere */
 }
 
 static flash_attn_status run_at(const fa_place *place, const fa_call *call, const fa_exec *exec)
 {
-    fa_plan plan;
-    FA_TRY(make_plan(place->cuda, place->device, call, &plan));
-    if (plan.workspace_bytes == 0)
-        return launch_all(place, call, &plan);
+    work w;
+    FA_TRY(make_work(place->cuda, place->device, call, &w));
+    if (w.workspace_bytes == 0)
+        return launch_in(place, &w, NULL);
     void *memory;
-    FA_TRY(fa_take_workspace(exec, workspace_for(&plan), &memory));
+    FA_TRY(fa_take_workspace(exec, workspace_for(&w), &memory));
     if (!memory)
-        return run_in_own_memory(place, call, &plan);
+        return run_in_own_memory(place, &w);
     uintptr_t base = ((uintptr_t)memory + 255) / 256 * 256;
-    fa_plan_place(call, &plan, (char *)base);
-    return launch_all(place, call, &plan);
+    return launch_in(place, &w, (char *)base);
 }
 
 flash_attn_status fa_cuda_run(flash_attn_context *context, int32_t device, const fa_call *call, const fa_exec *exec)
@@ -139,9 +173,9 @@ flash_attn_status fa_cuda_run(flash_attn_context *context, int32_t device, const
 
 static void keep_larger(const fa_cuda *cuda, const fa_device *at, const fa_call *other, size_t *bytes)
 {
-    fa_plan plan;
-    if (make_plan(cuda, at, other, &plan) == FLASH_ATTN_OK && *bytes < workspace_for(&plan))
-        *bytes = workspace_for(&plan);
+    work w;
+    if (make_work(cuda, at, other, &w) == FLASH_ATTN_OK && *bytes < workspace_for(&w))
+        *bytes = workspace_for(&w);
 }
 
 /* Of a call whose gradients, and whether its rows are aligned, are not known yet: these may be other kernels. */
@@ -149,11 +183,11 @@ flash_attn_status fa_cuda_workspace(flash_attn_context *context, int32_t device,
 {
     fa_cuda   *cuda;
     fa_device *at;
-    fa_plan    plan;
+    work       w;
     FA_TRY(fa_cuda_of(context, &cuda));
     FA_TRY(fa_device_get(cuda, device, &at));
-    FA_TRY(make_plan(cuda, at, call, &plan));
-    *bytes = workspace_for(&plan);
+    FA_TRY(make_work(cuda, at, call, &w));
+    *bytes = workspace_for(&w);
     fa_call other     = *call;
     other.dbias.dtype = FLASH_ATTN_F32; /* of another dtype, or where no row is aligned, it needs floats */
     if (call->dbias.data)
@@ -193,14 +227,15 @@ static int variants_of(const fa_call *call, fa_call variants[MOST_VARIANTS])
 
 static flash_attn_status prepare_at(const fa_place *place, const fa_call *call)
 {
-    fa_plan    plan;
+    work       w;
     fa_kernel *kernel;
     fa_call    variants[MOST_VARIANTS];
     int        count = variants_of(call, variants);
     for (int v = 0; v < count; v++) {
-        FA_TRY(make_plan(place->cuda, place->device, &variants[v], &plan));
-        for (int i = 0; i < plan.num_launches; i++)
-            FA_TRY(fa_kernel_get(place, &plan.launch[i].key, &kernel));
+        FA_TRY(make_work(place->cuda, place->device, &variants[v], &w));
+        for (int n = 0; n < w.count; n++)
+            for (int i = 0; i < w.plan[n].num_launches; i++)
+                FA_TRY(fa_kernel_get(place, &w.plan[n].launch[i].key, &kernel));
     }
     return FLASH_ATTN_OK;
 }
@@ -216,18 +251,19 @@ flash_attn_status fa_cuda_prepare(flash_attn_context *context, int32_t device, c
 
 static flash_attn_status explain_at(const fa_place *place, const fa_call *call, flash_attn_explanation *explanation)
 {
-    fa_plan    plan;
+    work       w;
     fa_kernel *kernel;
-    FA_TRY(make_plan(place->cuda, place->device, call, &plan));
-    const fa_launch *main = &plan.launch[plan.main];
+    FA_TRY(make_work(place->cuda, place->device, call, &w));
+    const fa_plan   *plan = &w.plan[0]; /* of two the one that takes longer */
+    const fa_launch *main = &plan->launch[plan->main];
     FA_TRY(fa_kernel_get(place, &main->key, &kernel));
     snprintf(explanation->kernel, sizeof explanation->kernel, "%s",
-             plan.rung ? plan.rung->name : fa_kernels[main->key.kernel].name);
+             plan->rung ? plan->rung->name : fa_kernels[main->key.kernel].name);
     snprintf(explanation->reason, sizeof explanation->reason, "%s; %d registers a thread, built for sm_%d",
-             plan.row->why, kernel->resources.registers, main->key.arch);
-    explanation->tile_q        = plan.row->tile_q;
-    explanation->tile_k        = plan.row->tile_k;
-    explanation->num_splits    = plan.args.num_splits;
+             plan->row->why, kernel->resources.registers, main->key.arch);
+    explanation->tile_q        = plan->row->tile_q;
+    explanation->tile_k        = plan->row->tile_k;
+    explanation->num_splits    = plan->args.num_splits;
     explanation->num_threads   = kernel->threads;
     explanation->num_tasks     = main->blocks;
     explanation->scratch_bytes = kernel->resources.shared_bytes;

@@ -61,6 +61,7 @@ static fa_key wanted_key(const fa_call *call, int arch)
     key.has_alibi   = call->alibi_slopes.data != NULL;
     key.has_dropout = call->dropout.threshold != 0;
     key.has_paged   = call->pages.table != NULL;
+    key.of_length   = call->of_length;
     key.has_dbias   = backward && call->dbias.data != NULL;
     key.deterministic = backward && call->deterministic;
     return key;
@@ -105,6 +106,8 @@ fa_key fa_plan_helper_key(enum fa_kernel_id kernel, const fa_key *main)
     key.head_dim_v = main->head_dim_v;
     key.even_d     = main->even_d;
     key.aligned    = main->aligned;
+    if (kernel == FA_KERNEL_COMBINE || kernel == FA_KERNEL_FOLD)
+        key.of_length = main->of_length;
     if (kernel == FA_KERNEL_BACKWARD_ROWSUM)
         key.tile_q = ROWSUM_TILE_Q;
     if (kernel == FA_KERNEL_BACKWARD_CONVERT) {
@@ -179,6 +182,7 @@ static void fill_sizes(const fa_call *call, const fa_tune_row *row, fa_args *arg
     args->cap_slope     = call->softcap > 0 ? -2 * args->scale_log2 / call->softcap : 0;
     args->window        = call->window;
     args->dropout       = call->dropout;
+    args->few_queries   = (int)call->few_queries;
     for (int i = 0; i < 4; i++) /* what broadcasts is summed, hence stored once */
         args->dbias_extent[i] = call->dbias.data && call->dbias.stride[i] != 0 ? (int)call->dbias.shape[i] : 1;
 }
@@ -197,6 +201,22 @@ flash_attn_status fa_plan_add_clusters(fa_plan *plan, const fa_key *key, int64_t
 flash_attn_status fa_plan_add(fa_plan *plan, const fa_key *key, int64_t blocks)
 {
     return fa_plan_add_clusters(plan, key, blocks, 1);
+}
+
+int fa_plan_calls_of(const fa_call *call, fa_call calls[2])
+{
+    enum { MOST = 16, MANY = 128, WIDE = 256 };
+    int64_t few = 1, others = call->cu_seqlens_q ? call->q.shape[1] - call->max_seqlen_q : 0;
+    bool    plain = !(call->bias.data || call->alibi_slopes.data || call->dropout.threshold || call->slices.count > 0) && call->q.dtype != FLASH_ATTN_F32 && call->head_dim <= WIDE && call->head_dim_v <= WIDE;
+    if (call->pass != FLASH_ATTN_FORWARD || others <= 0 || others > MOST * (call->batch - 1) || call->max_seqlen_q <= MANY || call->num_splits > 1 || !plain)
+        return 1;
+    while (few * (call->batch - 1) < others)
+        few *= 2;
+    calls[0] = calls[1] = *call;
+    calls[0].of_length = 1;
+    calls[1].of_length = 2;
+    calls[0].few_queries = calls[1].few_queries = calls[1].max_seqlen_q = few;
+    return 2;
 }
 
 bool fa_plan_is_alike(const fa_call *call) { return !call->cu_seqlens_q && !call->cu_seqlens_k && !call->seqused_q && !call->seqused_k; }
@@ -339,6 +359,9 @@ static bool merges_itself(const fa_key *key, fa_args *args, int64_t tiles)
     return true;
 }
 
+/* part_rows.cuh: tokens_of_parts. */
+static int64_t tokens_of_parts(const fa_call *call) { return call->of_length == 2 ? call->batch * call->few_queries : call->q.shape[0] * call->q.shape[1]; }
+
 /* The launch that merges the parts of `main`; its bits are the same by one warp a row or by eight. A warp has one row where that makes one wave of
  * blocks, two on each of 132 multiprocessors, else up to four. */
 flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const fa_key *main)
@@ -346,7 +369,7 @@ flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const 
     enum { FEW_PARTS = 4, SOME_PARTS = 64, MANY_ROWS = 256, WAVE = 264, WARP_ROWS = 4 };
     fa_args *args    = &plan->args;
     fa_key   combine = fa_plan_helper_key(FA_KERNEL_COMBINE, main);
-    int64_t  rows    = call->q.shape[0] * call->q.shape[1] * call->heads_q;
+    int64_t  rows    = tokens_of_parts(call) * call->heads_q;
     combine.dtype    = 0; /* it sees only partial results and o */
     combine.warps    = FA_COMBINE_WARPS;
     bool alone       = args->num_splits <= FEW_PARTS || (args->num_splits <= SOME_PARTS && rows > MANY_ROWS);
@@ -362,7 +385,7 @@ static flash_attn_status add_fold(const fa_call *call, fa_plan *plan, const fa_k
 {
     enum { LANES = 16, WIDE = 64 }; /* fold_parts.cuh */
     fa_key  fold = fa_plan_helper_key(FA_KERNEL_FOLD, main);
-    int64_t rows = call->q.shape[0] * call->q.shape[1] * call->heads_q;
+    int64_t rows = tokens_of_parts(call) * call->heads_q;
     fold.dtype   = 0; /* it sees only partial results and o */
     fold.warps   = FA_COMBINE_WARPS;
     return fa_plan_add(plan, &fold, ceil_div(rows, FA_COMBINE_WARPS * (main->head_dim_v <= WIDE ? 32 / LANES : 1)));
@@ -501,7 +524,7 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
     args->slice_offsets = take(&a, plan->offsets_bytes > 0 ? call->batch + 1 : 0, sizeof(int));
     if (key->has_split) {
         bool    few   = key->kernel == FA_KERNEL_FORWARD_FEW_SM90; /* it has a maximum and a sum; where its blocks have all parts, a place for far rows of one */
-        int64_t parts = few && key->one_launch == 2 ? 1 : few ? ceil_div(args->num_splits, args->run_parts) : args->num_splits, rows = parts * call->heads_q * tokens;
+        int64_t parts = few && key->one_launch == 2 ? 1 : few ? ceil_div(args->num_splits, args->run_parts) : args->num_splits, rows = parts * call->heads_q * tokens_of_parts(call);
         args->o_partial   = take(&a, rows * key->head_dim_v, sizeof(float));
         args->lse_partial = take(&a, few ? 2 * rows : rows, sizeof(float));
         if (few && key->one_launch > 1) {

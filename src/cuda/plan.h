@@ -57,6 +57,13 @@ flash_attn_status fa_plan_add_lists(const fa_call *call, fa_plan *plan, const fa
 /* What ragged maps need: both of Hopper's backwards in 16 bits, and where a sequence is one tile. */
 void fa_plan_set_apart(const fa_call *call, fa_args *args);
 
+/*
+ * A call, or the two calls that do it: packed sequences of which one is long and the others have up to 16 queries on average, as a server's batch of decoded tokens with a
+ * piece of a prompt has. Those of few queries are then attended to as if they were alone, heads that share a key head in one tile, and have the same bits (decision 0095).
+ * Returns how many; of one nothing is written.
+ */
+int fa_plan_calls_of(const fa_call *call, fa_call calls[2]);
+
 /* One launch, whose items are so many heads of each sequence, and in which nobody adds to what another has made. */
 flash_attn_status fa_plan_one_tile(const fa_call *call, fa_plan *plan, const fa_key *key, int64_t heads);
 

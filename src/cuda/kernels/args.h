@@ -54,7 +54,7 @@ typedef struct fa_args {
     const int *slice_offsets; /* [batch + 1]; null: all slices hold for every sequence */
 
     /* Workspace. "token" is a row of q counted over all entries: entry * q_rows + row. tokens = q_entries * q_rows. */
-    float *o_partial;   /* [num_splits][heads_q][tokens][FA_HEAD_DIM_V]; an empty part's rows need not be written */
+    float *o_partial;   /* [num_splits][heads_q][tokens][FA_HEAD_DIM_V]; an empty part's rows need not be written. tokens are here those of part_rows.cuh */
     float *lse_partial; /* [num_splits][heads_q][tokens], natural log, -inf where the part saw nothing: always written. forward_few_sm90:
                            float2, maximum in log2 and sum, of O unscaled; with FA_ONE_LAUNCH 2 one part's, of far rows alone, with 3 a
                            group's */
@@ -130,6 +130,7 @@ typedef struct fa_args {
     int list_places, most_masks;
     int *tile_turns;                       /* likewise, of a backward in a fixed order: [all tiles of queries][tiles_k], how many tiles of keys meet it before this one */
     int apart_o, apart_dq;                 /* forward_short_sm90, backward_short_sm90: as apart_q; apart_dq -1: it is not wanted, as apart_dk and apart_dv are there */
+    int few_queries;                       /* FA_OF_LENGTH: of how many queries at most the sequences are that have a call of their own */
 } fa_args;
 
 /*

@@ -18,11 +18,10 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, BLOCKS) combine(cons
     int      lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     bool     together = args.row_warps > 1;
     unsigned n    = together ? blockIdx.x : blockIdx.x * FA_WARPS + warp + lane / 8 * gridDim.x * FA_WARPS;
-    int      tokens = args.q_entries * args.q_rows, head = (int)(n / (unsigned)tokens), token = (int)(n % (unsigned)tokens);
-    int      entry = token / args.q_rows, row = token % args.q_rows;
-    bool     counts = false, mine = head < args.heads_q && find_row(args, entry, row, counts);
+    int      tokens = tokens_of_parts(args), head = (int)(n / (unsigned)tokens), token = (int)(n % (unsigned)tokens), entry, row;
+    bool     counts = false, mine = head < args.heads_q && find_row(args, token, entry, row, counts);
     if (!together) {
-        merge_rows<false>(args, mine, head, entry, row, counts);
+        merge_rows<false>(args, mine, head, token, entry, row, counts);
         return;
     }
     if (!mine)

@@ -21,10 +21,9 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) fold(const __grid_co
     wait_for_launch_before();
     let_next_launch_begin();
     unsigned n = (blockIdx.x * FA_WARPS + threadIdx.x / 32) * FOLD_ROWS + threadIdx.x % 32 / FOLD_LANES; /* row of a part */
-    int      tokens = args.q_entries * args.q_rows, head = (int)(n / (unsigned)tokens), token = (int)(n % (unsigned)tokens);
-    int      entry = token / args.q_rows, row = token % args.q_rows;
+    int      tokens = tokens_of_parts(args), head = (int)(n / (unsigned)tokens), token = (int)(n % (unsigned)tokens), entry, row;
     bool     counts = false; /* a query that counts: others have no sink */
-    if (head >= args.heads_q || !find_row(args, entry, row, counts))
+    if (head >= args.heads_q || !find_row(args, token, entry, row, counts))
         return;
     fa_i64        part_rows = (fa_i64)tokens * args.heads_q;
     int           lane = threadIdx.x % FOLD_LANES, col = lane * 4;

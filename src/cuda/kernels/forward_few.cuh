@@ -169,7 +169,7 @@ FA_DEVICE void empty_parts(const fa_args &args, const work &w)
         int row = n % w.rows, part = n / w.rows;
         if (all || w.split + part < w.run.begin / w.part_keys || w.split + part > (w.run.end - 1) / w.part_keys)
             args.lse_partial[partial_row(args, w, head_of(args, w, row), query_of(args, w, row)) +
-                             part * ((fa_i64)args.heads_q * args.q_entries * args.q_rows)] = -infinity();
+                             part * ((fa_i64)args.heads_q * tokens_of_parts(args))] = -infinity();
     }
 }
 

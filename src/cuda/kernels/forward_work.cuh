@@ -215,8 +215,7 @@ struct rows_of_places {
 FA_DEVICE fa_i64 partial_row(const fa_args &args, const work &w, int head, int i)
 {
     int n = FA_FOLDS && FA_ONE_LAUNCH == 3 ? w.split / FA_FOLD_GROUP : w.split;
-    return ((fa_i64)n * args.heads_q + head) * args.q_entries * args.q_rows +
-           (fa_i64)w.seq.q_entry * args.q_rows + w.seq.q_row + i;
+    return ((fa_i64)n * args.heads_q + head) * tokens_of_parts(args) + token_of_part(args, w.b, w.seq.q_entry, w.seq.q_row, i);
 }
 
 /* Of a part that is folded a maximum in log2, and 1 for its sum. */

@@ -3,7 +3,7 @@
 #ifndef FA_MASK_CUH
 #define FA_MASK_CUH
 
-#include "numbers.cuh"
+#include "part_rows.cuh"
 
 /* fa_sequence of call.h, from device memory. Lengths are forced into the tensors' sizes. */
 struct sequence {
@@ -24,6 +24,8 @@ FA_DEVICE sequence sequence_at(const fa_args &args, int b)
         s.q_entry = 0;
         s.q_row   = clamp_int(args.cu_seqlens_q[b], 0, args.q_rows);
         s.rows_q  = clamp_int(args.cu_seqlens_q[b + 1], s.q_row, args.q_rows) - s.q_row;
+        if (!has_length(args, s.rows_q))
+            s.rows_q = 0;
         s.rows_q  = fa_min_int(s.rows_q, args.max_seqlen_q);
     }
     if (args.cu_seqlens_k) {

@@ -2,7 +2,7 @@
 #ifndef FA_MERGE_PARTS_CUH
 #define FA_MERGE_PARTS_CUH
 
-#include "numbers.cuh"
+#include "part_rows.cuh"
 
 /* Eight sums in their order, or those of them that there are. */
 template <int SUMS> FA_DEVICE float4 sum_of(const float4 (&sums)[SUMS])
@@ -137,12 +137,11 @@ FA_DEVICE void merge_few_parts(const fa_args &args, bool is_one, float of_lane, 
 /* At most four rows by a warp. Eight neighbouring lanes know each and have its parts p, p + 8, ...; `mine`: theirs is one. counts: of the queries that
  * count, others have no sink. FEW: at most eight parts. AT_ONCE: FEW, so many times 128 columns are asked for
  * at once. */
-template <bool FEW, int AT_ONCE = 1> FA_DEVICE void merge_rows(const fa_args &args, bool mine, int head, int entry, int row, bool counts)
+template <bool FEW, int AT_ONCE = 1> FA_DEVICE void merge_rows(const fa_args &args, bool mine, int head, fa_i64 token, int entry, int row, bool counts)
 {
     constexpr int LANES = FA_HEAD_DIM_V <= 32 ? 8 : FA_HEAD_DIM_V <= 64 ? 16 : 32; /* of a row's columns */
     int           lane = threadIdx.x % 32, parts = mine ? args.num_splits : 0;
-    fa_i64        part_rows = (fa_i64)args.q_entries * args.q_rows * args.heads_q;
-    fa_i64        n         = mine ? ((fa_i64)head * args.q_entries + entry) * args.q_rows + row : 0;
+    fa_i64        tokens = tokens_of_parts(args), part_rows = tokens * args.heads_q, n = mine ? head * tokens + token : 0;
     float         own       = lse_of_part(args, part_rows, n, lane % 8, parts);
     float         lse       = merged_lse<FEW>(args, part_rows, n, parts, own, mine && counts ? sink_of(args, head) : -infinity());
     if (lane % 8 == 0 && mine)
@@ -189,7 +188,7 @@ template <int AT_ONCE = 1, class WORK> FA_DEVICE void merge_tile(const fa_args &
 {
     for (int first = warp; first < w.rows; first += 4 * warps) {
         int row = first + threadIdx.x % 32 / 8 * warps, i = query_of(args, w, row);
-        merge_rows<true, AT_ONCE>(args, row < w.rows, head_of(args, w, row), w.seq.q_entry, w.seq.q_row + i, i < w.seq.seqlen_q);
+        merge_rows<true, AT_ONCE>(args, row < w.rows, head_of(args, w, row), token_of_part(args, w.b, w.seq.q_entry, w.seq.q_row, i), w.seq.q_entry, w.seq.q_row + i, i < w.seq.seqlen_q);
     }
 }
 

@@ -15,7 +15,7 @@ FA_DEVICE char *base_of_o(const fa_args &args) { return (char *)(SPLIT ? (void *
 /* Row of o_partial and lse_partial for query i. */
 FA_DEVICE fa_i64 partial_row(const fa_args &args, const work &w, int i)
 {
-    return ((fa_i64)w.part * args.heads_q + w.head) * args.q_entries * args.q_rows + (fa_i64)w.seq.q_entry * args.q_rows + w.seq.q_row + i;
+    return ((fa_i64)w.part * args.heads_q + w.head) * tokens_of_parts(args) + token_of_part(args, w.b, w.seq.q_entry, w.seq.q_row, i);
 }
 #endif
 

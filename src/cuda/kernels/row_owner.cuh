@@ -2,7 +2,10 @@
 #ifndef FA_ROW_OWNER_CUH
 #define FA_ROW_OWNER_CUH
 
-#include "numbers.cuh"
+#include "part_rows.cuh"
+
+/* Where sequence b begins, as sequence_at has it. */
+FA_DEVICE int clamp_row(const fa_args &args, int b) { return max(0, min(args.cu_seqlens_q[b], args.q_rows)); }
 
 /* The sequence that owns row `row` of entry `entry`: the last one that starts at or before it. */
 FA_DEVICE int sequence_of(const fa_args &args, int entry, int row)
@@ -20,10 +23,19 @@ FA_DEVICE int sequence_of(const fa_args &args, int entry, int row)
     return low;
 }
 
-/* True if the row belongs to a sequence; counts: it is also one of the queries that count. */
-FA_DEVICE bool find_row(const fa_args &args, int entry, int row, bool &counts)
+/* Of a token of partial results the row of q. True if it belongs to a sequence of the call; counts: it is also one of the queries that count. */
+FA_DEVICE bool find_row(const fa_args &args, int token, int &entry, int &row, bool &counts)
 {
+    entry  = OF_FEW ? 0 : token / args.q_rows;
+    row    = OF_FEW ? 0 : token % args.q_rows;
     counts = true;
+    if (FA_OF_LENGTH) {
+        int b = OF_FEW ? token / args.few_queries : sequence_of(args, entry, row), first = clamp_row(args, b), rows = clamp_row(args, b + 1) - first;
+        if (OF_FEW)
+            row = first + token % args.few_queries;
+        if (!has_length(args, rows) || row >= first + rows)
+            return false;
+    }
     if (args.cu_seqlens_q && row >= args.cu_seqlens_q[args.batch])
         return false;
     if (args.seqused_q) {

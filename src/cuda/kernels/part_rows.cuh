@@ -1,0 +1,20 @@
+/* Rows of partial results: a row of q each, or, where a call has sequences of few queries alone (FA_OF_LENGTH 2), args.few_queries of each sequence. */
+#ifndef FA_PART_ROWS_CUH
+#define FA_PART_ROWS_CUH
+
+#include "numbers.cuh"
+
+constexpr bool OF_FEW = FA_OF_LENGTH == 2;
+
+/* Whether a sequence of so many rows of q is this call's (FA_OF_LENGTH 1: one of more than args.few_queries). */
+FA_DEVICE bool has_length(const fa_args &args, int rows) { return FA_OF_LENGTH == 0 || OF_FEW == (rows <= args.few_queries); }
+
+FA_DEVICE int tokens_of_parts(const fa_args &args) { return OF_FEW ? args.batch * args.few_queries : args.q_entries * args.q_rows; }
+
+/* Of sequence b, which begins at [q_entry, q_row], row i. */
+FA_DEVICE fa_i64 token_of_part(const fa_args &args, int b, int q_entry, int q_row, int i)
+{
+    return OF_FEW ? (fa_i64)b * args.few_queries + i : (fa_i64)q_entry * args.q_rows + q_row + i;
+}
+
+#endif

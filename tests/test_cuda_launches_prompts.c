@@ -1,0 +1,97 @@
+/* What the plan of a forward launches for pieces of prompts, without a device: parts of the keys, and two calls for a batch of two kinds. */
+#include "harness_plan.h"
+
+#include "cuda/plan.h"
+
+/* Pieces of a prompt: parts by heads, queries and keys alone, whatever else is in the batch; -1 counts it, and the GPU's multiprocessors. */
+static void pieces_of_a_prompt_are_split(void **state)
+{
+    (void)state;
+    static const struct {
+        int64_t           queries, keys, heads_q, heads_k, d;
+        flash_attn_mask   mask;
+        int               num_splits, parts, of_eight; /* parts that one sequence and eight have */
+    } calls[] = {
+        {512, 32768, 8, 1, 128, FLASH_ATTN_CAUSAL, 0, 4, 4},   {512, 32768, 8, 1, 128, FLASH_ATTN_CAUSAL, -1, 4, 1}, {256, 32768, 8, 8, 128, FLASH_ATTN_NONE, 0, 8, 8},
+        {1024, 32768, 8, 1, 128, FLASH_ATTN_CAUSAL, 0, 2, 2},  {2048, 32768, 8, 1, 128, FLASH_ATTN_CAUSAL, 0, 1, 1}, {256, 32768, 32, 8, 128, FLASH_ATTN_CAUSAL, 0, 2, 2},
+        {256, 32768, 4, 1, 128, FLASH_ATTN_CAUSAL, 0, 16, 16}, {512, 4095, 8, 1, 128, FLASH_ATTN_CAUSAL, 0, 1, 1},   {512, 4096, 8, 1, 128, FLASH_ATTN_CAUSAL, 0, 4, 4},
+        {256, 4096, 8, 1, 128, FLASH_ATTN_CAUSAL, -1, 8, 1},   {2048, 8191, 2, 2, 128, FLASH_ATTN_NONE, 0, 1, 1},    {2048, 8192, 2, 2, 128, FLASH_ATTN_NONE, 0, 4, 4},
+        {512, 32768, 8, 1, 128, FLASH_ATTN_WINDOW, 0, 1, 1},   {512, 1000, 32, 8, 128, FLASH_ATTN_CAUSAL, 3, 3, 3},  {512, 32768, 8, 1, 128, FLASH_ATTN_CAUSAL, 1, 1, 1},
+        {512, 32768, 8, 1, 64, FLASH_ATTN_CAUSAL, 0, 5, 5},    {512, 32768, 8, 1, 256, FLASH_ATTN_CAUSAL, 0, 4, 4},
+    };
+    for (size_t n = 0; n < sizeof calls / sizeof *calls; n++)
+        for (int64_t batch = 1; batch <= 8; batch += 7) {
+            fa_call            call;
+            fa_plan            plan;
+            flash_attn_problem p = problem_of((shape){batch, calls[n].queries, calls[n].keys, calls[n].heads_q, calls[n].heads_k, (int)calls[n].d}, FLASH_ATTN_BF16, calls[n].mask);
+            p.num_splits  = calls[n].num_splits;
+            p.window_left = calls[n].mask == FLASH_ATTN_WINDOW ? 1000 : 0;
+            plan_it(&p, FLASH_ATTN_FORWARD, 90, &call, &plan);
+            int parts = batch == 1 ? calls[n].parts : calls[n].of_eight;
+            if (plan.args.num_splits != parts || main_of(&plan)->key.has_split != (parts > 1))
+                fail_msg("call %zu, %d sequences: %d parts", n, (int)batch, plan.args.num_splits);
+            assert_int_equal(main_of(&plan)->key.kernel, FA_KERNEL_FORWARD_SM90);
+            assert_int_equal(plan.launch[plan.num_launches - 1].key.kernel == FA_KERNEL_COMBINE, parts > 1);
+            assert_int_equal(main_of(&plan)->blocks, plan.args.tiles_q * calls[n].heads_q * batch * parts);
+            assert_true(parts == 1 || plan.workspace_bytes >= (size_t)(parts * batch * calls[n].queries * calls[n].heads_q) * (calls[n].d + 1) * sizeof(float));
+        }
+}
+
+/* A piece of a prompt among decoded tokens: two calls, of which the second has as many queries as the others have on average, up to a power of two. */
+static void a_batch_of_two_kinds_is_two_calls(void **state)
+{
+    (void)state;
+    static const struct {
+        int64_t batch, tokens, longest, few; /* 0: one call */
+    } calls[] = {
+        {64, 512 + 63, 512, 1}, {64, 512 + 64, 512, 2}, {10, 300 + 9 * 5, 300, 8}, {10, 300 + 9 * 16, 300, 16}, {10, 300 + 9 * 16 + 1, 300, 0}, {64, 128 + 63, 128, 0},
+        {1, 512, 512, 0},       {2, 513, 512, 1},       {4, 512, 512, 0},          {40, 400, 512, 0},
+    };
+    for (size_t n = 0; n < sizeof calls / sizeof *calls; n++)
+        for (int option = 0; option < 7; option++) {
+            fa_call            call, parts[2];
+            fa_plan            plan;
+            flash_attn_problem p = problem_of((shape){1, calls[n].tokens, 20000, 8, 1, 128}, option == 4 ? FLASH_ATTN_F32 : FLASH_ATTN_BF16, FLASH_ATTN_CAUSAL);
+            p.cu_seqlens_q = p.cu_seqlens_k = numbers;
+            p.batch        = (int32_t)calls[n].batch;
+            p.max_seqlen_q = (int32_t)calls[n].longest;
+            p.max_seqlen_k = 9000;
+            if (option == 1)
+                p.num_splits = 2;
+            if (option == 2)
+                p.dropout.p = 0.5f;
+            if (option == 3)
+                p.alibi_slopes = (flash_attn_tensor){.dtype = FLASH_ATTN_F32, .shape = {1, 8, 1, 1}};
+            if (option == 5)
+                p.num_splits = -1;
+            plan_it(&p, option == 6 ? FLASH_ATTN_BACKWARD : FLASH_ATTN_FORWARD, 90, &call, &plan);
+            bool two = calls[n].few > 0 && (option == 0 || option == 5);
+            assert_int_equal(fa_plan_calls_of(&call, parts), two ? 2 : 1);
+            if (!two)
+                continue;
+            assert_int_equal(parts[0].few_queries, calls[n].few);
+            assert_int_equal(parts[1].few_queries, calls[n].few);
+            assert_int_equal(parts[0].max_seqlen_q, calls[n].longest);
+            assert_int_equal(parts[1].max_seqlen_q, calls[n].few);
+            for (int i = 0; i < 2; i++) {
+                assert_int_equal(fa_plan_make(&parts[i], 90, NULL, NULL, &plan), FLASH_ATTN_OK);
+                assert_int_equal(main_of(&plan)->key.of_length, 1 + i);
+                assert_int_equal(plan.args.few_queries, calls[n].few);
+                assert_int_equal(main_of(&plan)->key.kernel == FA_KERNEL_FORWARD_SM90, i == 0);
+                const fa_key *last = &plan.launch[plan.num_launches - 1].key;
+                assert_true((last->kernel != FA_KERNEL_COMBINE && last->kernel != FA_KERNEL_FOLD) || last->of_length == 1 + i);
+                int64_t rows = i == 0 ? calls[n].tokens : calls[n].batch * calls[n].few;
+                if (main_of(&plan)->key.has_split && main_of(&plan)->key.one_launch == 0)
+                    assert_true(plan.workspace_bytes < (size_t)(plan.args.num_splits * rows * 8 * 130) * sizeof(float) + 1024);
+            }
+        }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(pieces_of_a_prompt_are_split),
+        cmocka_unit_test(a_batch_of_two_kinds_is_two_calls),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
