@@ -39,9 +39,9 @@ def few_queries(q, k, v):
     return _forward(q, k, v)[0]
 
 
-def causal(q, k, v):
-    """O of the last queries, each of which sees the keys up to its own place; likewise."""
-    return _forward(q, k, v, is_causal=True)[0]
+def causal(q, k, v, **lengths):
+    """O of the last queries, each of which sees the keys up to its own place; likewise. lengths: of packed sequences."""
+    return _forward(q, k, v, is_causal=True, **lengths)[0]
 
 
 def latent(q, kv, columns, scale):

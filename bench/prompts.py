@@ -3,8 +3,9 @@
 FlashAttention-3 and PyTorch's FlashAttention-2, and check every answer.
 
     make && python3 bench/prompts.py [--heads 8:1] [--queries 256,512] [--seqlens 8192,32768] [--batches 1,8] [--pages 64] [--fa3 LIBRARY] [--groups 5] [--json FILE]
+    python3 bench/prompts.py --among 15,63 ...       # one piece in the middle of so many sequences that decode, of one query each and as many keys, packed
 
-bfloat16, TFLOP/s of pairs that are seen. ours: as it is called by default, the same bits in any batch; by batch: num_splits -1; whole: num_splits 1, keys not split.
+bfloat16, TFLOP/s of pairs that are seen; --among: microseconds, where less is better and a ratio above 1 too. ours: as it is called by default, the same bits in any batch; by batch: num_splits -1; whole: num_splits 1, keys not split.
 Calls are in CUDA graphs. Peers and times are card.py's and fa3.py's.
 """
 
@@ -23,6 +24,8 @@ PARTS = {"ours": 0, "by batch": -1, "whole": 1}  # num_splits
 
 
 class Piece:
+    """Pieces of `batch` sequences, all alike."""
+
     def __init__(self, heads, d, batch, queries, keys, page=0):
         (self.heads, self.heads_k), self.d, self.batch, self.queries, self.keys, self.page = head_dims.widths(heads), d, batch, queries, keys, page
         self.q = torch.randn(batch, queries, self.heads, d, device=card.DEVICE, dtype=torch.bfloat16)
@@ -31,27 +34,41 @@ class Piece:
     def flops(self):
         return 4 * self.d * self.heads * self.batch * (self.queries * (self.keys - self.queries) + self.queries * (self.queries + 1) // 2)
 
+    def checked(self, out):
+        """(queries, keys, values, O) of the sequences that are checked: [rows, heads, d]."""
+        return [(self.q[-1], self.k[-1], self.v[-1], out[-1])]
+
     def wrong(self, out):
-        """The relative L2 error of the last sequence's first and last head, or None if all is well."""
-        hidden = torch.ones(self.queries, self.keys, dtype=torch.bool, device=card.DEVICE).triu_(self.keys - self.queries + 1)
-        error = norm = 0.0
-        for head in {0, self.heads - 1}:
-            k, v = (t[-1, :, head * self.heads_k // self.heads].double() for t in (self.k, self.v))
-            scores = (self.q[-1, :, head].double() @ k.T * self.d**-0.5).masked_fill_(hidden, float("-inf"))
-            truth = scores.softmax(-1) @ v
-            error += (out[-1, :, head].double() - truth).square().sum()
-            norm += truth.square().sum()
-        error = (error / norm).sqrt().item()
-        return None if error <= 1e-2 else error
+        """The relative L2 error of the first and last head, or None if all is well."""
+        for q, keys, values, o in self.checked(out):
+            hidden = torch.ones(len(q), self.keys, dtype=torch.bool, device=card.DEVICE).triu_(self.keys - len(q) + 1)
+            error = norm = 0.0
+            for head in {0, self.heads - 1}:
+                k, v = (t[:, head * self.heads_k // self.heads].double() for t in (keys, values))
+                scores = (q[:, head].double() @ k.T * self.d**-0.5).masked_fill_(hidden, float("-inf"))
+                truth = scores.softmax(-1) @ v
+                error += (o[:, head].double() - truth).square().sum()
+                norm += truth.square().sum()
+            error = (error / norm).sqrt().item()
+            if not error <= 1e-2:
+                return error
+        return None
+
+    def lengths(self):
+        """What a call is told of packed sequences."""
+        return {}
 
     def ours(self, parts):
-        k, v, table = self.k, self.v, None
+        k, v, table, lengths = self.k, self.v, None, self.lengths()
         if self.page:  # the same keys, in other places
-            places = torch.randperm(self.batch * self.keys // self.page, device=card.DEVICE)
-            table = torch.empty_like(places).scatter_(0, places, torch.arange(len(places), device=card.DEVICE)).to(torch.int32).view(self.batch, -1)
+            count = k.numel() // (self.heads_k * self.d * self.page)
+            places = torch.randperm(count, device=card.DEVICE)
+            table = torch.empty_like(places).scatter_(0, places, torch.arange(count, device=card.DEVICE)).to(torch.int32).view(-1, self.keys // self.page)
             k, v = (t.reshape(-1, self.page, self.heads_k, self.d)[places] for t in (k, v))
+            lengths.pop("cu_seqlens_k", None)
+            lengths.pop("max_seqlen_k", None)
         out = torch.full_like(self.q, float("nan"))
-        call = _call.Call(self.q, k, v, causal=True, num_splits=parts, block_table=table)
+        call = _call.Call(self.q, k, v, causal=True, num_splits=parts, block_table=table, **lengths)
         call._set_results(out, None)
         run = card.forwards([call])
         run()
@@ -59,7 +76,7 @@ class Piece:
 
     def fa3(self):
         def run():
-            return fa3.causal(self.q, self.k, self.v)
+            return fa3.causal(self.q, self.k, self.v, **self.lengths())
 
         return run, run()
 
@@ -77,8 +94,36 @@ class Piece:
         return card.graph_of(run, self.wrong(out))
 
 
+class Among(Piece):
+    """One piece, and so many sequences of one query on both sides of it."""
+
+    def __init__(self, heads, d, others, queries, keys, page=0):
+        super().__init__(heads, d, 0, queries, keys, page)
+        self.others, self.before = others, others // 2
+        counts = [1] * self.before + [queries] + [1] * (others - self.before)
+        self.ends_q, self.ends_k = (torch.tensor([0, *n], device=card.DEVICE).cumsum(0).to(torch.int32) for n in (counts, [keys] * len(counts)))
+        self.q = torch.randn(sum(counts), self.heads, d, device=card.DEVICE, dtype=torch.bfloat16)
+        self.k, self.v = (torch.randn(len(counts) * keys, self.heads_k, d, device=card.DEVICE, dtype=torch.bfloat16) for _ in range(2))
+
+    def checked(self, out):
+        ends, found = self.ends_q.tolist(), []
+        for n in {0, self.before, self.others}:
+            rows, keys = slice(ends[n], ends[n + 1]), slice(n * self.keys, (n + 1) * self.keys)
+            found.append((self.q[rows], self.k[keys], self.v[keys], out[rows]))
+        return found
+
+    def lengths(self):
+        return {"cu_seqlens_q": self.ends_q, "cu_seqlens_k": self.ends_k, "max_seqlen_q": self.queries, "max_seqlen_k": self.keys}
+
+    def flash(self):
+        def run():
+            return torch.ops.aten._flash_attention_forward(self.q, self.k, self.v, self.ends_q, self.ends_k, self.queries, self.keys, 0.0, True, False)[0]
+
+        return run, run()
+
+
 def bench(piece, names, groups):
-    """{name: TFLOP/s, "WRONG ..." or None where it has no kernel}"""
+    """{name: TFLOP/s (of Among microseconds), "WRONG ..." or None where it has no kernel}"""
     row, graphs = {}, {}
     for name in names:
         try:
@@ -89,7 +134,7 @@ def bench(piece, names, groups):
                 print(f"  {name}: {card.first_line(problem)}")
     row.update({name: graph for name, graph in graphs.items() if isinstance(graph, str)})
     runs = {name: graph.replay for name, graph in graphs.items() if not isinstance(graph, str)}
-    row.update({name: piece.flops() / ms / 1e9 for name, ms in card.time_by_turns(runs, groups).items()})
+    row.update({name: 1e3 * ms if isinstance(piece, Among) else piece.flops() / ms / 1e9 for name, ms in card.time_by_turns(runs, groups).items()})
     return row
 
 
@@ -100,12 +145,13 @@ def parse():
     parser.add_argument("--queries", default="256,512,1024,2048")
     parser.add_argument("--seqlens", default="8192,32768")
     parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--among", help="sequences that decode beside one piece, between commas; in place of --batches")
     parser.add_argument("--pages", type=int, default=0, help="our keys in pages of so many")
     parser.add_argument("--fa3", metavar="LIBRARY")
     parser.add_argument("--groups", type=int, default=5)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    options.cells = [(heads, *numbers) for heads, *numbers in itertools.product(options.heads.split(","), *(map(int, x.split(",")) for x in (options.head_dims, options.batches, options.queries, options.seqlens)))]
+    options.cells = [(heads, *numbers) for heads, *numbers in itertools.product(options.heads.split(","), *(map(int, x.split(",")) for x in (options.head_dims, options.among or options.batches, options.queries, options.seqlens)))]
     for heads, d, batch, queries, keys in options.cells:
         if min(d, batch, queries) < 1 or queries > keys or options.pages < 0 or (options.pages and keys % options.pages):
             parser.error(f"{queries} queries of {keys} keys in pages of {options.pages}, {batch} sequences, head_dim {d}: expected no more queries than keys, whole pages and no number below 1")
@@ -118,16 +164,18 @@ def main():
     if before is None:
         return 0
     names = [*PARTS, "flash", *(["fa3"] if options.fa3 else [])]
-    print(f"{'heads':>6} {'d':>4} {'b':>3} {'q':>5} {'keys':>7} | " + " ".join(f"{n:>8}" for n in names) + " | /best  by batch")
+    print(f"{'heads':>6} {'d':>4} {'among' if options.among else 'b':>5} {'q':>5} {'keys':>7} | " + " ".join(f"{n:>8}" for n in names) + " | /best  by batch")
     for heads, d, batch, queries, keys in options.cells:
-        row = bench(Piece(heads, d, batch, queries, keys, options.pages), names, options.groups)
-        over = [gpu.over_best({"ours": row[name], **{n: row.get(n) for n in names if n not in PARTS}}) for name in ("ours", "by batch")]
+        row = bench((Among if options.among else Piece)(heads, d, batch, queries, keys, options.pages), names, options.groups)
+        speeds = {n: 1 / x if options.among and isinstance(x, float) else x for n, x in row.items()}
+        over = [gpu.over_best({"ours": speeds[name], **{n: speeds.get(n) for n in names if n not in PARTS}}) for name in ("ours", "by batch")]
         ratios += [over[0]] if over[0] else []
-        rows.append({"heads": heads, "head_dim": d, "batch": batch, "queries": queries, "keys": keys, "pages": options.pages, "tflops": row})
+        rows.append({"heads": heads, "head_dim": d, "among" if options.among else "batch": batch, "queries": queries, "keys": keys, "pages": options.pages,
+                     "microseconds" if options.among else "tflops": row})
         shown = [f"{x:8.0f}" if isinstance(x, float) else f"{x or '-':>8}" for x in map(row.get, names)]
-        print(f"{heads:>6} {d:4} {batch:3} {queries:5} {keys:7} | " + " ".join(shown) + " | " + "  ".join(f"{x:5.2f}" if x else "    -" for x in over), flush=True)
+        print(f"{heads:>6} {d:4} {batch:5} {queries:5} {keys:7} | " + " ".join(shown) + " | " + "  ".join(f"{x:5.2f}" if x else "    -" for x in over), flush=True)
         card.write_report(options.json, "flashattn-prompts-1", before, rows)
-    return card.end(rows, ratios)
+    return card.end(rows, ratios, speeds="microseconds" if options.among else "tflops")
 
 
 if __name__ == "__main__":

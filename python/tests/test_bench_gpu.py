@@ -141,10 +141,18 @@ def test_pieces_of_prompts_are_timed_and_checked(gpu, flash_attn_3, monkeypatch,
         rows = json.loads(file.read_text())["rows"]
         assert [(row["batch"], row["queries"]) for row in rows] == [(1, 5), (1, 40), (2, 5), (2, 40)] and "0 wrong answers" in capsys.readouterr().out
         assert all(isinstance(row["tflops"][name], float) for row in rows for name in (*prompts.PARTS, *(["fa3"] if "--fa3" in more else [])))
+    for more in ([], ["--pages", "8"]):
+        assert run(prompts, monkeypatch, *words, *more, "--among", "1,4") == 0
+        rows = json.loads(file.read_text())["rows"]
+        assert [(row["among"], row["queries"]) for row in rows] == [(1, 5), (1, 40), (4, 5), (4, 40)] and "0 wrong answers" in capsys.readouterr().out
+        assert all(row["microseconds"][name] > 0 for row in rows for name in prompts.PARTS)
+    mixed = prompts.Among("4:2", 16, 3, 5, 40)
+    assert mixed.ends_q.tolist() == [0, 1, 6, 7, 8] and [len(q) for q, *_ in sorted(mixed.checked(mixed.q), key=lambda found: len(found[0]))] == [1, 1, 5]
     assert prompts.Piece("4:2", 16, 3, 5, 40).flops() == 4 * 16 * 4 * 3 * sum(range(36, 41))
     right = prompts.Piece.ours
     monkeypatch.setattr(prompts.Piece, "ours", lambda self, parts: (lambda found: (found[0], 1.1 * found[1]))(right(self, parts)))
-    assert run(prompts, monkeypatch, *words) == 1 and "WRONG" in capsys.readouterr().out
+    for more in ([], ["--among", "3"]):
+        assert run(prompts, monkeypatch, *words, *more) == 1 and "WRONG" in capsys.readouterr().out
     for wrong in (["--queries", "41"], ["--pages", "7"], ["--batches", "0"]):
         with pytest.raises(SystemExit):
             run(prompts, monkeypatch, *words, *wrong)
