@@ -3,7 +3,7 @@
 FlashAttention-3 and PyTorch's FlashAttention-2, and check every answer.
 
     make && python3 bench/prompts.py [--heads 8:1] [--queries 256,512] [--seqlens 8192,32768] [--batches 1,8] [--pages 64] [--fa3 LIBRARY] [--groups 5] [--json FILE]
-    python3 bench/prompts.py --among 15,63 ...       # one piece in the middle of so many sequences that decode, of one query each and as many keys, packed
+    python3 bench/prompts.py --among 15,63 ...       # one piece in the middle of so many sequences that decode, of one query each and as many keys, packed, with used lengths
 
 bfloat16, TFLOP/s of pairs that are seen; --among: microseconds, where less is better and a ratio above 1 too. ours: as it is called by default, the same bits in any batch; by batch: num_splits -1; whole: num_splits 1, keys not split.
 Calls are in CUDA graphs. Peers and times are card.py's and fa3.py's.
@@ -55,11 +55,13 @@ class Piece:
         return None
 
     def lengths(self):
-        """What a call is told of packed sequences."""
+        """What a call is told of packed sequences, and ours besides."""
         return {}
 
+    own_lengths = lengths
+
     def ours(self, parts):
-        k, v, table, lengths = self.k, self.v, None, self.lengths()
+        k, v, table, lengths = self.k, self.v, None, self.own_lengths()
         if self.page:  # the same keys, in other places
             count = k.numel() // (self.heads_k * self.d * self.page)
             places = torch.randperm(count, device=card.DEVICE)
@@ -114,6 +116,10 @@ class Among(Piece):
 
     def lengths(self):
         return {"cu_seqlens_q": self.ends_q, "cu_seqlens_k": self.ends_k, "max_seqlen_q": self.queries, "max_seqlen_k": self.keys}
+
+    def own_lengths(self):
+        """A cache says how many keys are used."""
+        return {**self.lengths(), "seqused_k": torch.full((self.others + 1,), self.keys, device=card.DEVICE, dtype=torch.int32)}
 
     def flash(self):
         def run():

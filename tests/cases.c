@@ -175,7 +175,7 @@ const test_case test_cases[] = {
     {"varlen", "1000 of length 1", .batch = 1000, .seqlen_q = 1, .seqlen_k = 1, .varlen_q = LENGTHS_ONES, .varlen_k = LENGTHS_ONES},
     {"varlen", "queries only", .batch = 3, .heads_q = 2, .seqlen_q = 70, .seqlen_k = 90, .varlen_q = LENGTHS_MIXED},
     {"varlen", "keys only",    .batch = 3, .heads_q = 2, .seqlen_q = 70, .seqlen_k = 90, .varlen_k = LENGTHS_MIXED, .mask = C},
-    {"varlen", "one among decoded", .batch = 9, .heads_q = 4, .heads_k = 2, .seqlen_q = 140, .seqlen_k = 150, .head_dim = 64, .varlen_q = LENGTHS_DECODED, .varlen_k = LENGTHS_MIXED, .mask = C},
+    {"varlen", "one among decoded", .batch = 9, .heads_q = 4, .heads_k = 2, .seqlen_q = 140, .seqlen_k = 150, .head_dim = 64, .varlen_q = LENGTHS_DECODED, .varlen_k = LENGTHS_MIXED, .seqused_k = LENGTHS_MIXED, .mask = C},
     {"varlen", "one among decoded, parts", .batch = 14, .heads_q = 8, .heads_k = 1, .seqlen_q = 150, .seqlen_k = 1300, .head_dim = 64, .varlen_q = LENGTHS_DECODED, .seqused_k = LENGTHS_MIXED, .page_size = 16, .mask = C, .forward_only = true},
     {"varlen", "one among decoded, used", .batch = 7, .heads_q = 2, .seqlen_q = 200, .seqlen_k = 90, .head_dim = 24, .varlen_q = LENGTHS_DECODED, .seqused_q = LENGTHS_MIXED, .seqused_k = LENGTHS_MIXED, .sinks = true, .softcap = 5.0f},
     {"varlen", "with used",    .batch = 3, .heads_q = 2, .seqlen_q = 70, .seqlen_k = 90, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_MIXED, .seqused_q = LENGTHS_MIXED, .seqused_k = LENGTHS_MIXED, .mask = C},

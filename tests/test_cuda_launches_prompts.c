@@ -37,18 +37,19 @@ static void pieces_of_a_prompt_are_split(void **state)
         }
 }
 
-/* A piece of a prompt among decoded tokens: two calls, of which the second has as many queries as the others have on average, up to a power of two. */
+/* A piece of a prompt among decoded tokens: two calls, on a cache whatever else is in the batch, unless no sequence can have one query; where the batch counts, the second has as many
+ * queries as the others have on average, up to a power of two. */
 static void a_batch_of_two_kinds_is_two_calls(void **state)
 {
     (void)state;
     static const struct {
-        int64_t batch, tokens, longest, few; /* 0: one call */
+        int64_t batch, tokens, longest, few, few_by_batch; /* 0: one call */
     } calls[] = {
-        {64, 512 + 63, 512, 1}, {64, 512 + 64, 512, 2}, {10, 300 + 9 * 5, 300, 8}, {10, 300 + 9 * 16, 300, 16}, {10, 300 + 9 * 16 + 1, 300, 0}, {64, 128 + 63, 128, 0},
-        {1, 512, 512, 0},       {2, 513, 512, 1},       {4, 512, 512, 0},          {40, 400, 512, 0},
+        {64, 512 + 63, 512, 1, 1}, {64, 512 + 64, 512, 1, 2}, {10, 300 + 9 * 5, 300, 1, 8}, {10, 300 + 9 * 16, 300, 1, 16}, {10, 300 + 9 * 16 + 1, 300, 1, 0}, {64, 128 + 63, 128, 0, 0},
+        {1, 512, 512, 0, 0},       {2, 513, 512, 1, 1},       {4, 512, 512, 0, 0},          {40, 400, 512, 0, 0},         {3, 2 * 512 + 1, 512, 1, 0},      {3, 2 * 512 + 2, 512, 0, 0},
     };
     for (size_t n = 0; n < sizeof calls / sizeof *calls; n++)
-        for (int option = 0; option < 7; option++) {
+        for (int option = 0; option < 9; option++) {
             fa_call            call, parts[2];
             fa_plan            plan;
             flash_attn_problem p = problem_of((shape){1, calls[n].tokens, 20000, 8, 1, 128}, option == 4 ? FLASH_ATTN_F32 : FLASH_ATTN_BF16, FLASH_ATTN_CAUSAL);
@@ -56,6 +57,16 @@ static void a_batch_of_two_kinds_is_two_calls(void **state)
             p.batch        = (int32_t)calls[n].batch;
             p.max_seqlen_q = (int32_t)calls[n].longest;
             p.max_seqlen_k = 9000;
+            if (option < 7)
+                p.seqused_k = numbers;
+            if (option == 8) {
+                p.pages        = (flash_attn_pages){.table = numbers, .pages_per_seq = 500};
+                p.cu_seqlens_k = NULL;
+                p.seqused_k    = numbers;
+                p.k.shape[0] = p.v.shape[0] = 9000;
+                p.k.shape[1] = p.v.shape[1] = 16;
+                p.max_seqlen_k = 0;
+            }
             if (option == 1)
                 p.num_splits = 2;
             if (option == 2)
@@ -65,22 +76,23 @@ static void a_batch_of_two_kinds_is_two_calls(void **state)
             if (option == 5)
                 p.num_splits = -1;
             plan_it(&p, option == 6 ? FLASH_ATTN_BACKWARD : FLASH_ATTN_FORWARD, 90, &call, &plan);
-            bool two = calls[n].few > 0 && (option == 0 || option == 5);
-            assert_int_equal(fa_plan_calls_of(&call, parts), two ? 2 : 1);
-            if (!two)
+            int64_t few = option == 0 || option == 8 ? calls[n].few : option == 5 ? calls[n].few_by_batch : 0;
+            if (fa_plan_calls_of(&call, parts) != (few ? 2 : 1))
+                fail_msg("call %zu, option %d", n, option);
+            if (few == 0)
                 continue;
-            assert_int_equal(parts[0].few_queries, calls[n].few);
-            assert_int_equal(parts[1].few_queries, calls[n].few);
+            assert_int_equal(parts[0].few_queries, few);
+            assert_int_equal(parts[1].few_queries, few);
             assert_int_equal(parts[0].max_seqlen_q, calls[n].longest);
-            assert_int_equal(parts[1].max_seqlen_q, calls[n].few);
+            assert_int_equal(parts[1].max_seqlen_q, few);
             for (int i = 0; i < 2; i++) {
                 assert_int_equal(fa_plan_make(&parts[i], 90, NULL, NULL, &plan), FLASH_ATTN_OK);
                 assert_int_equal(main_of(&plan)->key.of_length, 1 + i);
-                assert_int_equal(plan.args.few_queries, calls[n].few);
+                assert_int_equal(plan.args.few_queries, few);
                 assert_int_equal(main_of(&plan)->key.kernel == FA_KERNEL_FORWARD_SM90, i == 0);
                 const fa_key *last = &plan.launch[plan.num_launches - 1].key;
                 assert_true((last->kernel != FA_KERNEL_COMBINE && last->kernel != FA_KERNEL_FOLD) || last->of_length == 1 + i);
-                int64_t rows = i == 0 ? calls[n].tokens : calls[n].batch * calls[n].few;
+                int64_t rows = i == 0 ? calls[n].tokens : calls[n].batch * few;
                 if (main_of(&plan)->key.has_split && main_of(&plan)->key.one_launch == 0)
                     assert_true(plan.workspace_bytes < (size_t)(plan.args.num_splits * rows * 8 * 130) * sizeof(float) + 1024);
             }

@@ -58,9 +58,9 @@ flash_attn_status fa_plan_add_lists(const fa_call *call, fa_plan *plan, const fa
 void fa_plan_set_apart(const fa_call *call, fa_args *args);
 
 /*
- * A call, or the two calls that do it: packed sequences of which one is long and the others have up to 16 queries on average, as a server's batch of decoded tokens with a
- * piece of a prompt has. Those of few queries are then attended to as if they were alone, heads that share a key head in one tile, and have the same bits (decision 0095).
- * Returns how many; of one nothing is written.
+ * A call, or the two calls that do it: packed queries on a cache of keys (pages, used lengths), as a server's batch of decoded tokens with pieces of prompts has, unless none of the sequences
+ * can have one query alone; with num_splits -1 packed sequences of any kind of which one is long and the others have up to 16 queries on average. Those of few queries are then
+ * attended to as if they were alone, heads that share a key head in one tile, and have the same bits (decision 0095). Returns how many; of one nothing is written.
  */
 int fa_plan_calls_of(const fa_call *call, fa_call calls[2]);
 

@@ -16,12 +16,12 @@ WORK, INSPECT, SOFTMAX, RARE = "work_sm90.cuh", "inspect_sm90.cuh", "softmax_sm9
 WIDE, ROWS, BLOCK, CONVERT = "backward_wide_sm90.cuh", "backward_rows.cuh", "backward_block_sm90.cuh", "backward_convert_sm90.cu"
 LATENT, LATENT_BLOCK, LATENT_PRODUCER = "forward_latent_sm90.cu", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
 SCORES, BIAS, FAR, ROWSUM, DBIAS = "scores_sm90.cuh", "bias_sm90.cuh", "far_rows.cuh", "backward_rowsum.cu", "backward_dbias_sm90.cuh"
-MASK, OWNER, PART_ROWS = "mask.cuh", "row_owner.cuh", "part_rows.cuh"
+MASK, OWNER, PART_ROWS, MERGE_PARTS = "mask.cuh", "row_owner.cuh", "part_rows.cuh", "merge_parts.cuh"
 LISTS, LISTED, MERGE = "list_tiles.cu", "listed.cuh", "merge.cu"
 SHORT, SHORT_BLOCK, SHORT_FORWARD, NUMBERS, STAGED = "backward_short_sm90.cu", "short_block_sm90.cuh", "forward_short_sm90.cu", "numbers.cuh", "gradients_sm90.cuh"
 FEW, FOLD, GROUPED = "forward_few_sm90.cu", "fold.cu", "grouped_sm90.cuh"
 F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES = "forward_f32_sm90.cu", "backward_f32_sm90.cu", "backward_f32_narrow_sm90.cuh", "backward_f32_wide_sm90.cuh", "planes_sm90.cu"
-PROGRAMS = dict.fromkeys((F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES), "test_cuda_f32") | dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few") | {MERGE: "test_cuda_merge"} | dict.fromkeys((MASK, OWNER, PART_ROWS), "test_cuda_prompts")  # else TEST
+PROGRAMS = dict.fromkeys((F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES), "test_cuda_f32") | dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few") | {MERGE: "test_cuda_merge"} | dict.fromkeys((MASK, OWNER, PART_ROWS, MERGE_PARTS), "test_cuda_prompts")  # else TEST
 
 # Which shapes of which test show it.
 WHOLE = ("whole tiles", "every_shape*")
@@ -262,6 +262,7 @@ MISTAKES = [
     ("parts: dealt as one", WORK, "place_of_dealt(tiles, heads_of_parts(args),", "place_of_dealt(tiles, args.heads_q,", ("parts, varlen", "every_shape*")),
     ("two kinds: long ones in both calls", MASK, "        if (!has_length(args, s.rows_q))\n            s.rows_q = 0;\n", "", TWO_KINDS),
     ("two kinds: rows of the others merged too", OWNER, "if (!has_length(args, rows) || row >= first + rows)", "if (row >= first + rows)", TWO_KINDS),
+    ("two kinds: rows behind one of the others lost", MERGE_PARTS, "            continue;\n        if (!FEW", "            break;\n        if (!FEW", TWO_KINDS),
     ("two kinds: all sequences' rows in one place", PART_ROWS, "(fa_i64)b * args.few_queries + i", "(fa_i64)i", TWO_KINDS),
     ("short forward: inspectors a phase behind", SHORT_FORWARD, "        await_full(n, V_FULL);\n        if (w.tiles", "        await_full(n, K_FULL);\n        if (w.tiles", SHORT_FORWARD_HALF),
     ("four parts added in another order", MERGE, "(term[0] + term[2]) + (term[1] + term[3])", "term[0] + term[1] + term[2] + term[3]", ("four parts", "pieces*")),

@@ -152,8 +152,8 @@ template <bool FEW, int AT_ONCE = 1> FA_DEVICE void merge_rows(const fa_args &ar
         int    from  = (r + lane / LANES) * 8; /* a lane that knows the row */
         fa_i64 its_n = __shfl_sync(~0u, n, from), its_o = __shfl_sync(~0u, o_at, from);
         bool   is_one = __shfl_sync(~0u, parts, from) > 0;
-        if (!__any_sync(~0u, is_one))
-            break;
+        if (!__any_sync(~0u, is_one)) /* those behind may be: of two kinds of sequences a call has one */
+            continue;
         if (!FEW && FA_HEAD_DIM_V > 128 && args.num_splits <= 4) { /* a warp has a row */
             float of_lane = factor_of_part(own, lse);
             if (args.num_splits <= 2)
