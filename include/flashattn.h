@@ -292,7 +292,8 @@ typedef struct flash_attn_problem {
     int32_t max_seqlen_q;           /* longest sequence; CUDA needs it with cu_seqlens_q. CPU: 0 or an upper bound */
     int32_t max_seqlen_k;           /* likewise with cu_seqlens_k; in a forward also an upper bound of seqused_k, or 0 */
     int32_t num_splits;             /* split the keys so often, for few queries on long keys; to 256; 0: by shape, so that a sequence has
-                                       the same bits in any batch; -1: by the batch and the GPU too, up to 2.8 times as fast */
+                                       the same bits in any batch of the same longest lengths; -1: by the batch and the GPU too, up
+                                       to 2.8 times as fast, also where packed sequences of few queries stand beside long ones */
 
     flash_attn_pages   pages;
     flash_attn_slices  slices;

@@ -203,24 +203,6 @@ flash_attn_status fa_plan_add(fa_plan *plan, const fa_key *key, int64_t blocks)
     return fa_plan_add_clusters(plan, key, blocks, 1);
 }
 
-int fa_plan_calls_of(const fa_call *call, fa_call calls[2])
-{
-    enum { MOST = 16, MANY = 128, WIDE = 256 };
-    int64_t few = 1, rest = call->batch - 1, others = call->cu_seqlens_q ? call->q.shape[1] - call->max_seqlen_q : 0;
-    bool    by_batch = call->num_splits < 0, cache = call->pages.table || call->seqused_k;
-    bool    some     = by_batch ? others <= MOST * rest : cache && others <= rest * call->max_seqlen_q - (call->max_seqlen_q - few); /* else none is so short */
-    bool    plain = !(call->bias.data || call->alibi_slopes.data || call->dropout.threshold || call->slices.count > 0) && call->q.dtype != FLASH_ATTN_F32 && call->head_dim <= WIDE && call->head_dim_v <= WIDE;
-    if (call->pass != FLASH_ATTN_FORWARD || others <= 0 || !some || call->max_seqlen_q <= MANY || call->num_splits > 1 || !plain)
-        return 1;
-    while (by_batch && few * rest < others)
-        few *= 2;
-    calls[0] = calls[1] = *call;
-    calls[0].of_length = 1;
-    calls[1].of_length = 2;
-    calls[0].few_queries = calls[1].few_queries = calls[1].max_seqlen_q = few;
-    return 2;
-}
-
 bool fa_plan_is_alike(const fa_call *call) { return !call->cu_seqlens_q && !call->cu_seqlens_k && !call->seqused_q && !call->seqused_k; }
 
 int64_t fa_plan_tiles_of_all(const fa_call *call, const int32_t *cu_seqlens, int64_t rows, int tile, int64_t tiles)

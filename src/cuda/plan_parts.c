@@ -1,8 +1,26 @@
-/* The parts into which a forward's keys are split. */
+/* The parts into which a forward's keys are split, and the two kinds of sequences that a batch may have. */
 #include "cuda/plan.h"
 #include "cuda/tune.h"
 
 #include <math.h>
+
+int fa_plan_calls_of(const fa_call *call, fa_call calls[2])
+{
+    enum { MOST = 16, MANY = 128, WIDE = 256 };
+    int64_t few = 1, rest = call->batch - 1, others = call->cu_seqlens_q ? call->q.shape[1] - call->max_seqlen_q : 0;
+    bool    by_batch = call->num_splits < 0, cache = call->pages.table || call->seqused_k;
+    bool    some     = by_batch ? others <= MOST * rest : cache && others <= rest * call->max_seqlen_q - (call->max_seqlen_q - few); /* else none is so short */
+    bool    plain = !(call->bias.data || call->alibi_slopes.data || call->dropout.threshold || call->slices.count > 0) && call->q.dtype != FLASH_ATTN_F32 && call->head_dim <= WIDE && call->head_dim_v <= WIDE;
+    if (call->pass != FLASH_ATTN_FORWARD || others <= 0 || !some || call->max_seqlen_q <= MANY || call->num_splits > 1 || !plain)
+        return 1;
+    while (by_batch && few * rest < others)
+        few *= 2;
+    calls[0] = calls[1] = *call;
+    calls[0].of_length = 1;
+    calls[1].of_length = 2;
+    calls[0].few_queries = calls[1].few_queries = calls[1].max_seqlen_q = few;
+    return 2;
+}
 
 /* Of rows that heads of a key head share. */
 static int64_t packed_tiles(const fa_call *call, const fa_tune_row *row) { return ceil_div(call->max_seqlen_q * call->group, row->tile_q) * call->heads_k * call->batch; }
@@ -147,8 +165,9 @@ void fa_plan_choose_own_splits(const fa_call *call, fa_plan *plan)
     if (row->kernel != FA_KERNEL_FORWARD_SM90 || !fa_own_splits_fit(call))
         return;
     if (parts <= 0) {
-        bool by_batch = parts < 0;
-        parts = by_batch ? parts_of_tiles(tiles * call->batch, (int64_t)plan->chip.multiprocessors * row->min_blocks) : parts_of_tiles(tiles, LARGE_GPU * row->min_blocks);
+        bool    by_batch = parts < 0;
+        int64_t all      = call->cu_seqlens_q ? ceil_div(call->q.shape[1], row->tile_q) * call->heads_q : tiles * call->batch;
+        parts = by_batch ? parts_of_tiles(all, (int64_t)plan->chip.multiprocessors * row->min_blocks) : parts_of_tiles(tiles, LARGE_GPU * row->min_blocks);
         least = by_batch ? LEAST_BY_BATCH : LEAST_PART;
         if (args->max_seqlen_k < FEWEST_KEYS_OF_A_QUERY * call->max_seqlen_q || args->max_seqlen_k < FEWEST_PARTS * least)
             parts = 1;
