@@ -7,11 +7,11 @@
 int fa_plan_calls_of(const fa_call *call, fa_call calls[2])
 {
     enum { MOST = 16, MANY = 128, WIDE = 256 };
-    int64_t few = 1, rest = call->batch - 1, others = call->cu_seqlens_q ? call->q.shape[1] - call->max_seqlen_q : 0;
+    int64_t few = 1, rest = call->batch - 1, others = call->q.shape[1] - call->max_seqlen_q;
     bool    by_batch = call->num_splits < 0, cache = call->pages.table || call->seqused_k;
-    bool    some     = by_batch ? others <= MOST * rest : cache && others <= rest * call->max_seqlen_q - (call->max_seqlen_q - few); /* else none is so short */
+    bool    some     = by_batch ? others > 0 && others <= MOST * rest : cache && others <= rest * call->max_seqlen_q - (call->max_seqlen_q - few); /* else none is so short */
     bool    plain = !(call->bias.data || call->alibi_slopes.data || call->dropout.threshold || call->slices.count > 0) && call->q.dtype != FLASH_ATTN_F32 && call->head_dim <= WIDE && call->head_dim_v <= WIDE;
-    if (call->pass != FLASH_ATTN_FORWARD || others <= 0 || !some || call->max_seqlen_q <= MANY || call->num_splits > 1 || !plain)
+    if (call->pass != FLASH_ATTN_FORWARD || !call->cu_seqlens_q || !some || call->max_seqlen_q <= MANY || call->num_splits > 1 || !plain)
         return 1;
     while (by_batch && few * rest < others)
         few *= 2;
