@@ -80,7 +80,7 @@ typedef struct fa_args {
     int part_growth, part_doublings;       /* forward_sm80: split_keys is doubled, so many times at most, while its square is less than
                                               part_growth times the sequence's keys */
     int group_blocks;                      /* backward: blocks that share a tile of keys of a key head, each with group / group_blocks query
-                                              heads; backward_sm90 with part_shares of these. 1 without FA_HAS_KV_ACCUM, but there */
+                                              heads; backward_sm90 with part_shares of these; backward_short_sm90 of few keys: shares of a key head's tiles of queries. 1 without FA_HAS_KV_ACCUM, but there */
     float scale, scale_log2, softcap;      /* scale_log2 = scale * log2(e) */
 
     fa_window  window;
@@ -113,7 +113,7 @@ typedef struct fa_args {
     int apart_dk, apart_dv;                /* backward_sm90: as apart_q; -1: no map */
     int q_boxes;                           /* forward_latent_sm90, forward_few_sm90: a tile's rows of Q are one box of a map: heads, then queries */
     float *folded_o;                       /* forward_few_sm90, FA_ONE_LAUNCH 2 and 3: [blocks][FA_FOLD_PLACES][FA_TILE_Q][FA_HEAD_DIM_V], O that a block has folded */
-    fa_view dk_stored, dv_stored;          /* backward_sm90: where its blocks store dK and dV: dk and dv, or if group_blocks > 1 float32 workspace, [kv_entries, kv_rows,
+    fa_view dk_stored, dv_stored;          /* backward_sm90, backward_short_sm90 of few keys: where blocks store dK and dV: dk and dv, or if group_blocks > 1 float32 workspace, [kv_entries, kv_rows,
                                               heads_k * group_blocks, FA_HEAD_DIM or _V], which backward_convert_sm90.cu adds up */
     int part_shares;                       /* backward_sm90: a head's queries are in so many parts, each another block's; divides group_blocks, which divides group * part_shares */
     float bias_factor;                     /* forward_sm90: of a bias, in units of what its softmax takes */
