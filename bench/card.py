@@ -98,6 +98,20 @@ def graph_of(run, error):
     return graph
 
 
+def time_graphs(graph, names, groups, quiet):
+    """(row, {name: milliseconds}): graph(name) is what graph_of gives. row: "WRONG ...", or None where there is no kernel or no memory, which is said of who is not quiet."""
+    row, graphs = {}, {}
+    for name in names:
+        try:
+            graphs[name] = graph(name)
+        except Exception as problem:
+            row[name] = None
+            if name not in quiet:
+                print(f"  {name}: {first_line(problem)}")
+    row.update({name: found for name, found in graphs.items() if isinstance(found, str)})
+    return row, time_by_turns({name: found.replay for name, found in graphs.items() if not isinstance(found, str)}, groups)
+
+
 def first_line(problem):
     return str(problem).splitlines()[0] if str(problem) else type(problem).__name__
 

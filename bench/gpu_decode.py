@@ -100,17 +100,8 @@ class Decode:
 
 def decode_row(cell, names, groups):
     """{name: GB/s, "WRONG ..." or None where it has no kernel}"""
-    row, graphs = {}, {}
-    for name in names:
-        try:
-            graphs[name] = cell.graph(name)
-        except Exception as problem:  # no kernel or no memory
-            row[name] = None
-            if name not in ("flash", "cudnn", "fa3", "copy"):
-                print(f"  {name}: {card.first_line(problem)}")
-    row.update({name: graph for name, graph in graphs.items() if isinstance(graph, str)})
-    runs = {name: graph.replay for name, graph in graphs.items() if not isinstance(graph, str)}
-    for name, ms in card.time_by_turns(runs, groups).items():
+    row, times = card.time_graphs(cell.graph, names, groups, ("flash", "cudnn", "fa3", "copy"))
+    for name, ms in times.items():
         row[name] = (cell.kv_bytes if name in ("read", "copy") else cell.bytes) * cell.sets / ms / 1e6
     return row
 

@@ -107,18 +107,8 @@ class Cell:
 
 def bench(cell, names, page, groups):
     """{name: microseconds, "WRONG ..." or None where it has no kernel}"""
-    row, graphs = {}, {}
-    for name in names:
-        try:
-            graphs[name] = cell.graph(name, page)
-        except Exception as problem:  # no kernel or no memory
-            row[name] = None
-            if name in ("ours", "fa3"):
-                print(f"  {name}: {card.first_line(problem)}")
-    row.update({name: graph for name, graph in graphs.items() if isinstance(graph, str)})
-    runs = {name: graph.replay for name, graph in graphs.items() if not isinstance(graph, str)}
-    row.update({name: 1e3 * ms / cell.sets for name, ms in card.time_by_turns(runs, groups).items()})
-    return row
+    row, times = card.time_graphs(lambda name: cell.graph(name, page), names, groups, set(names) - {"ours", "fa3"})
+    return {**row, **{name: 1e3 * ms / cell.sets for name, ms in times.items()}}
 
 
 def main():

@@ -27,9 +27,16 @@ class Piece:
     """Pieces of `batch` sequences, all alike."""
 
     def __init__(self, heads, d, batch, queries, keys, page=0):
-        (self.heads, self.heads_k), self.d, self.batch, self.queries, self.keys, self.page = head_dims.widths(heads), d, batch, queries, keys, page
-        self.q = torch.randn(batch, queries, self.heads, d, device=card.DEVICE, dtype=torch.bfloat16)
-        self.k, self.v = (torch.randn(batch, keys, self.heads_k, d, device=card.DEVICE, dtype=torch.bfloat16) for _ in range(2))
+        self.batch = batch
+        self.fill(heads, d, [queries] * batch, queries, keys, page)
+        self.q, self.k, self.v = (t.unflatten(0, (batch, -1)) for t in (self.q, self.k, self.v))
+
+    def fill(self, heads, d, counts, queries, keys, page):
+        """Packed sequences of so many queries, all with as many keys."""
+        (self.heads, self.heads_k), self.d, self.queries, self.keys, self.page = head_dims.widths(heads), d, queries, keys, page
+        self.ends_q, self.ends_k = (torch.tensor([0, *n], device=card.DEVICE).cumsum(0).to(torch.int32) for n in (counts, [keys] * len(counts)))
+        self.q = torch.randn(sum(counts), self.heads, d, device=card.DEVICE, dtype=torch.bfloat16)
+        self.k, self.v = (torch.randn(len(counts) * keys, self.heads_k, d, device=card.DEVICE, dtype=torch.bfloat16) for _ in range(2))
 
     def flops(self):
         return 4 * self.d * self.heads * self.batch * (self.queries * (self.keys - self.queries) + self.queries * (self.queries + 1) // 2)
@@ -63,12 +70,10 @@ class Piece:
     def ours(self, parts):
         k, v, table, lengths = self.k, self.v, None, self.own_lengths()
         if self.page:  # the same keys, in other places
-            count = k.numel() // (self.heads_k * self.d * self.page)
-            places = torch.randperm(count, device=card.DEVICE)
-            table = torch.empty_like(places).scatter_(0, places, torch.arange(count, device=card.DEVICE)).to(torch.int32).view(-1, self.keys // self.page)
-            k, v = (t.reshape(-1, self.page, self.heads_k, self.d)[places] for t in (k, v))
-            lengths.pop("cu_seqlens_k", None)
-            lengths.pop("max_seqlen_k", None)
+            k, v = (t.reshape(-1, self.page, self.heads_k, self.d) for t in (k, v))
+            places = torch.randperm(len(k), device=card.DEVICE)
+            k, v = (torch.empty_like(t).index_copy_(0, places, t) for t in (k, v))
+            table = places.to(torch.int32).view(-1, self.keys // self.page)
         out = torch.full_like(self.q, float("nan"))
         call = _call.Call(self.q, k, v, causal=True, num_splits=parts, block_table=table, **lengths)
         call._set_results(out, None)
@@ -83,11 +88,10 @@ class Piece:
         return run, run()
 
     def flash(self):
-        ends = [torch.arange(self.batch + 1, device=card.DEVICE, dtype=torch.int32) * n for n in (self.queries, self.keys)]
-        packed = [t.flatten(0, 1) for t in (self.q, self.k, self.v)]
+        packed = [t.flatten(0, -3) for t in (self.q, self.k, self.v)]
 
         def run():
-            return torch.ops.aten._flash_attention_forward(*packed, *ends, self.queries, self.keys, 0.0, True, False)[0].view(self.q.shape)
+            return torch.ops.aten._flash_attention_forward(*packed, self.ends_q, self.ends_k, self.queries, self.keys, 0.0, True, False)[0].view(self.q.shape)
 
         return run, run()
 
@@ -100,12 +104,8 @@ class Among(Piece):
     """One piece, and so many sequences of one query on both sides of it."""
 
     def __init__(self, heads, d, others, queries, keys, page=0):
-        super().__init__(heads, d, 0, queries, keys, page)
         self.others, self.before = others, others // 2
-        counts = [1] * self.before + [queries] + [1] * (others - self.before)
-        self.ends_q, self.ends_k = (torch.tensor([0, *n], device=card.DEVICE).cumsum(0).to(torch.int32) for n in (counts, [keys] * len(counts)))
-        self.q = torch.randn(sum(counts), self.heads, d, device=card.DEVICE, dtype=torch.bfloat16)
-        self.k, self.v = (torch.randn(len(counts) * keys, self.heads_k, d, device=card.DEVICE, dtype=torch.bfloat16) for _ in range(2))
+        self.fill(heads, d, [1] * self.before + [queries] + [1] * (others - self.before), queries, keys, page)
 
     def checked(self, out):
         ends, found = self.ends_q.tolist(), []
@@ -118,30 +118,15 @@ class Among(Piece):
         return {"cu_seqlens_q": self.ends_q, "cu_seqlens_k": self.ends_k, "max_seqlen_q": self.queries, "max_seqlen_k": self.keys}
 
     def own_lengths(self):
-        """A cache says how many keys are used."""
-        return {**self.lengths(), "seqused_k": torch.full((self.others + 1,), self.keys, device=card.DEVICE, dtype=torch.int32)}
-
-    def flash(self):
-        def run():
-            return torch.ops.aten._flash_attention_forward(self.q, self.k, self.v, self.ends_q, self.ends_k, self.queries, self.keys, 0.0, True, False)[0]
-
-        return run, run()
+        """A cache says how many keys are used; where it has pages that is all."""
+        used = {"seqused_k": torch.full((self.others + 1,), self.keys, device=card.DEVICE, dtype=torch.int32)}
+        return {**{name: x for name, x in self.lengths().items() if not (self.page and name.endswith("_k"))}, **used}
 
 
 def bench(piece, names, groups):
     """{name: TFLOP/s (of Among microseconds), "WRONG ..." or None where it has no kernel}"""
-    row, graphs = {}, {}
-    for name in names:
-        try:
-            graphs[name] = piece.graph(name)
-        except Exception as problem:  # no kernel or no memory
-            row[name] = None
-            if name != "flash":
-                print(f"  {name}: {card.first_line(problem)}")
-    row.update({name: graph for name, graph in graphs.items() if isinstance(graph, str)})
-    runs = {name: graph.replay for name, graph in graphs.items() if not isinstance(graph, str)}
-    row.update({name: 1e3 * ms if isinstance(piece, Among) else piece.flops() / ms / 1e9 for name, ms in card.time_by_turns(runs, groups).items()})
-    return row
+    row, times = card.time_graphs(piece.graph, names, groups, ("flash",))
+    return {**row, **{name: 1e3 * ms if isinstance(piece, Among) else piece.flops() / ms / 1e9 for name, ms in times.items()}}
 
 
 def parse():

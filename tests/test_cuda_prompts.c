@@ -46,13 +46,16 @@ static void attend(tensors *device, tensors *host, int first, int count, int64_t
     assert_true(gpu->to_host(host, device, sizeof *host));
 }
 
+static void *there(void *memory_or_null)
+{
+    assert_non_null(memory_or_null);
+    return memory_or_null;
+}
+
 static void expect_bits(int64_t d, flash_attn_mask mask)
 {
-    tensors *host = calloc(1, sizeof *host), *got = calloc(1, sizeof *got), *device = gpu->alloc(sizeof *device);
-    size_t   o = sizeof(float) * (size_t)(QUERIES * HEADS * d), lse = sizeof(float) * LSE_COUNT;
-    assert_non_null(host);
-    assert_non_null(got);
-    assert_non_null(device);
+    tensors *host = there(calloc(1, sizeof *host)), *got = there(calloc(1, sizeof *got)), *device = there(gpu->alloc(sizeof *device));
+    size_t   o = sizeof(float) * (size_t)(QUERIES * HEADS * d);
     fill(host->q, sizeof host->q / 2, 1);
     fill(host->k, sizeof host->k / 2, 2);
     fill(host->v, sizeof host->v / 2, 3);
@@ -60,15 +63,15 @@ static void expect_bits(int64_t d, flash_attn_mask mask)
     assert_true(gpu->to_device(device, host, sizeof *host));
     attend(device, host, 0, SEQUENCES, d, mask, 0);
     for (int b = 0; b < SEQUENCES; b++) {
-        float *own_o = got->o + b * QUERIES * HEADS * d, *own_lse = got->lse + b * LSE_COUNT;
+        const float *own_o = got->o + b * QUERIES * HEADS * d, *parted_o = host->o + b * QUERIES * HEADS * d;
         attend(device, got, b, 1, d, mask, 0);
-        assert_memory_equal(own_o, (char *)host->o + (size_t)b * o, o);
-        assert_memory_equal(own_lse, (char *)host->lse + (size_t)b * lse, lse);
+        assert_memory_equal(own_o, parted_o, o);
+        assert_memory_equal(got->lse + b * LSE_COUNT, host->lse + b * LSE_COUNT, sizeof(float) * LSE_COUNT);
         attend(device, got, b, 1, d, mask, 1);
         for (size_t i = 0; i < o / sizeof(float); i++)
-            if (!(fabsf(own_o[i] - ((float *)((char *)host->o + (size_t)b * o))[i]) <= 4e-3f)) /* P is rounded to bfloat16 at another size */
-                fail_msg("head_dim %d, sequence %d, element %zu: %g in parts, %g whole", (int)d, b, i, (double)((float *)((char *)host->o + (size_t)b * o))[i], (double)own_o[i]);
-        bool same = memcmp(own_o, (char *)host->o + (size_t)b * o, o) == 0;
+            if (!(fabsf(own_o[i] - parted_o[i]) <= 4e-3f)) /* P is rounded to bfloat16 at another size */
+                fail_msg("head_dim %d, sequence %d, element %zu: %g in parts, %g whole", (int)d, b, i, (double)parted_o[i], (double)own_o[i]);
+        bool same = memcmp(own_o, parted_o, o) == 0;
         assert_int_equal(same, keys_of[b] < 2048); /* of one part the same, of several it would be a wonder */
     }
     gpu->free(device);
@@ -93,10 +96,7 @@ static void expect_bits_of_own_calls(int keys)
         float    o[TOKENS * ROW], lse[TOKENS * HEADS_OF_BATCH];
         int32_t  ends_q[ALL + 1], ends_k[ALL + 1], used[ALL], ends_of_piece[4], ends_of_ones[2 * (OTHERS + 2)];
     } batch;
-    batch *host = calloc(1, sizeof *host), *got = calloc(1, sizeof *got), *device = gpu->alloc(sizeof *device);
-    assert_non_null(host);
-    assert_non_null(got);
-    assert_non_null(device);
+    batch *host = there(calloc(1, sizeof *host)), *got = there(calloc(1, sizeof *got)), *device = there(gpu->alloc(sizeof *device));
     fill(host->q, sizeof host->q / 2, 4);
     fill(host->k, sizeof host->k / 2, 5);
     fill(host->v, sizeof host->v / 2, 6);

@@ -79,16 +79,23 @@ typedef struct work {
     size_t         workspace_bytes; /* of all, from an address on that 256 divides */
 } work;
 
-static flash_attn_status launch_in(const fa_place *place, work *w, char *base)
+static flash_attn_status build_all(const fa_place *place, const fa_plan *plan)
 {
     fa_kernel *kernel;
+    for (int i = 0; i < plan->num_launches; i++)
+        FA_TRY(fa_kernel_get(place, &plan->launch[i].key, &kernel));
+    return FLASH_ATTN_OK;
+}
+
+static flash_attn_status launch_in(const fa_place *place, work *w, char *base)
+{
     for (int n = 1; n < w->count; n++) /* if one cannot be built, nothing has been written */
-        for (int i = 0; i < w->plan[n].num_launches; i++)
-            FA_TRY(fa_kernel_get(place, &w->plan[n].launch[i].key, &kernel));
+        FA_TRY(build_all(place, &w->plan[n]));
     for (int n = 0; n < w->count; n++) {
-        if (base && w->plan[n].workspace_bytes > 0)
+        if (base) {
             fa_plan_place(w->call[n], &w->plan[n], base);
-        base += base ? w->plan[n].workspace_bytes : 0;
+            base += w->plan[n].workspace_bytes;
+        }
         FA_TRY(launch_all(place, w->call[n], &w->plan[n]));
     }
     return FLASH_ATTN_OK;
@@ -227,15 +234,13 @@ static int variants_of(const fa_call *call, fa_call variants[MOST_VARIANTS])
 
 static flash_attn_status prepare_at(const fa_place *place, const fa_call *call)
 {
-    work       w;
-    fa_kernel *kernel;
-    fa_call    variants[MOST_VARIANTS];
-    int        count = variants_of(call, variants);
+    work    w;
+    fa_call variants[MOST_VARIANTS];
+    int     count = variants_of(call, variants);
     for (int v = 0; v < count; v++) {
         FA_TRY(make_work(place->cuda, place->device, &variants[v], &w));
         for (int n = 0; n < w.count; n++)
-            for (int i = 0; i < w.plan[n].num_launches; i++)
-                FA_TRY(fa_kernel_get(place, &w.plan[n].launch[i].key, &kernel));
+            FA_TRY(build_all(place, &w.plan[n]));
     }
     return FLASH_ATTN_OK;
 }

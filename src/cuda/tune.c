@@ -296,8 +296,8 @@ bool fa_tune_takes_tma(const fa_call *call)
 {
     if (call->pass == FLASH_ATTN_BACKWARD && !backward_takes_tma(call))
         return false;
-    bool splits = call->num_splits > 1 && call->max_seqlen_q > 128 && fa_own_splits_fit(call);
-    return (call->max_seqlen_q > 128 || is_short(call)) && (call->num_splits <= 1 || splits) && call->scale > 0 && fa_maps_fit(call);
+    bool many = call->max_seqlen_q > 128, fit = call->num_splits > 1 ? many && fa_own_splits_fit(call) : many || is_short(call);
+    return fit && call->scale > 0 && fa_maps_fit(call);
 }
 
 /* What Hopper's kernels for packed rows ask for: a scale above 0, strides of K that a tensor map describes, pages of a multiple of eight keys; no softcap, bias, ALiBi,

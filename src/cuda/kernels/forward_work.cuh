@@ -215,7 +215,7 @@ struct rows_of_places {
 FA_DEVICE fa_i64 partial_row(const fa_args &args, const work &w, int head, int i)
 {
     int n = FA_FOLDS && FA_ONE_LAUNCH == 3 ? w.split / FA_FOLD_GROUP : w.split;
-    return ((fa_i64)n * args.heads_q + head) * tokens_of_parts(args) + token_of_part(args, w.b, w.seq.q_entry, w.seq.q_row, i);
+    return row_of_part(args, n, head, w.b, w.seq.q_entry, w.seq.q_row, i);
 }
 
 /* Of a part that is folded a maximum in log2, and 1 for its sum. */

@@ -17,4 +17,10 @@ FA_DEVICE fa_i64 token_of_part(const fa_args &args, int b, int q_entry, int q_ro
     return OF_FEW ? (fa_i64)b * args.few_queries + i : (fa_i64)q_entry * args.q_rows + q_row + i;
 }
 
+/* Row of o_partial and lse_partial, of part p. */
+FA_DEVICE fa_i64 row_of_part(const fa_args &args, int p, int head, int b, int q_entry, int q_row, int i)
+{
+    return ((fa_i64)p * args.heads_q + head) * tokens_of_parts(args) + token_of_part(args, b, q_entry, q_row, i);
+}
+
 #endif

@@ -6,7 +6,7 @@
 #include "rows.cuh"
 #include "work_sm90.cuh"
 
-/* Where a part's results go they have float32's width and rows of whole tiles. */
+/* A part's results are float32, in the workspace. */
 constexpr int DTYPE_OUT = SPLIT ? FA_F32 : FA_DTYPE_O;
 
 FA_DEVICE char *base_of_o(const fa_args &args) { return (char *)(SPLIT ? (void *)args.o_partial : args.o.data); }
@@ -15,7 +15,7 @@ FA_DEVICE char *base_of_o(const fa_args &args) { return (char *)(SPLIT ? (void *
 /* Row of o_partial and lse_partial for query i. */
 FA_DEVICE fa_i64 partial_row(const fa_args &args, const work &w, int i)
 {
-    return ((fa_i64)w.part * args.heads_q + w.head) * tokens_of_parts(args) + token_of_part(args, w.b, w.seq.q_entry, w.seq.q_row, i);
+    return row_of_part(args, w.part, w.head, w.b, w.seq.q_entry, w.seq.q_row, i);
 }
 #endif
 

@@ -2,10 +2,7 @@
 #ifndef FA_ROW_OWNER_CUH
 #define FA_ROW_OWNER_CUH
 
-#include "part_rows.cuh"
-
-/* Where sequence b begins, as sequence_at has it. */
-FA_DEVICE int clamp_row(const fa_args &args, int b) { return max(0, min(args.cu_seqlens_q[b], args.q_rows)); }
+#include "mask.cuh"
 
 /* The sequence that owns row `row` of entry `entry`: the last one that starts at or before it. */
 FA_DEVICE int sequence_of(const fa_args &args, int entry, int row)
@@ -30,10 +27,10 @@ FA_DEVICE bool find_row(const fa_args &args, int token, int &entry, int &row, bo
     row    = OF_FEW ? 0 : token % args.q_rows;
     counts = true;
     if (FA_OF_LENGTH) {
-        int b = OF_FEW ? token / args.few_queries : sequence_of(args, entry, row), first = clamp_row(args, b), rows = clamp_row(args, b + 1) - first;
+        sequence s = sequence_at(args, OF_FEW ? token / args.few_queries : sequence_of(args, entry, row));
         if (OF_FEW)
-            row = first + token % args.few_queries;
-        if (!has_length(args, rows) || row >= first + rows)
+            row = s.q_row + token % args.few_queries;
+        if (row >= s.q_row + s.rows_q)
             return false;
     }
     if (args.cu_seqlens_q && row >= args.cu_seqlens_q[args.batch])
