@@ -180,6 +180,30 @@ static void set_whole_pages(flash_attn_problem *p, flash_attn_grads *g)
     set_split_pages(p, g);
     p->num_splits = 0;
 }
+/* So many queries that tiles of all heads of a key head are fewer than tiles of one. */
+static void set_grouped(flash_attn_problem *p, flash_attn_grads *g)
+{
+    p->k.shape[2] = p->v.shape[2] = 1;
+    p->q.shape[1] = 140;
+    if (p->bias.shape[3] > 0)
+        set_bias(p, g);
+}
+static void set_grouped_pages(flash_attn_problem *p, flash_attn_grads *g)
+{
+    set_grouped(p, g);
+    set_paged(p, g);
+}
+static void set_grouped_split(flash_attn_problem *p, flash_attn_grads *g)
+{
+    set_split(p, g);
+    set_grouped(p, g);
+}
+static void set_grouped_split_pages(flash_attn_problem *p, flash_attn_grads *g)
+{
+    set_grouped_split(p, g);
+    set_paged(p, g);
+    p->pages.pages_per_seq = 512;
+}
 /* The backward in one launch, and in three where a row for few queries would take one. */
 static void set_small(flash_attn_problem *p, flash_attn_grads *g)
 {
@@ -205,6 +229,8 @@ static const option options[] = {
     {"paged", true, false, set_paged, ROWS_OF_16_BIT}, {"split", true, false, set_split, TIGHT_ROWS},
     {"split_many", true, false, set_split_many, ROWS_OF_16_BIT}, {"split_pages", true, false, set_split_pages, HEAD_DIM_64},
     {"whole", true, false, set_whole, FEW_ROWS}, {"groups", true, false, set_groups, FEW_ROWS}, {"whole_pages", true, false, set_whole_pages, FEW_ROWS},
+    {"grouped", true, false, set_grouped, ROWS_OF_16_BIT}, {"grouped_pages", true, false, set_grouped_pages, ROWS_OF_16_BIT},
+    {"grouped_split", true, false, set_grouped_split, ROWS_OF_16_BIT}, {"grouped_split_pages", true, false, set_grouped_split_pages, ROWS_OF_16_BIT},
     {"few_heads_k", true, true, set_few_heads_k, HEAD_DIM_64}, {"uneven_d", true, true, set_uneven, TIGHT_ROWS},
     {"odd_d", true, true, set_odd, ROWS_OF_16_BIT}, {"o_f32", true, true, set_o_f32, HEAD_DIM_64},
     {"deterministic", false, true, set_deterministic, HEAD_DIM_64}, {"small", false, true, set_small, EVERY_ROW},

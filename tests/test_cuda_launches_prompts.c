@@ -45,7 +45,7 @@ static void a_batch_of_two_kinds_is_two_calls(void **state)
     static const struct {
         int64_t batch, tokens, longest, few, few_by_batch; /* 0: one call */
     } calls[] = {
-        {64, 512 + 63, 512, 1, 1}, {64, 512 + 64, 512, 1, 2}, {10, 300 + 9 * 5, 300, 1, 8}, {10, 300 + 9 * 16, 300, 1, 16}, {10, 300 + 9 * 16 + 1, 300, 1, 0}, {64, 128 + 63, 128, 0, 0},
+        {64, 512 + 63, 512, 1, 1}, {64, 512 + 64, 512, 1, 2}, {10, 300 + 9 * 5, 300, 1, 8}, {10, 300 + 9 * 16, 300, 1, 16}, {10, 300 + 9 * 16 + 1, 300, 1, 0}, {64, 128 + 63, 128, 1, 1}, {20, 16 + 19, 16, 0, 0},
         {1, 512, 512, 0, 0},       {2, 513, 512, 1, 1},       {4, 512, 512, 1, 0},          {40, 400, 512, 1, 0},         {3, 2 * 512 + 1, 512, 1, 0},      {3, 2 * 512 + 2, 512, 0, 0},
     };
     for (size_t n = 0; n < sizeof calls / sizeof *calls; n++)
@@ -101,11 +101,78 @@ static void a_batch_of_two_kinds_is_two_calls(void **state)
         }
 }
 
+/* Tiles of all heads of a key head, where tiles of one's queries would be empty by more; and from how many rows on they are forward_sm90's. */
+static void heads_of_a_key_head_share_tiles(void **state)
+{
+    (void)state;
+    enum { PLAIN, SLOPES, DROPOUT, BIAS, WINDOW, FP8, OPTIONS };
+    static const struct {
+        int64_t queries, keys, heads_q, heads_k, d;
+        int     option, kernel, tiles; /* of a key head; 0: of one head */
+    } calls[] = {
+        {140, 500, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 5},    {256, 500, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 0},     {140, 500, 6, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 0},
+        {140, 500, 8, 8, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 0},    {140, 500, 8, 2, 256, PLAIN, FA_KERNEL_FORWARD_SM90, 5},     {140, 500, 6, 2, 64, PLAIN, FA_KERNEL_FORWARD_SM90, 0},
+        {210, 5000, 6, 2, 64, PLAIN, FA_KERNEL_FORWARD_SM90, 4},    {140, 500, 8, 2, 128, SLOPES, FA_KERNEL_FORWARD_SM90, 0},    {140, 500, 8, 2, 128, DROPOUT, FA_KERNEL_FORWARD_SM90, 0},
+        {140, 500, 8, 2, 128, BIAS, FA_KERNEL_FORWARD_SM90, 0},     {140, 500, 8, 2, 128, WINDOW, FA_KERNEL_FORWARD_SM90, 0},    {140, 500, 8, 2, 128, FP8, FA_KERNEL_FORWARD_SM90, 0},
+        {72, 4096, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 3},    {72, 4095, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_FEW_SM90, 3}, {32, 4096, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_FEW_SM90, 1},
+        {33, 4096, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 2},    {64, 4096, 32, 8, 128, PLAIN, FA_KERNEL_FORWARD_FEW_SM90, 2}, {65, 4096, 32, 8, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 3},
+        {72, 4096, 8, 2, 256, PLAIN, FA_KERNEL_FORWARD_FEW_SM90, 3}, {72, 4096, 8, 8, 128, PLAIN, FA_KERNEL_FORWARD_FEW_SM90, 1}, {65, 4096, 8, 2, 64, PLAIN, FA_KERNEL_FORWARD_SM90, 2},
+    };
+    for (size_t n = 0; n < sizeof calls / sizeof *calls; n++) {
+        fa_call            call;
+        fa_plan            plan;
+        int64_t            queries = calls[n].queries, batch = 3;
+        flash_attn_problem p = problem_of((shape){batch, queries, calls[n].keys, calls[n].heads_q, calls[n].heads_k, (int)calls[n].d}, calls[n].option == FP8 ? FLASH_ATTN_F8E4M3 : FLASH_ATTN_BF16,
+                                          calls[n].option == WINDOW ? FLASH_ATTN_WINDOW : FLASH_ATTN_CAUSAL);
+        p.window_left = calls[n].option == WINDOW ? 100 : 0;
+        p.num_splits  = 1;
+        if (calls[n].option == FP8)
+            p.o.dtype = FLASH_ATTN_BF16;
+        if (calls[n].option == SLOPES)
+            p.alibi_slopes = (flash_attn_tensor){.dtype = FLASH_ATTN_F32, .shape = {1, calls[n].heads_q, 1, 1}};
+        if (calls[n].option == DROPOUT)
+            p.dropout.p = 0.5f;
+        if (calls[n].option == BIAS)
+            p.bias = (flash_attn_tensor){.dtype = FLASH_ATTN_BF16, .shape = {1, 1, queries, calls[n].keys}, .stride = {0, 0, 512, 1}};
+        plan_it(&p, FLASH_ATTN_FORWARD, 90, &call, &plan);
+        const fa_launch *main    = main_of(&plan);
+        bool             own     = calls[n].kernel == FA_KERNEL_FORWARD_SM90, grouped = own && calls[n].tiles > 0;
+        int64_t          tiles   = calls[n].tiles > 0 ? calls[n].tiles : (queries + main->key.tile_q - 1) / main->key.tile_q, heads = own && !grouped ? calls[n].heads_q : calls[n].heads_k;
+        if (main->key.kernel != calls[n].kernel || main->key.has_groups != grouped || plan.args.tiles_q != tiles || main->blocks != tiles * heads * batch)
+            fail_msg("call %zu: %s, groups %d, %d tiles, %d blocks", n, fa_kernels[main->key.kernel].name, main->key.has_groups, plan.args.tiles_q, (int)main->blocks);
+        assert_true(!own || (plan.args.order_heads == 0) == (grouped && calls[n].keys >= 4 * queries));
+    }
+}
+
+/* Few rows of many results: a block of fold.cu has one. */
+static void few_rows_are_folded_by_blocks(void **state)
+{
+    (void)state;
+    static const struct {
+        int64_t batch, queries, keys;
+        int     num_splits, warps;
+    } calls[] = {{1, 4, 32768, 64, 8}, {1, 4, 32768, 8, 1}, {1, 4, 32768, 9, 8}, {8, 4, 32768, 64, 8}, {9, 4, 32768, 64, 1}, {1, 16, 32768, 0, 8}, {1, 16, 8192, 0, 8}};
+    for (size_t n = 0; n < sizeof calls / sizeof *calls; n++) {
+        fa_call            call;
+        fa_plan            plan;
+        flash_attn_problem p = problem_of((shape){calls[n].batch, calls[n].queries, calls[n].keys, 8, 1, 128}, FLASH_ATTN_BF16, FLASH_ATTN_CAUSAL);
+        p.num_splits = calls[n].num_splits;
+        plan_it(&p, FLASH_ATTN_FORWARD, 90, &call, &plan);
+        const fa_launch *last = &plan.launch[plan.num_launches - 1];
+        int64_t          rows = calls[n].batch * calls[n].queries * 8;
+        assert_int_equal(last->key.kernel, FA_KERNEL_FOLD);
+        if (plan.args.row_warps != calls[n].warps || last->blocks != (calls[n].warps > 1 ? rows : (rows + 7) / 8))
+            fail_msg("call %zu: %d warps a row, %d blocks, %d parts", n, plan.args.row_warps, (int)last->blocks, plan.args.num_splits);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(pieces_of_a_prompt_are_split),
         cmocka_unit_test(a_batch_of_two_kinds_is_two_calls),
+        cmocka_unit_test(heads_of_a_key_head_share_tiles),
+        cmocka_unit_test(few_rows_are_folded_by_blocks),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -445,9 +445,10 @@ flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, con
     int columns = call->q.dtype == FLASH_ATTN_F8E4M3 && row->head_dim > 64 ? 128 : 64; /* panels_sm90.cuh */
     int rows_k  = fa_page_piece(call, row->tile_k);
     memset(maps, 0, sizeof *maps);
-    if (row->only != FA_FOR_LATENT && row->only != FA_FOR_FEW_TMA) {
+    bool grouped = fa_groups_heads(call, row);
+    if (!grouped && row->only != FA_FOR_LATENT && row->only != FA_FOR_FEW_TMA) {
         FA_TRY(make(driver, &call->q, row->tile_q, columns, wide, &maps->q));
-    } else if (fa_packed_q_boxes(call, row->tile_q)) {
+    } else if (grouped || fa_packed_q_boxes(call, row->tile_q)) {
         int heads = call->group < row->tile_q ? (int)call->group : row->tile_q;
         FA_TRY(make_map_of(driver, &call->q, (const int[]){3, 2, 1, 0}, (const int[]){heads, row->tile_q / heads}, columns, wide, &maps->q));
     }

@@ -263,23 +263,27 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, f
 {
     fa_args *args  = &plan->args;
     fa_key   whole = *key; /* combine has its results */
-    fa_plan_choose_own_splits(call, plan);
+    bool     grouped = fa_groups_heads(call, plan->row);
+    int64_t  each = grouped ? call->group : 1; /* rows of a query */
+    key->has_groups = grouped;
+    args->tiles_q   = (int)ceil_div(call->max_seqlen_q * each, key->tile_q);
+    fa_plan_choose_own_splits(call, key, plan);
     if (args->num_splits > 1) {
         key->has_split = 1;
         key->dtype_o   = FA_F32;
         key->variant  &= ~1; /* one stage of Q: a part is long enough, and registers hold Q (decision 0094) */
     }
-    int64_t  tiles  = args->tiles_q, heads = call->heads_q * args->num_splits, all = fa_plan_tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], key->tile_q, tiles);
+    int64_t  tiles  = args->tiles_q, heads = call->heads_q / each * args->num_splits, all = fa_plan_tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1] * each, key->tile_q, tiles);
     int64_t  blocks = tiles * heads * call->batch, items = all * heads;
     bool     planes = key->kernel == FA_KERNEL_FORWARD_F32_SM90;
     plan->has_maps   = !planes;
     args->page_piece = planes ? 0 : fa_page_piece(call, key->tile_k);
     args->cap_unit   = 2 * call->softcap * LOG2_E;
     args->bias_factor = 1 / call->scale;
+    args->order_heads = fa_plan_is_piece(call) && (grouped || key->has_split) ? 0 : (int)largest(heads_dealt_together(call, key) / each, 1);
     if (deals_tiles(call, plan, key, items)) {
         args->all_tiles_q = (int)all;
         args->all_items   = (int)items;
-        args->order_heads = (int)heads_dealt_together(call, key) * args->num_splits;
         blocks            = items;
     }
     if (key->mask == FA_MASK_LISTED)
@@ -367,12 +371,15 @@ flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const 
 /* The launch that folds the parts of `main`. */
 static flash_attn_status add_fold(const fa_call *call, fa_plan *plan, const fa_key *main)
 {
-    enum { LANES = 16, WIDE = 64 }; /* fold_parts.cuh */
-    fa_key  fold = fa_plan_helper_key(FA_KERNEL_FOLD, main);
-    int64_t rows = tokens_of_parts(call) * call->heads_q;
-    fold.dtype   = 0; /* it sees only partial results and o */
-    fold.warps   = FA_COMBINE_WARPS;
-    return fa_plan_add(plan, &fold, ceil_div(rows, FA_COMBINE_WARPS * (main->head_dim_v <= WIDE ? 32 / LANES : 1)));
+    enum { LANES = 16, WIDE = 64, AT_ONCE = 8 /* fold.cu */, FEW_ROWS = 264 /* two blocks on each of 132 multiprocessors */ };
+    fa_args *args = &plan->args;
+    fa_key   fold = fa_plan_helper_key(FA_KERNEL_FOLD, main);
+    int64_t  rows = tokens_of_parts(call) * call->heads_q;
+    bool     by_block = rows <= FEW_ROWS && ceil_div(args->num_splits, args->run_parts) > AT_ONCE;
+    fold.dtype      = 0; /* it sees only partial results and o */
+    fold.warps      = FA_COMBINE_WARPS;
+    args->row_warps = by_block ? FA_COMBINE_WARPS : 1;
+    return fa_plan_add(plan, &fold, by_block ? rows : ceil_div(rows, FA_COMBINE_WARPS * (main->head_dim_v <= WIDE ? 32 / LANES : 1)));
 }
 
 /* Hopper's own. Few parts of few tiles of latent attention: the parts are clusters, which merge them. Else blocks stay where all sequences are alike; where they are not,

@@ -6,12 +6,12 @@
 
 int fa_plan_calls_of(const fa_call *call, fa_call calls[2])
 {
-    enum { MOST = 16, MANY = 128, WIDE = 256 };
+    enum { MOST = 16, WIDE = 256 };
     int64_t few = 1, rest = call->batch - 1, others = call->q.shape[1] - call->max_seqlen_q;
     bool    by_batch = call->num_splits < 0, cache = call->pages.table || call->seqused_k;
     bool    some     = by_batch ? others > 0 && others <= MOST * rest : cache && others <= rest * call->max_seqlen_q - (call->max_seqlen_q - few); /* else none is so short */
     bool    plain = !(call->bias.data || call->alibi_slopes.data || call->dropout.threshold || call->slices.count > 0) && call->q.dtype != FLASH_ATTN_F32 && call->head_dim <= WIDE && call->head_dim_v <= WIDE;
-    if (call->pass != FLASH_ATTN_FORWARD || !call->cu_seqlens_q || !some || call->max_seqlen_q <= MANY || call->num_splits > 1 || !plain)
+    if (call->pass != FLASH_ATTN_FORWARD || !call->cu_seqlens_q || !some || !fa_has_many_queries(call) || call->num_splits > 1 || !plain)
         return 1;
     while (by_batch && few * rest < others)
         few *= 2;
@@ -134,21 +134,31 @@ static bool has_enough_tiles(const fa_call *call, const fa_plan *plan)
     return plan->row->only == FA_FOR_FEW && packed_tiles(call, plan->row) >= 3 * (int64_t)plan->chip.multiprocessors;
 }
 
-/* Parts that a tile's keys are worth where so many tiles leave most of `slots` blocks without work: by how many rounds these need; a part costs about a fiftieth. */
-static int64_t parts_of_tiles(int64_t tiles, int64_t slots)
+/* Microseconds of so many tiles of queries of forward_sm90, whose keys are parted, on so many blocks, as measured on an H200: a step's products as fast as its clock under load allows, a part's
+ * begin and end, and the launch that merges. */
+static double time_of_parts(const fa_call *call, const fa_plan *plan, int64_t tiles, int64_t slots, int64_t parts)
 {
-    enum { MOST_PARTS = 16 };
-    static const double FEW = 0.7, PART = 0.02;
-    int64_t parts = 1;
-    double  best  = 1;
-    for (int64_t n = 2; n <= MOST_PARTS && (double)tiles <= FEW * (double)slots; n++) {
-        double faster = (double)n / (double)ceil_div(tiles * n, slots) * (1 - PART * (double)n);
-        if (faster > best) {
-            best  = faster;
-            parts = n;
+    static const double FLOPS = 5.7e6 /* of a multiprocessor */, END = 2.5, MERGE = 3.0, BYTES = 3.3e6;
+    const fa_tune_row *row = plan->row;
+    double step = 2.0 * row->tile_q * row->tile_k * (double)(call->head_dim + call->head_dim_v) / FLOPS * row->min_blocks;
+    double walk = (double)ceil_div(tiles * parts, slots) * ((double)ceil_div(plan->args.tiles_k, parts) * step + END);
+    return walk + (parts > 1 ? MERGE + (double)(tiles * parts * row->tile_q * call->head_dim_v) * sizeof(float) / BYTES : 0);
+}
+
+/* Parts with which so many tiles take least, of `least` keys or more. */
+static int64_t fastest_parts(const fa_call *call, const fa_plan *plan, int64_t tiles, int64_t slots, int64_t least)
+{
+    enum { MOST_PARTS = 32 };
+    int64_t best = 1;
+    double  time = time_of_parts(call, plan, tiles, slots, best);
+    for (int64_t n = 2; n <= MOST_PARTS && n * least <= plan->args.max_seqlen_k; n++) {
+        double its = time_of_parts(call, plan, tiles, slots, n);
+        if (its < time) {
+            time = its;
+            best = n;
         }
     }
-    return parts;
+    return best;
 }
 
 /*
@@ -156,20 +166,20 @@ static int64_t parts_of_tiles(int64_t tiles, int64_t slots)
  * multiprocessors and one sequence: then a sequence's own length says how many it has (work_sm90.cuh), and its bits are the same in any batch. There a part costs as much as it is
  * short, so these are longer than those of who lets the batch count (decision 0094).
  */
-void fa_plan_choose_own_splits(const fa_call *call, fa_plan *plan)
+void fa_plan_choose_own_splits(const fa_call *call, const fa_key *key, fa_plan *plan)
 {
-    enum { LARGE_GPU = 132, LEAST_PART = 1024, LEAST_BY_BATCH = 512, FEWEST_PARTS = 4, FEWEST_KEYS_OF_A_QUERY = 4 };
+    enum { LARGE_GPU = 132, LEAST_PART = 1024, LEAST_BY_BATCH = 512, FEWEST_PARTS = 4 };
     const fa_tune_row *row   = plan->row;
     fa_args           *args  = &plan->args;
-    int64_t            tiles = args->tiles_q * call->heads_q, parts = call->num_splits, least = row->tile_k;
+    int64_t            heads = key->has_groups ? call->heads_k : call->heads_q, tiles = args->tiles_q * heads, parts = call->num_splits, least = row->tile_k;
     if (row->kernel != FA_KERNEL_FORWARD_SM90 || !fa_own_splits_fit(call))
         return;
     if (parts <= 0) {
         bool    by_batch = parts < 0;
-        int64_t all      = call->cu_seqlens_q ? ceil_div(call->q.shape[1], row->tile_q) * call->heads_q : tiles * call->batch;
-        parts = by_batch ? parts_of_tiles(all, (int64_t)plan->chip.multiprocessors * row->min_blocks) : parts_of_tiles(tiles, LARGE_GPU * row->min_blocks);
+        int64_t all      = call->cu_seqlens_q ? ceil_div(call->q.shape[1] * (call->heads_q / heads), row->tile_q) * heads : tiles * call->batch;
         least = by_batch ? LEAST_BY_BATCH : LEAST_PART;
-        if (args->max_seqlen_k < FEWEST_KEYS_OF_A_QUERY * call->max_seqlen_q || args->max_seqlen_k < FEWEST_PARTS * least)
+        parts = by_batch ? fastest_parts(call, plan, all, (int64_t)plan->chip.multiprocessors * row->min_blocks, least) : fastest_parts(call, plan, tiles, LARGE_GPU * row->min_blocks, least);
+        if (!fa_plan_is_piece(call) || args->max_seqlen_k < FEWEST_PARTS * least)
             parts = 1;
     }
     if (parts > args->max_seqlen_k / least)
@@ -190,10 +200,10 @@ void fa_plan_choose_own_splits(const fa_call *call, fa_plan *plan)
  */
 void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
 {
-    enum { GROWTH = 32, GROWTH_OF_MANY_ROWS = 64, GROWTH_OF_MOST_ROWS = 256, GROWTH_OF_LATENT = 256, DOUBLINGS = 3 };
+    enum { GROWTH = 32, GROWTH_OF_MANY_ROWS = 64, GROWTH_OF_MOST_ROWS = 256, GROWTH_OF_LATENT = 256, DOUBLINGS = 3, MANY_TILES = 8 };
     const fa_tune_row *row  = plan->row;
     fa_args           *args = &plan->args;
-    int64_t keys = args->max_seqlen_k, part = keys, heads = is_packed(row) ? call->heads_k : call->heads_q;
+    int64_t keys = args->max_seqlen_k, part = keys, heads = is_packed(row) ? call->heads_k : call->heads_q, tiles = ceil_div(call->max_seqlen_q * call->group, row->tile_q) * call->heads_k; /* packed */
     bool    folds = row->only == FA_FOR_FEW_TMA, fastest = call->num_splits < 0 && (folds || row->only == FA_FOR_LATENT), by_shape = call->num_splits <= 0 && !fastest;
     if (keys == 0)
         return;
@@ -208,6 +218,8 @@ void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
     if (by_shape && is_packed(row)) {
         args->part_growth    = row->only == FA_FOR_LATENT ? GROWTH_OF_LATENT : row->tile_q == 128 ? GROWTH_OF_MOST_ROWS : row->tile_q > 16 ? GROWTH_OF_MANY_ROWS : GROWTH;
         args->part_doublings = folds ? DOUBLINGS + 1 : DOUBLINGS;
+        if (folds && row->tile_q == 128 && tiles < MANY_TILES)
+            args->part_growth = args->part_growth * (int)tiles / MANY_TILES;
     }
     part = ceil_div(part, row->tile_k) * row->tile_k;
     if (part >= keys)

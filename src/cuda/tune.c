@@ -292,11 +292,32 @@ bool fa_own_splits_fit(const fa_call *call)
     return call->window.left >= FA_UNLIMITED && !call->bias.data && call->slices.count == 0;
 }
 
+static bool may_group_heads(const fa_call *call, int tile_q)
+{
+    bool plain = !(call->alibi_slopes.data || call->dropout.threshold) && fa_own_splits_fit(call) && call->q.dtype != FLASH_ATTN_F8E4M3;
+    return plain && call->group > 1 && tile_q % call->group == 0 && call->q.shape[1] <= INT32_MAX / 2 / call->group;
+}
+
+bool fa_has_many_queries(const fa_call *call)
+{
+    enum { MANY = 128, MANY_ROWS = 256, MANY_ROWS_OF_FEW = 128, FEW_HEADS = 4, LONG = 4096, NARROW = 64, WIDE = 128, TILE = 128, TILE_OF_NARROW = 192 };
+    int64_t columns = call->head_dim > call->head_dim_v ? call->head_dim : call->head_dim_v, rows = call->max_seqlen_q * call->group;
+    int64_t most    = call->heads_k <= FEW_HEADS ? MANY_ROWS_OF_FEW : MANY_ROWS;
+    bool    grouped = call->pass == FLASH_ATTN_FORWARD && call->q.dtype != FLASH_ATTN_F32 && columns <= WIDE && may_group_heads(call, columns <= NARROW ? TILE_OF_NARROW : TILE);
+    return call->max_seqlen_q > MANY || (grouped && rows > most && call->max_seqlen_k >= LONG);
+}
+
+bool fa_groups_heads(const fa_call *call, const fa_tune_row *row)
+{
+    int64_t own = (call->max_seqlen_q + row->tile_q - 1) / row->tile_q * call->group, grouped = (call->max_seqlen_q * call->group + row->tile_q - 1) / row->tile_q;
+    return row->kernel == FA_KERNEL_FORWARD_SM90 && may_group_heads(call, row->tile_q) && 10 * grouped <= 9 * own;
+}
+
 bool fa_tune_takes_tma(const fa_call *call)
 {
     if (call->pass == FLASH_ATTN_BACKWARD && !backward_takes_tma(call))
         return false;
-    bool many = call->max_seqlen_q > 128, fit = call->num_splits > 1 ? many && fa_own_splits_fit(call) : many || is_short(call);
+    bool many = fa_has_many_queries(call), fit = call->num_splits > 1 ? many && fa_own_splits_fit(call) : many || is_short(call);
     return fit && call->scale > 0 && fa_maps_fit(call);
 }
 
@@ -313,9 +334,9 @@ static bool takes_packed(const fa_tune_row *row, const fa_call *call, const fa_k
  * are faster there all the same where few blocks are busy, which only a call may count that lets the batch count (decision 0074, second round). */
 static bool takes_few(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
-    enum { MOST_QUERIES = 128, FEW_ROWS = 8, ROWS_OF_ANY = 16, FEW_TILES = 32 };
+    enum { FEW_ROWS = 8, ROWS_OF_ANY = 16, FEW_TILES = 32 };
     int64_t rows = call->max_seqlen_q * call->group, fewest = call->num_splits < 0 && call->batch * call->heads_k < FEW_TILES ? ROWS_OF_ANY : FEW_ROWS;
-    return (call->max_seqlen_q <= MOST_QUERIES || call->num_splits > 1) && rows > fewest && (row->tile_q > 64 || rows <= 64) && call->head_dim > 32 && call->head_dim_v > 32 &&
+    return (!fa_has_many_queries(call) || call->num_splits > 1) && rows > fewest && (row->tile_q > 64 || rows <= 64) && call->head_dim > 32 && call->head_dim_v > 32 &&
            fa_map_fits(&call->v) && takes_packed(row, call, key);
 }
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 
 FORWARD, ONE_BY_ONE, BACKWARD, PRODUCTS = "forward_sm90.cu", "one_by_one_sm90.cuh", "backward_sm90.cu", "backward_products_sm90.cuh"
-WORK, INSPECT, SOFTMAX, RARE = "work_sm90.cuh", "inspect_sm90.cuh", "softmax_sm90.cuh", "rare_sm90.cuh"
+WORK, INSPECT, SOFTMAX, RARE, RESULT = "work_sm90.cuh", "inspect_sm90.cuh", "softmax_sm90.cuh", "rare_sm90.cuh", "result_sm90.cuh"
 WIDE, ROWS, BLOCK, CONVERT = "backward_wide_sm90.cuh", "backward_rows.cuh", "backward_block_sm90.cuh", "backward_convert_sm90.cu"
 LATENT, LATENT_BLOCK, LATENT_PRODUCER = "forward_latent_sm90.cu", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
 SCORES, BIAS, FAR, ROWSUM, DBIAS = "scores_sm90.cuh", "bias_sm90.cuh", "far_rows.cuh", "backward_rowsum.cu", "backward_dbias_sm90.cuh"
@@ -58,6 +58,8 @@ SHORT_FORWARD_DENSE = ("short, 64, groups", "every_short_forward*")
 SHORT_FORWARD_HALF = ("short, half a tile", "every_short_forward*")
 FEW_KEYS = ("few keys", "every_short_forward*")
 PARTS = ("parts", "every_shape*")
+GROUPS = ("groups, causal, sinks", "every_shape*")
+GROUPS_VARLEN = ("groups, varlen, sinks", "every_shape*")
 TWO_KINDS = ("", "a_piece_among*")
 FEW_KEYS_BACK = ("few keys", "every_short_backward*")
 SHORT_NAN = ("", "nan_reaches_only_short*")
@@ -247,8 +249,8 @@ MISTAKES = [
     ("short forward: chunks of keys before a window", SHORT_FORWARD, "(from + chunk) * (CHUNK * 128), !FRESH", "chunk * (CHUNK * 128), !FRESH", ("short, 230, window", "every_short_forward*")),
     ("short forward: NaN that nobody looks for", SHORT_FORWARD, "            w.spoilt = 1;\n", "            ;\n", ODD_VALUES),
     ("few keys: more registers than a block has", SHORT_FORWARD, "REGISTERS = CONSUMERS == 3 ? 160 : 112;\nstatic_assert(", "REGISTERS = CONSUMERS == 3 ? 160 : 120;\nstatic_assert(true || ", FEW_KEYS),
-    ("few keys: each tile has the first's queries", SHORT_FORWARD, "s.seqlen_q - (MANY ? w.first_q : 0)", "s.seqlen_q", FEW_KEYS),
-    ("few keys: each tile is stored as the first", SHORT_FORWARD, "(MANY ? same_for_all(w.first_q) : 0) + number", "number", FEW_KEYS),
+    ("few keys: each tile has the first's queries", SHORT_FORWARD, "s.seqlen_q - (MANY ? w.first_row : 0)", "s.seqlen_q", FEW_KEYS),
+    ("few keys: each tile is stored as the first", SHORT_FORWARD, "(MANY ? same_for_all(w.first_row) : 0) + number", "number", FEW_KEYS),
     ("few keys: the last eight of a chunk that is none of 64", SHORT_FORWARD, "    for (int n = 0; n < CHUNK / 4; n++)\n        p[n / 4]", "    for (int n = 0; n < CHUNK / 4 - 2; n++)\n        p[n / 4]", FEW_KEYS),
     ("few keys: each tile's gradients are of the first's queries", SHORT_BLOCK, "int             left = MANY ? fa_max_int(q.seqlen_q - s.first_q, 0) : q.seqlen_q;", "int             left = q.seqlen_q;", FEW_KEYS_BACK),
     ("few keys: LSE of the first tile's queries", SHORT_BLOCK, "(s.seq.q_row + first_query_of(s))", "s.seq.q_row", FEW_KEYS_BACK),
@@ -256,7 +258,7 @@ MISTAKES = [
     ("few keys: shares that begin with a head", SHORT_BLOCK, "none ? s.seq.rows_q : begin % tiles * ROWS;", "none ? s.seq.rows_q : 0;", FEW_KEYS_BACK),
     ("few keys: shares of a key head stored over each other", SHORT, "args.group_blocks + w.share)", "args.group_blocks)", FEW_KEYS_BACK),
     ("parts: each up to the last key", WORK, "all.end   = fa_min_int(all.end, (w.part + 1) * keys);", "", PARTS),
-    ("parts: stored over each other", RARE, "row_of_part(args, w.part, w.head,", "row_of_part(args, 0, w.head,", PARTS),
+    ("parts: stored over each other", RARE, "row_of_part(args, w.part, of.head,", "row_of_part(args, 0, of.head,", PARTS),
     ("parts: a sink in each", RARE, "if (SPLIT || !args.sinks.data)", "if (!args.sinks.data)", ("parts, causal, sinks", "every_shape*")),
     ("parts: rows computed again stored as O", RARE, "store_element(base_of_o(args),", "store_element(args.o.data,", ("parts, far logits", "every_shape*")),
     ("parts: dealt as one", WORK, "place_of_dealt(tiles, heads_of_parts(args),", "place_of_dealt(tiles, args.heads_q,", ("parts, varlen", "every_shape*")),
@@ -265,6 +267,17 @@ MISTAKES = [
     ("two kinds: rows behind one of the others lost", MERGE_PARTS, "            continue;\n        if (!FEW", "            break;\n        if (!FEW", TWO_KINDS),
     ("two kinds: all sequences' rows in one place", PART_ROWS, "(fa_i64)b * args.few_queries + i", "(fa_i64)i", TWO_KINDS),
     ("short forward: inspectors a phase behind", SHORT_FORWARD, "        await_full(n, V_FULL);\n        if (w.tiles", "        await_full(n, K_FULL);\n        if (w.tiles", SHORT_FORWARD_HALF),
+    ("groups: a mask by rows in place of queries", SCORES, "query_of(args, w.first_row + 64 * group", "(w.first_row + 64 * group", GROUPS),
+    ("groups: all rows are the first head's", WORK, "w.head + row - i * args.group", "w.head", GROUPS),
+    ("groups: one sink for all heads", RESULT, "sink_log2_of(args, of.head)", "sink_log2_of(args, w.head)", GROUPS),
+    ("groups: Q from as many queries on as there are rows", FORWARD, "w.seq.q_row + query_of(args, w.first_row), w.head", "w.seq.q_row + w.first_row, w.head", GROUPS),
+    ("groups: the last query of a tile sees what the one before sees", WORK, "query_of(args, end - 1) + 1", "query_of(args, end - 1)", GROUPS),
+    ("groups: heads of their own", WORK, "GROUPED ? args.heads_k : args.heads_q;", "args.heads_q;", GROUPS),
+    ("groups: packed tiles numbered by queries", WORK, "place_of_queries(args, w.first_row, rows_of_query(args))", "place_of_queries(args, w.first_row)", GROUPS_VARLEN),
+    ("groups: as many rows as queries", WORK, "(w.seq.rows_q * rows_of_query(args))", "w.seq.rows_q", GROUPS_VARLEN),
+    ("groups: rows computed again by rows", RARE, "far_row<COLS>(args, w, of.head, of.i,", "far_row<COLS>(args, w, w.head, of.i,", ("groups, far logits", "every_shape*")),
+    ("a block's warps that fold from the left", FOLD, "(last - warp) * group", "(last - (FA_WARPS - 1 - warp)) * group", FEW_BITS),
+    ("results of a block's warps from the time before", FOLD, "            shared_stats[warp] = make_float2(own.sums.max, own.sums.sum);\n        __syncthreads();", "            shared_stats[warp] = make_float2(own.sums.max, own.sums.sum);", FEW_BITS),
     ("four parts added in another order", MERGE, "(term[0] + term[2]) + (term[1] + term[3])", "term[0] + term[1] + term[2] + term[3]", ("four parts", "pieces*")),
     ("O of a part that is empty", MERGE, "            if (w.own[begin + n] != -infinity())\n#pragma unroll\n", "#pragma unroll\n", ("a ring's merge", "pieces*")),
     ("a merge's LSE written while others read it", MERGE, "    __syncwarp();\n    if (writes", "    if (writes", ("a ring's merge", "pieces*")),

@@ -87,7 +87,7 @@ typedef struct fa_args {
     fa_dropout dropout;                    /* of element (i, j): batch_head = batch index * heads_q + head */
 
     int order_heads;                       /* backward_sm90: key heads whose tiles are dealt together, of all sequences if they are not packed;
-                                              causal forward_sm90 with all_items: query heads */
+                                              causal forward_sm90: heads, likewise, with all_items; 0: tiles are not taken by length (work_sm90.cuh) */
     unsigned char *v_turned;               /* forward_sm90 in FP8 of variant 2, by values_sm90.cu: [kv_entries][heads_k][tiles_k][FA_TILE_K * FA_HEAD_DIM_V],
                                               each tile's V^T as shared memory will hold it; the ladder's K7 likewise, by k7_quantise.cu;
                                               forward_f32_sm90: V's tiles, as q_tiles */
@@ -100,7 +100,7 @@ typedef struct fa_args {
     int dealt_tiles, dealt_heads;          /* backward_sm90 with next_item: tiles and heads that order_heads is a part of, behind own_heads */
     int dq_order;                          /* backward_sm90: FA_DQ_FIRST_COMES ... below */
     int all_tiles_q, all_tiles_k;          /* of a head, over all sequences (packed_sm90.cuh): backward_sm90, forward_f32_sm90, and forward_sm90 with all_items */
-    int row_warps;                         /* combine: warps of a row, 1 or FA_COMBINE_WARPS */
+    int row_warps;                         /* combine, fold: warps of a row, 1 or FA_COMBINE_WARPS */
     int all_items;                         /* forward_sm90: all_tiles_q of all heads, which are dealt; 0: each block knows its own */
     int apart_q, apart_k, apart_v, apart_dout; /* ragged maps: rows from a batch entry to the next */
     unsigned char *q_tiles, *k_tiles;      /* K7, by k7_quantise.cu: [batch][heads][tiles][tile's rows * FA_HEAD_DIM], as v_turned; forward_f32_sm90, by planes_sm90.cu:
@@ -136,7 +136,7 @@ typedef struct fa_args {
 /*
  * Grids are one-dimensional, for batch * heads may pass 65,535. blockIdx.x counts, fastest first:
  *   forward_*           tile of q (turned round when masked: the longest first), split, head, batch
- *                       = tiles_q * num_splits * heads_q * batch
+ *                       = tiles_q * num_splits * heads_q * batch; forward_sm90 with FA_HAS_GROUPS: of key heads
  *   forward_sm80, few queries   tile of q, key head, run of parts, batch; FA_ONE_LAUNCH: run of parts, tile of q, key head, batch, a cluster's
  *                       blocks being the runs of one tile. = tiles_q * heads_k * ceil(num_splits / run_parts) * batch
  *   forward_latent_sm90, forward_few_sm90   items, as the blocks of forward_sm80 for few queries; or as many blocks as run at once, each with several
@@ -153,7 +153,7 @@ typedef struct fa_args {
  *   list_tiles          tile of all_tiles_q; of a backward of all_tiles_k, and behind them, in a fixed order, of all_tiles_q
  *   planes_sm90         of Q, then of K, then of V, then with FA_VARIANT 1 of dO: tile of all_tiles_q or all_tiles_k, head
  *   values_sm90         tile of k, key head, entry = tiles_k * heads_k * batch
- *   fold                FOLD_ROWS rows a warp: tokens * heads_q rows
+ *   fold                FOLD_ROWS rows a warp, or row_warps warps a row: tokens * heads_q rows
  *   combine             row_warps warps a row, or one for up to four rows, a grid's warps apart: tokens * heads_q rows
  */
 #define FA_COMBINE_WARPS 8

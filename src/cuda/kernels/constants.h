@@ -38,6 +38,7 @@
     X(has_dropout, FA_HAS_DROPOUT)                                                                             \
     X(has_paged, FA_HAS_PAGED)         /* k and v through args.pages */                                        \
     X(of_length, FA_OF_LENGTH)         /* 0: all sequences; of a call with cu_seqlens_q 1: those of more than args.few_queries, 2: the others */ \
+    X(has_groups, FA_HAS_GROUPS)       /* forward_sm90: rows of a tile are queries of all heads of a key head, else of one */ \
     X(has_split, FA_HAS_SPLIT)         /* keys split over blocks: float partial O and LSE, for combine.cu */   \
     X(has_dbias, FA_HAS_DBIAS)         /* backward: gradient of the bias wanted */                             \
     X(has_kv_accum, FA_HAS_KV_ACCUM)   /* backward: dK, dV of a group of heads added in float dk_accum, dv_accum */ \

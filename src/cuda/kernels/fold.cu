@@ -1,71 +1,164 @@
-/* Split keys of forward_few_sm90, where blocks have a part each: their rows into one (fold_parts.cuh), FOLD_ROWS a warp. */
+/*
+ * Split keys of forward_few_sm90, where blocks have a part each, or a group: a row's results into one (fold_parts.cuh). A warp has FOLD_ROWS rows; or, of few rows with many
+ * results (args.row_warps), a block has one row and its warps a group each, so that the results are asked for at once. Bits do not depend on that.
+ */
 #include "fold_parts.cuh"
 #include "merge_parts.cuh"
 #include "row_owner.cuh"
 
-template <int COUNT> FA_DEVICE void fold_into(row_fold &all, float4 (&o)[COUNT], float max, float sum, const float4 (&part)[COUNT])
-{
-    float of_all, of_part;
-    fold_row(all, max, sum, of_all, of_part);
-#pragma unroll
-    for (int c = 0; c < COUNT; c++)
-        o[c] = make_float4(folded(o[c].x, part[c].x, of_all, of_part), folded(o[c].y, part[c].y, of_all, of_part),
-                           folded(o[c].z, part[c].z, of_all, of_part), folded(o[c].w, part[c].w, of_all, of_part));
-}
-
+constexpr int CHUNKS = (FA_HEAD_DIM_V + 127) / 128; /* of 128 columns, of which a lane has four each */
 constexpr int FOLD_LANES = FA_HEAD_DIM_V <= 64 ? 16 : 32, FOLD_ROWS = 32 / FOLD_LANES; /* a warp folds so many rows at once, so many lanes each */
 
-extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) fold(const __grid_constant__ fa_args args)
+FA_DEVICE float4 no_columns() { return make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
+
+/* Of a row: what has been folded, in a lane's columns. */
+struct folded_row {
+    row_fold sums;
+    float4   o[CHUNKS];
+};
+
+FA_DEVICE folded_row nothing_folded()
 {
-    constexpr int AT_ONCE = 8, CHUNKS = (FA_HEAD_DIM_V + 127) / 128; /* of 128 columns */
-    wait_for_launch_before();
-    let_next_launch_begin();
-    unsigned n = (blockIdx.x * FA_WARPS + threadIdx.x / 32) * FOLD_ROWS + threadIdx.x % 32 / FOLD_LANES; /* row of a part */
-    int      tokens = tokens_of_parts(args), head = (int)(n / (unsigned)tokens), token = (int)(n % (unsigned)tokens), entry, row;
-    bool     counts = false; /* a query that counts: others have no sink */
-    if (head >= args.heads_q || !find_row(args, token, entry, row, counts))
-        return;
-    fa_i64        part_rows = (fa_i64)tokens * args.heads_q;
-    int           lane = threadIdx.x % FOLD_LANES, col = lane * 4;
-    int           group = args.run_parts > 1 ? 1 : FA_FOLD_GROUP, results = (args.num_splits + args.run_parts - 1) / args.run_parts; /* a result may be a group's */
-    row_fold      all, of_group;
-    float4        o[CHUNKS] = {}, group_o[CHUNKS] = {};
-    for (int last = results - 1; last >= 0; last -= AT_ONCE) {
-        float2 stats[AT_ONCE];
-        float4 part[AT_ONCE][CHUNKS];
+    folded_row row;
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++)
-            stats[i] = i <= last ? ((const float2 *)args.lse_partial)[(last - i) * part_rows + n] : make_float2(-infinity(), 0.0f);
+    for (int c = 0; c < CHUNKS; c++)
+        row.o[c] = no_columns();
+    return row;
+}
+
+FA_DEVICE void fold_into(folded_row &all, float max, float sum, const float4 (&part)[CHUNKS])
+{
+    float of_all, of_part;
+    fold_row(all.sums, max, sum, of_all, of_part);
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++)
+    for (int c = 0; c < CHUNKS; c++)
+        all.o[c] = make_float4(folded(all.o[c].x, part[c].x, of_all, of_part), folded(all.o[c].y, part[c].y, of_all, of_part),
+                               folded(all.o[c].z, part[c].z, of_all, of_part), folded(all.o[c].w, part[c].w, of_all, of_part));
+}
+
+/* Row n of a part, and whose it is. */
+struct row_of_results {
+    unsigned n;
+    int      head, entry, row;
+    bool     counts; /* a query that counts: others have no sink */
+    fa_i64   part_rows;
+};
+
+FA_DEVICE bool find_results(const fa_args &args, unsigned n, row_of_results &of)
+{
+    int tokens   = tokens_of_parts(args);
+    of.n         = n;
+    of.head      = (int)(n / (unsigned)tokens);
+    of.counts    = false;
+    of.part_rows = (fa_i64)tokens * args.heads_q;
+    return of.head < args.heads_q && find_row(args, (int)(n % (unsigned)tokens), of.entry, of.row, of.counts);
+}
+
+/* Results last, last - 1, ... down to `first`, which are all asked for before one is used; past that there is nothing. */
+template <int COUNT> FA_DEVICE void load_results(const fa_args &args, const row_of_results &of, int last, int first, int col, float2 (&stats)[COUNT], float4 (&part)[COUNT][CHUNKS])
+{
 #pragma unroll
-            for (int c = 0; c < CHUNKS; c++) {
-                part[i][c] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                if (stats[i].x != -infinity() && col + 128 * c < args.head_dim_v)
-                    part[i][c] = *(const float4 *)&args.o_partial[((last - i) * part_rows + n) * FA_HEAD_DIM_V + col + 128 * c];
-            }
+    for (int i = 0; i < COUNT; i++)
+        stats[i] = last - i >= first ? ((const float2 *)args.lse_partial)[(last - i) * of.part_rows + of.n] : make_float2(-infinity(), 0.0f);
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) { /* past the first result: nothing, and a group of it is folded with nothing */
-            fold_into(of_group, group_o, stats[i].x, stats[i].x == -infinity() ? 0.0f : stats[i].y, part[i]);
-            if (((last - i) & (group - 1)) == 0) {
-                fold_into(all, o, of_group.max, of_group.sum, group_o);
-                of_group = row_fold();
+    for (int i = 0; i < COUNT; i++)
 #pragma unroll
-                for (int c = 0; c < CHUNKS; c++)
-                    group_o[c] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            }
+        for (int c = 0; c < CHUNKS; c++) {
+            part[i][c] = no_columns();
+            if (stats[i].x != -infinity() && col + 128 * c < args.head_dim_v)
+                part[i][c] = *(const float4 *)&args.o_partial[((last - i) * of.part_rows + of.n) * FA_HEAD_DIM_V + col + 128 * c];
         }
-    }
-    row_end end = end_of_row(all.max, all.sum, counts ? sink_of(args, head) * FA_LOG2E : -infinity(), !counts);
-    if (lane == 0)
-        store_merged_lse(args, entry, row, head, end.lse);
-    fa_i64 at = row_of_o(args, entry, row, head);
+}
+
+FA_DEVICE void fold_result(folded_row &group, float2 stats, const float4 (&part)[CHUNKS])
+{
+    fold_into(group, stats.x, stats.x == -infinity() ? 0.0f : stats.y, part);
+}
+
+FA_DEVICE void store_folded(const fa_args &args, const row_of_results &of, const folded_row &all, int col)
+{
+    row_end end = end_of_row(all.sums.max, all.sums.sum, of.counts ? sink_of(args, of.head) * FA_LOG2E : -infinity(), !of.counts);
+    if (col == 0)
+        store_merged_lse(args, of.entry, of.row, of.head, end.lse);
+    fa_i64 at = row_of_o(args, of.entry, of.row, of.head);
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
         if (col + 128 * c < args.head_dim_v) {
-            float4 v = o[c];
-            v = end.scale == 0.0f ? make_float4(0.0f, 0.0f, 0.0f, 0.0f)
+            float4 v = all.o[c];
+            v = end.scale == 0.0f ? no_columns()
                                   : make_float4(without_sign_of_0(v.x) * end.scale, without_sign_of_0(v.y) * end.scale, without_sign_of_0(v.z) * end.scale, without_sign_of_0(v.w) * end.scale);
             store_columns(args, at, col + 128 * c, v);
         }
+}
+
+FA_DEVICE void fold_by_warp(const fa_args &args, const row_of_results &of, int results, int group)
+{
+    constexpr int AT_ONCE = 8;
+    int           col = threadIdx.x % FOLD_LANES * 4;
+    folded_row    all = nothing_folded(), of_group = nothing_folded();
+    for (int last = results - 1; last >= 0; last -= AT_ONCE) {
+        float2 stats[AT_ONCE];
+        float4 part[AT_ONCE][CHUNKS];
+        load_results(args, of, last, 0, col, stats, part);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) { /* past the first result: nothing, and a group of it is folded with nothing */
+            fold_result(of_group, stats[i], part[i]);
+            if (((last - i) & (group - 1)) == 0) {
+                fold_into(all, of_group.sums.max, of_group.sums.sum, of_group.o);
+                of_group = nothing_folded();
+            }
+        }
+    }
+    store_folded(args, of, all, col);
+}
+
+FA_DEVICE void fold_by_block(const fa_args &args, const row_of_results &of, int results, int group)
+{
+    __shared__ float4   shared_o[FA_WARPS][CHUNKS][32];
+    __shared__ float2   shared_stats[FA_WARPS];
+    int                 warp = threadIdx.x / 32, lane = threadIdx.x % 32, col = lane * 4;
+    folded_row          all = nothing_folded();
+    for (int last = (results - 1) / group; last >= 0; last -= FA_WARPS) {
+        folded_row own   = nothing_folded();
+        int        first = (last - warp) * group;
+        if (first >= 0) {
+            float2 stats[FA_FOLD_GROUP];
+            float4 part[FA_FOLD_GROUP][CHUNKS];
+            load_results(args, of, min(first + group, results) - 1, first, col, stats, part);
+#pragma unroll
+            for (int i = 0; i < FA_FOLD_GROUP; i++)
+                fold_result(own, stats[i], part[i]);
+        }
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++)
+            shared_o[warp][c][lane] = own.o[c];
+        if (lane == 0)
+            shared_stats[warp] = make_float2(own.sums.max, own.sums.sum);
+        __syncthreads();
+        for (int w = 0; w < FA_WARPS && warp == 0; w++) {
+            float4 its[CHUNKS];
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++)
+                its[c] = shared_o[w][c][lane];
+            fold_into(all, shared_stats[w].x, shared_stats[w].y, its);
+        }
+        __syncthreads();
+    }
+    if (warp == 0)
+        store_folded(args, of, all, col);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) fold(const __grid_constant__ fa_args args)
+{
+    wait_for_launch_before();
+    let_next_launch_begin();
+    bool           by_block = args.row_warps > 1;
+    row_of_results of;
+    if (!find_results(args, by_block ? blockIdx.x : (blockIdx.x * FA_WARPS + threadIdx.x / 32) * FOLD_ROWS + threadIdx.x % 32 / FOLD_LANES, of))
+        return;
+    int group = args.run_parts > 1 ? 1 : FA_FOLD_GROUP, results = (args.num_splits + args.run_parts - 1) / args.run_parts; /* a result may be a group's */
+    if (by_block)
+        fold_by_block(args, of, results, group);
+    else
+        fold_by_warp(args, of, results, group);
 }

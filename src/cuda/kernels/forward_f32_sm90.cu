@@ -93,7 +93,7 @@ FA_DEVICE void produce(const fa_args &args)
             continue;
         }
         fa_i64 q_tiles = (fa_i64)w.head * args.all_tiles_q + first_tile_of_queries(args, w.b), k_tiles = (fa_i64)w.kv_head * args.all_tiles_k + first_tile_of_keys(args, w.b);
-        fetch<cut_queries>(shared_address(shared), shared_address(q_note()), Q_NOTE, args.q_tiles, q_tiles + w.first_q / FA_TILE_Q, q_full());
+        fetch<cut_queries>(shared_address(shared), shared_address(q_note()), Q_NOTE, args.q_tiles, q_tiles + w.first_row / FA_TILE_Q, q_full());
         for (int left = w.tiles, next = w.right; left > 0; left--, next--, n++) {
             barrier_wait(k_empty(n), freed<K_STAGES>(n));
             fetch<cut_keys>(k_tile(n), shared_address(k_note(n)), KEY_NOTE, args.k_tiles, k_tiles + next, k_full(n));
@@ -134,7 +134,7 @@ FA_DEVICE void load_bias(const fa_args &args, const work &w, float (&bias)[BIAS_
         return;
     static_assert(!FA_HAS_BIAS || FA_DTYPE_BIAS == FA_F32, "float");
     const float *from = (const float *)score_terms_of(args, w.b, w.head).bias, *rows[2];
-    int          col = first_column(w, n), row = w.first_q + 64 * group + fragment_row(), last = last_of(w.seq.seqlen_k);
+    int          col = first_column(w, n), row = w.first_row + 64 * group + fragment_row(), last = last_of(w.seq.seqlen_k);
     bool         pairs = args.bias.stride[3] == 1 && (((fa_i64)from | 4 * args.bias.stride[2]) & 7) == 0 && (w.right - n + 1) * FA_TILE_K <= w.seq.seqlen_k;
 #pragma unroll
     for (int h = 0; h < 2; h++)
@@ -170,7 +170,7 @@ FA_DEVICE void softmax_of_tile(const fa_args &args, const work &w, consumer &c, 
     if (softmax_step<true>(s, c.rows, alpha, unit_of(args, w)))
         scale_output(c.o, alpha);
     if constexpr (FA_HAS_DROPOUT) /* the sum knows nothing of it; what it leaves is made larger on the way out */
-        drop_elements(args, s, w.b * args.heads_q + w.head, w.first_q / 16 + c.group * 4 + threadIdx.x / 32 % 4, same_for_all(w.right - n) * (FA_TILE_K / 16));
+        drop_elements(args, s, w.b * args.heads_q + w.head, w.first_row / 16 + c.group * 4 + threadIdx.x / 32 % 4, same_for_all(w.right - n) * (FA_TILE_K / 16));
 #pragma unroll
     for (int i = 0; i < S_COUNT / 2; i++)
         cut_two(c.p[0][i / 4][i % 4], c.p[1][i / 4][i % 4], s[2 * i], s[2 * i + 1]);
@@ -277,7 +277,7 @@ FA_DEVICE void consume(const fa_args &args, int group)
             release(q_empty());
         far_rows far = store_result(args, w, c.o, c.rows, group);
         if ((far.upper | far.lower) & 0x11111111u)
-            redo_far_rows(args, w, w.first_q + 64 * group + threadIdx.x % 128 / 32 * 16, far);
+            redo_far_rows(args, w, w.first_row + 64 * group + threadIdx.x % 128 / 32 * 16, far);
         release(work_empty(item));
     }
 }

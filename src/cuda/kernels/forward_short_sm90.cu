@@ -86,7 +86,7 @@ FA_DEVICE bool find_head(const fa_args &args, unsigned n, work &w)
     w.b       = head / args.heads_q;
     w.head    = head % args.heads_q;
     w.kv_head = w.head / args.group;
-    w.first_q = number % tiles * FA_TILE_Q;
+    w.first_row = number % tiles * FA_TILE_Q;
     w.right = w.spoilt = 0;
     w.tiles   = 1;
     w.seq     = sequence_at(args, w.b);
@@ -118,7 +118,7 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps, unsigned produc
         await_empty(n, Q_EMPTY);
         await_empty(n, V_EMPTY); /* so whoever has seen Q does not mistake the phases of K and V */
         barrier_expect(barrier_of(n, Q_FULL), Q_BYTES);
-        fetch_ragged<FA_TILE_Q, FA_HEAD_DIM>(q_tile(n), maps.q, barrier_of(n, Q_FULL), w.head, s.q_entry * args.apart_q + s.q_row + s.seqlen_q, s.seqlen_q - (MANY ? w.first_q : 0));
+        fetch_ragged<FA_TILE_Q, FA_HEAD_DIM>(q_tile(n), maps.q, barrier_of(n, Q_FULL), w.head, s.q_entry * args.apart_q + s.q_row + s.seqlen_q, s.seqlen_q - (MANY ? w.first_row : 0));
         barrier_expect(barrier_of(n, V_FULL), KV_BYTES);
         fetch_ragged<FA_TILE_K, FA_HEAD_DIM>(v_tile(n), maps.v, barrier_of(n, V_FULL), w.kv_head, s.kv_entry * args.apart_v + s.kv_row + s.seqlen_k, s.seqlen_k);
     }
@@ -221,11 +221,11 @@ FA_DEVICE void start_chunk(float (&o)[O_COUNT], const float *s, unsigned (&p)[CH
 FA_DEVICE far_rows stage_result(const fa_args &args, const work &w, float (&o)[O_COUNT], const row_state &rows, unsigned to, int first)
 {
     int      lane = threadIdx.x % 32;
-    float    sink_log2 = sink_log2_of(args, w), scale[2];
+    float    sink_log2 = sink_log2_of(args, w.head), scale[2];
     unsigned far[2];
 #pragma unroll
     for (int h = 0; h < 2; h++)
-        scale[h] = end_of_rows(args, w, rows, h, first + lane / 4 + 8 * h, sink_log2, far[h]);
+        scale[h] = end_of_rows(args, w, rows, h, {w.head, first + lane / 4 + 8 * h}, sink_log2, far[h]);
 #pragma unroll
     for (int n = 0; n < O_COUNT; n++) /* a row that is nobody's may be NaN */
         o[n] = scale[n / 2 % 2] == 0.0f ? 0.0f : o[n] * scale[n / 2 % 2];
@@ -251,7 +251,7 @@ FA_DEVICE void store_far_rows(const fa_args &args, const work &w, const far_rows
     for (int n = threadIdx.x % 32; n < 16 * 8 * PANELS; n += 32) { /* 16 bytes */
         int chunk = n % 8, row = n / 8 % 16, panel = n / 128, column = 64 * panel + 8 * chunk;
         if (first + row < w.seq.rows_q && column < args.head_dim_v)
-            *(uint4 *)((fa_element *)args.o.data + offset_of_o(args, w, first + row) + column) = shared_load_16(from + panel * Q_PANEL + row * 128 + ((chunk ^ row % 8) << 4));
+            *(uint4 *)((fa_element *)args.o.data + offset_of_o(args, w, {w.head, first + row}) + column) = shared_load_16(from + panel * Q_PANEL + row * 128 + ((chunk ^ row % 8) << 4));
     }
     redo_far_rows(args, w, first, far);
 }
@@ -361,7 +361,7 @@ FA_DEVICE void consume(const fa_args &args, const fa_maps &maps, int consumer)
         await_full(n, K_FULL);
         if (before != ~0u && asks)
             give_back(before);
-        int first = (MANY ? same_for_all(w.first_q) : 0) + number % PASSES * 64;
+        int first = (MANY ? same_for_all(w.first_row) : 0) + number % PASSES * 64;
         if (first < same_for_all(w.seq.rows_q))
             attend_seen(args, maps, w, n, first);
         else {

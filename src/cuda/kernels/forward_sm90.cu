@@ -133,7 +133,7 @@ FA_DEVICE bool find_item(const fa_args &args, unsigned item)
     return some;
 }
 
-FA_DEVICE void fetch_queries(const fa_maps &maps, unsigned item)
+FA_DEVICE void fetch_queries(const fa_args &args, const fa_maps &maps, unsigned item)
 {
     const work &w = work_at(item);
     barrier_wait(q_empty(item), freed<Q_STAGES>(item));
@@ -142,7 +142,10 @@ FA_DEVICE void fetch_queries(const fa_maps &maps, unsigned item)
         return;
     }
     barrier_expect(q_full(item), Q_BYTES);
-    fetch_tile<FA_TILE_Q, FA_HEAD_DIM>(q_tile(item), maps.q, q_full(item), w.seq.q_entry, w.head, w.seq.q_row + w.first_q);
+    if constexpr (GROUPED) /* a box has so many whole queries of all heads of a key head */
+        fetch_tile<FA_TILE_Q, FA_HEAD_DIM>(q_tile(item), maps.q, q_full(item), w.seq.q_entry, w.seq.q_row + query_of(args, w.first_row), w.head);
+    else
+        fetch_tile<FA_TILE_Q, FA_HEAD_DIM>(q_tile(item), maps.q, q_full(item), w.seq.q_entry, w.head, w.seq.q_row + w.first_row);
 }
 
 #if FA_HAS_PAGED
@@ -156,7 +159,7 @@ FA_DEVICE void plan(const fa_args &args, const fa_maps &maps)
         if (args.all_items > 0 && item > 0) /* who takes an item long before he can begin it takes it from those who could */
             barrier_wait(asked(item - 1), filled<WORKS>(item - 1));
         some = find_item(args, item);
-        fetch_queries(maps, item);
+        fetch_queries(args, maps, item);
     }
 }
 
@@ -180,7 +183,7 @@ FA_DEVICE void fetch_bias(const fa_args &args, const fa_maps &maps, unsigned n, 
 {
     if constexpr (FA_HAS_BIAS) {
         barrier_wait(bias_empty(n), freed<BIAS_STAGES>(n));
-        fetch_bias_tile(args, maps, bias_tile(n), bias_full(n), w.b, w.head, w.first_q, next * FA_TILE_K);
+        fetch_bias_tile(args, maps, bias_tile(n), bias_full(n), w.b, w.head, w.first_row, next * FA_TILE_K);
     }
 }
 
@@ -278,7 +281,7 @@ FA_DEVICE void wait_for_v(unsigned n)
 /* Steps up to the last in which this consumer's rows see something, being below others that see earlier keys. */
 FA_DEVICE int seen_steps(const fa_args &args, const work &w, int group)
 {
-    int first = row_limits_of(window_of(args), w.seq, w.keys, w.first_q + 64 * group).first;
+    int first = row_limits_of(window_of(args), w.seq, w.keys, queries_of_consumer(args, w, group).begin).first;
     return FA_MASK == FA_MASK_WINDOW ? clamp_int(w.right + 1 - first / FA_TILE_K, 0, w.tiles) : w.tiles;
 }
 
@@ -287,8 +290,7 @@ FA_DEVICE fa_range clean_steps(const fa_args &args, const work &w, int group)
 {
     if (LISTED)
         return {w.first_clean, w.end_clean};
-    int      begin = w.first_q + 64 * group, end = fa_min_int(begin + 64, w.seq.seqlen_q);
-    fa_range clean = clean_tiles<FA_TILE_K>(args, w.seq, {begin, end}, w.keys);
+    fa_range clean = clean_tiles<FA_TILE_K>(args, w.seq, queries_of_consumer(args, w, group), w.keys);
     int      first = clamp_int(w.right + 1 - clean.end, 0, w.tiles);
     return {first, clamp_int(w.right + 1 - clean.begin, first, w.tiles)};
 }
@@ -297,7 +299,7 @@ FA_DEVICE fa_range clean_steps(const fa_args &args, const work &w, int group)
 FA_DEVICE fa_range steps_after_others(const fa_args &args, const work &w, int group)
 {
     fa_range clean = clean_steps(args, w, group);
-    if (!LISTED && clean.begin > 0 && row_limits_of(window_of(args), w.seq, w.keys, w.first_q + 64 * group).last < (w.right + 1 - clean.begin) * FA_TILE_K)
+    if (!LISTED && clean.begin > 0 && row_limits_of(window_of(args), w.seq, w.keys, queries_of_consumer(args, w, group).begin).last < (w.right + 1 - clean.begin) * FA_TILE_K)
         clean.begin = fa_min_int(clean.begin + 1, w.tiles);
     return {clean.begin, fa_max_int(clean.begin, clean.end)};
 }
@@ -336,7 +338,7 @@ FA_DEVICE void finish_output(consumer &c, unsigned tile)
 FA_DEVICE void drop(const fa_args &args, const work &w, float (&p)[S_COUNT], int group, int step)
 {
     if constexpr (FA_HAS_DROPOUT)
-        drop_elements(args, p, w.b * args.heads_q + w.head, w.first_q / 16 + group * 4 + threadIdx.x / 32 % 4,
+        drop_elements(args, p, w.b * args.heads_q + w.head, w.first_row / 16 + group * 4 + threadIdx.x / 32 % 4,
                       same_for_all(tile_of(w, step)) * (FA_TILE_K / 16));
 }
 
@@ -434,7 +436,7 @@ template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, c
 /* What store_result could not know, when few registers are in use. */
 FA_DEVICE void store_rare(const fa_args &args, const work &w, far_rows far, int group, unsigned item)
 {
-    int first = w.first_q + 64 * group + threadIdx.x % 128 / 32 * 16;
+    int first = w.first_row + 64 * group + threadIdx.x % 128 / 32 * 16;
     if constexpr (FA_MASK != FA_MASK_NONE) {
         barrier_wait(inspected(item), filled<WORKS>(item));
         if (w.spoilt)

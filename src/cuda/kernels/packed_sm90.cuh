@@ -9,13 +9,13 @@ struct tile_place {
     int b, tile; /* the sequence's tile; below 0 or past its rows: none */
 };
 
-/* tiles: of a sequence that is not packed; rows: of the tensor. */
-template <int TILE> FA_DEVICE int first_tile(const int *cu_seqlens, int rows, int tiles, int b)
+/* tiles: of a sequence that is not packed; rows: of the tensor, each of which is `each` rows of a tile. */
+template <int TILE> FA_DEVICE int first_tile(const int *cu_seqlens, int rows, int tiles, int b, int each = 1)
 {
-    return cu_seqlens ? clamp_int(cu_seqlens[b], 0, rows) / TILE + b : b * tiles;
+    return cu_seqlens ? clamp_int(cu_seqlens[b], 0, rows) * each / TILE + b : b * tiles;
 }
 
-template <int TILE> FA_DEVICE tile_place place_of_tile(const int *cu_seqlens, int rows, int tiles, int batch, int n)
+template <int TILE> FA_DEVICE tile_place place_of_tile(const int *cu_seqlens, int rows, int tiles, int batch, int n, int each = 1)
 {
     int b = 0;
     if (!cu_seqlens)
@@ -23,17 +23,17 @@ template <int TILE> FA_DEVICE tile_place place_of_tile(const int *cu_seqlens, in
     else
         for (int end = batch; end - b > 1;) {
             int middle = (b + end) / 2;
-            if (first_tile<TILE>(cu_seqlens, rows, tiles, middle) <= n)
+            if (first_tile<TILE>(cu_seqlens, rows, tiles, middle, each) <= n)
                 b = middle;
             else
                 end = middle;
         }
-    return {b, n - first_tile<TILE>(cu_seqlens, rows, tiles, b)};
+    return {b, n - first_tile<TILE>(cu_seqlens, rows, tiles, b, each)};
 }
 
-FA_DEVICE tile_place place_of_queries(const fa_args &args, int n)
+FA_DEVICE tile_place place_of_queries(const fa_args &args, int n, int each = 1)
 {
-    return place_of_tile<FA_TILE_Q>(args.cu_seqlens_q, args.q_rows, args.tiles_q, args.batch, n);
+    return place_of_tile<FA_TILE_Q>(args.cu_seqlens_q, args.q_rows, args.tiles_q, args.batch, n, each);
 }
 
 /* By the window and, where there are slices, by one of them. */

@@ -12,7 +12,7 @@ FA_DEVICE void plan(const fa_args &args, const fa_maps &maps)
     bool     more  = true;
     for (int item = -2;; item++) {
         if (threadIdx.x == 0 && (Q_STAGES > 1 ? item >= -1 : item == -1) && item + 1 < known)
-            fetch_queries(maps, item + 1);
+            fetch_queries(args, maps, item + 1);
         __syncwarp();
         if (item >= 0) {
             const work &w = work_at(item);
@@ -26,7 +26,7 @@ FA_DEVICE void plan(const fa_args &args, const fa_maps &maps)
             known++;
         }
         if (threadIdx.x == 0 && Q_STAGES == 1 && item >= 0 && item + 1 < known)
-            fetch_queries(maps, item + 1);
+            fetch_queries(args, maps, item + 1);
         __syncwarp();
     }
 }

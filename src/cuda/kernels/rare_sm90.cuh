@@ -12,37 +12,37 @@ constexpr int DTYPE_OUT = SPLIT ? FA_F32 : FA_DTYPE_O;
 FA_DEVICE char *base_of_o(const fa_args &args) { return (char *)(SPLIT ? (void *)args.o_partial : args.o.data); }
 
 #if FA_HAS_SPLIT
-/* Row of o_partial and lse_partial for query i. */
-FA_DEVICE fa_i64 partial_row(const fa_args &args, const work &w, int i)
+/* Row of o_partial and lse_partial. */
+FA_DEVICE fa_i64 partial_row(const fa_args &args, const work &w, row_owner of)
 {
-    return row_of_part(args, w.part, w.head, w.b, w.seq.q_entry, w.seq.q_row, i);
+    return row_of_part(args, w.part, of.head, w.b, w.seq.q_entry, w.seq.q_row, of.i);
 }
 #endif
 
-FA_DEVICE fa_i64 offset_of_o(const fa_args &args, const work &w, int i)
+FA_DEVICE fa_i64 offset_of_o(const fa_args &args, const work &w, row_owner of)
 {
 #if FA_HAS_SPLIT
-    return partial_row(args, w, i) * FA_HEAD_DIM_V;
+    return partial_row(args, w, of) * FA_HEAD_DIM_V;
 #endif
-    return w.seq.q_entry * args.o.stride[0] + (fa_i64)(w.seq.q_row + i) * args.o.stride[1] + w.head * args.o.stride[2];
+    return w.seq.q_entry * args.o.stride[0] + (fa_i64)(w.seq.q_row + of.i) * args.o.stride[1] + of.head * args.o.stride[2];
 }
 
-FA_DEVICE void store_lse(const fa_args &args, const work &w, int i, float lse)
+FA_DEVICE void store_lse(const fa_args &args, const work &w, row_owner of, float lse)
 {
 #if FA_HAS_SPLIT
-    args.lse_partial[partial_row(args, w, i)] = lse;
+    args.lse_partial[partial_row(args, w, of)] = lse;
     return;
 #endif
     if (args.lse.data)
-        ((float *)args.lse.data)[w.seq.q_entry * args.lse.stride[0] + w.head * args.lse.stride[1] +
-                                 (w.seq.q_row + i) * args.lse.stride[2]] = lse;
+        ((float *)args.lse.data)[w.seq.q_entry * args.lse.stride[0] + of.head * args.lse.stride[1] +
+                                 (w.seq.q_row + of.i) * args.lse.stride[2]] = lse;
 }
 
-FA_DEVICE float sink_log2_of(const fa_args &args, const work &w)
+FA_DEVICE float sink_log2_of(const fa_args &args, int head)
 {
     if (SPLIT || !args.sinks.data) /* combine.cu has it */
         return -infinity();
-    return load_element(args.sinks.data, w.head * args.sinks.stride[1], args.sinks.dtype) * FA_LOG2E;
+    return load_element(args.sinks.data, head * args.sinks.stride[1], args.sinks.dtype) * FA_LOG2E;
 }
 
 /* The work as far_rows.cuh wants to see it. */
@@ -85,20 +85,20 @@ static __device__ __noinline__ void redo_far_rows(const fa_args &args, const wor
     far            = {(unsigned)same_for_all(far.upper), (unsigned)same_for_all(far.lower)};
     for (int row = 0; row < 16; row++) {
         constexpr int COLS = FA_HEAD_DIM_V / 32;
-        int           i    = first + row;
-        if (!((row < 8 ? far.upper : far.lower) >> row % 8 * 4 & 1) || i >= w.seq.seqlen_q)
+        row_owner     of   = owner_of(args, shared_work, first + row);
+        if (!((row < 8 ? far.upper : far.lower) >> row % 8 * 4 & 1) || of.i >= w.seq.seqlen_q)
             continue;
         double o[COLS], peak, total;
         float  lse;
-        far_row<COLS>(args, w, w.head, i, o, peak, total);
-        float scale = end_far_row(peak, total, sink_log2_of(args, shared_work), lse) * descale_of(args.descale_v, w.b, w.kv_head);
+        far_row<COLS>(args, w, of.head, of.i, o, peak, total);
+        float scale = end_far_row(peak, total, sink_log2_of(args, of.head), lse) * descale_of(args.descale_v, w.b, w.kv_head);
         if constexpr (FA_HAS_DROPOUT)
             scale *= args.dropout.keep_scale;
         if (threadIdx.x % 32 == 0)
-            store_lse(args, shared_work, i, lse);
+            store_lse(args, shared_work, of, lse);
         for (int c = 0, col = threadIdx.x % 32; c < COLS; c++, col += 32)
             if (col < args.head_dim_v)
-                store_element(base_of_o(args), offset_of_o(args, shared_work, i) + col, DTYPE_OUT, (float)o[c] * scale);
+                store_element(base_of_o(args), offset_of_o(args, shared_work, of) + col, DTYPE_OUT, (float)o[c] * scale);
     }
 }
 

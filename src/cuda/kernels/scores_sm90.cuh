@@ -68,7 +68,7 @@ FA_DEVICE void add_alibi(const work &w, float (&s)[S_COUNT], int group, int step
     float slope = w.slope;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        float distance = (float)(w.first_q + 64 * group + fragment_row() + 8 * h + w.seq.diagonal - first_column(w, step));
+        float distance = (float)(w.first_row + 64 * group + fragment_row() + 8 * h + w.seq.diagonal - first_column(w, step));
 #pragma unroll
         for (int j = 0; j < FA_TILE_K / 8; j++)
 #pragma unroll
@@ -104,7 +104,7 @@ FA_DEVICE void mask_scores(const fa_args &args, const work &w, float (&s)[S_COUN
     int col = first_column(w, step);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        row_limits limits = row_limits_of(window_of(args), w.seq, w.keys, w.first_q + 64 * group + fragment_row() + 8 * h);
+        row_limits limits = row_limits_of(window_of(args), w.seq, w.keys, query_of(args, w.first_row + 64 * group + fragment_row() + 8 * h));
         int        first = limits.first - col, last = limits.last - col;
         unsigned   seen = MASK_BY_BITS ? columns_below<FA_TILE_K>(last + 1) & ~columns_below<FA_TILE_K>(first) : 0;
 #pragma unroll

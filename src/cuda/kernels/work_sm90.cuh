@@ -7,13 +7,13 @@
 #include "pairs_sm90.cuh"
 #include "softmax.cuh"
 
-/* A tile of queries of one head, and the key tiles that it meets. In shared memory: registers are for S and O. */
+/* A tile of queries of one head, or (GROUPED) of all heads of a key head, and the key tiles that it meets. In shared memory: registers are for S and O. */
 struct work {
-    int       b, head, kv_head;
+    int       b, head, kv_head;       /* GROUPED: the first head */
 #if FA_HAS_SPLIT
     int       part;                   /* of the sequence's keys */
 #endif
-    int       first_q;                /* first row of the tile */
+    int       first_row;              /* of the tile, counted from the sequence's first */
     fa_range  keys;                   /* keys that some of its rows may see */
     int       right, tiles;           /* key tiles right, right - 1, ... (tile_of). tiles < 0: no item, nor is there one behind it */
     int       first_clean, end_clean; /* steps [first_clean, end_clean) need no mask */
@@ -30,6 +30,28 @@ struct work {
 #endif
 };
 
+/* A sequence's rows: its queries or, GROUPED, its queries of all heads of a key head, query by query. */
+constexpr bool GROUPED = FA_HAS_GROUPS;
+FA_DEVICE int rows_of_query(const fa_args &args) { return GROUPED ? args.group : 1; }
+FA_DEVICE int query_of(const fa_args &args, int row) { return GROUPED ? row / args.group : row; }
+
+/* Whose row is which. */
+struct row_owner {
+    int head, i; /* query */
+};
+
+FA_DEVICE row_owner owner_of(const fa_args &args, const work &w, int row)
+{
+    int i = query_of(args, row);
+    return {GROUPED ? w.head + row - i * args.group : w.head, i};
+}
+
+/* Queries of rows [begin, end) that count. */
+FA_DEVICE fa_range queries_of(const fa_args &args, const work &w, int begin, int end)
+{
+    return {query_of(args, begin), fa_min_int(GROUPED ? query_of(args, end - 1) + 1 : end, w.seq.seqlen_q)};
+}
+
 /* The key tile of a step. */
 FA_DEVICE int tile_of(const work &w, int step)
 {
@@ -42,7 +64,11 @@ FA_DEVICE int tile_of(const work &w, int step)
 
 /* A head's parts are counted as heads of their own. */
 constexpr bool SPLIT = FA_HAS_SPLIT;
-FA_DEVICE unsigned heads_of_parts(const fa_args &args) { return SPLIT ? args.heads_q * args.num_splits : args.heads_q; }
+FA_DEVICE unsigned heads_of_parts(const fa_args &args)
+{
+    unsigned heads = GROUPED ? args.heads_k : args.heads_q;
+    return SPLIT ? heads * args.num_splits : heads;
+}
 
 FA_DEVICE void place_head(const fa_args &args, unsigned head, work &w)
 {
@@ -50,7 +76,7 @@ FA_DEVICE void place_head(const fa_args &args, unsigned head, work &w)
     w.part = head % args.num_splits;
     head /= args.num_splits;
 #endif
-    w.head = head;
+    w.head = head * rows_of_query(args);
 }
 
 /* Keys of a part: whole tiles, of as many parts as have args.split_keys or more, by the sequence's own length alone. */
@@ -67,15 +93,20 @@ FA_DEVICE fa_range keys_of_part(const fa_args &args, const work &w)
     return all;
 }
 
+/* Causal tiles in the order of their lengths: not of pieces of a prompt, all of whose tiles are long (args.order_heads 0). Of these few tiles have the same keys, and are taken at the
+ * same time, so that memory is read once for them. */
+FA_DEVICE bool by_length(const fa_args &args) { return FA_MASK == FA_MASK_CAUSAL && !SPLIT && (!GROUPED || args.order_heads > 0); }
+
 /* Where every sequence is as long as the others and tiles are few a block's n-th tile is known: causal ones come in pairs, the last ones by their length, others in the order of
  * their heads. */
 FA_DEVICE bool own_place(const fa_args &args, unsigned n, work &w)
 {
     unsigned   own = heads_of_parts(args), heads = own * args.batch, tiles = args.tiles_q, number = n * gridDim.x + blockIdx.x;
     grid_place of;
-    if (FA_MASK == FA_MASK_CAUSAL ? !has_causal_item(tiles, heads, n) : number >= tiles * heads)
+    bool       ordered = by_length(args);
+    if (ordered ? !has_causal_item(tiles, heads, n) : number >= tiles * heads)
         return false;
-    if (FA_MASK == FA_MASK_CAUSAL)
+    if (ordered)
         of = place_of_causal_item(tiles, heads, n);
     else
         of = {number % tiles, number / tiles};
@@ -85,7 +116,7 @@ FA_DEVICE bool own_place(const fa_args &args, unsigned n, work &w)
         w.b    = of.other % args.batch;
         w.head = of.other / args.batch;
     }
-    w.first_q = of.tile * FA_TILE_Q;
+    w.first_row = of.tile * FA_TILE_Q;
     return true;
 }
 
@@ -102,13 +133,13 @@ FA_DEVICE bool dealt_place(const fa_args &args, bool first_of_all, work &w)
     }
     if (number >= (unsigned)args.all_items)
         return false;
-    grid_place dealt = place_of_dealt(tiles, heads_of_parts(args), FA_MASK == FA_MASK_CAUSAL ? args.order_heads : 1, number);
+    grid_place dealt = place_of_dealt(tiles, heads_of_parts(args), by_length(args) ? args.order_heads : 1, number);
     place_head(args, dealt.other, w);
-    w.first_q        = tiles - 1 - dealt.tile;
+    w.first_row        = tiles - 1 - dealt.tile;
     asm volatile("" ::: "memory"); /* the planner's registers are short: from memory */
-    tile_place of = place_of_queries(args, w.first_q);
+    tile_place of = place_of_queries(args, w.first_row, rows_of_query(args));
     w.b           = of.b;
-    w.first_q     = of.tile * FA_TILE_Q;
+    w.first_row     = of.tile * FA_TILE_Q;
     return true;
 }
 
@@ -121,7 +152,7 @@ FA_DEVICE bool place_work(const fa_args &args, unsigned n, work &w)
             return false;
         first_of_all = false;
         w.seq        = sequence_at(args, w.b);
-        if (args.all_items == 0 || (unsigned)w.first_q < (unsigned)w.seq.rows_q)
+        if (args.all_items == 0 || (unsigned)w.first_row < (unsigned)(w.seq.rows_q * rows_of_query(args)))
             return true;
     }
 }
@@ -155,13 +186,13 @@ FA_DEVICE bool find_work(const fa_args &args, unsigned n, work &w)
 #if FA_HAS_ALIBI
     w.slope = score_terms_of(args, w.b, w.head).slope_log2 / unit_of(args, w);
 #endif
-    fa_range queries = {w.first_q, fa_min_int(w.first_q + FA_TILE_Q, w.seq.seqlen_q)};
+    fa_range queries = queries_of(args, w, w.first_row, w.first_row + FA_TILE_Q);
     w.keys           = fa_keys_seen(window_of(args), w.seq.diagonal, queries, keys_of_part(args, w));
     if (queries.begin >= queries.end || w.keys.begin >= w.keys.end)
         return true;
 #if FA_MASK == FA_MASK_LISTED
     wait_for_launch_before(); /* list_tiles */
-    const fa_listed *list = list_of_tile(args, number_of_queries(args, w.b, w.first_q / FA_TILE_Q));
+    const fa_listed *list = list_of_tile(args, number_of_queries(args, w.b, w.first_row / FA_TILE_Q));
     w.list                = list + 1;
     w.tiles = w.end_clean = list->tile;
     w.first_clean         = list->mask;
@@ -172,7 +203,7 @@ FA_DEVICE bool find_work(const fa_args &args, unsigned n, work &w)
     w.right        = right;
     w.tiles        = tiles;
     w.first_clean  = fa_min_int(fa_max_int(right + 1 - clean.end, 0), tiles);
-    if (w.first_clean > 0 && row_limits_of(window_of(args), w.seq, w.keys, w.first_q).last < clean.end * FA_TILE_K)
+    if (w.first_clean > 0 && row_limits_of(window_of(args), w.seq, w.keys, queries.begin).last < clean.end * FA_TILE_K)
         w.first_clean = fa_min_int(w.first_clean + 1, tiles); /* a clean step's rows have seen keys before (softmax_ahead): the first row has not */
     w.end_clean    = fa_max_int(right + 1 - clean.begin, w.first_clean);
     return true;
@@ -188,15 +219,18 @@ FA_DEVICE float factor_of_o(const fa_args &args, const work &w)
 #endif
 }
 
+/* Of a consumer's 64 rows. */
+FA_DEVICE fa_range queries_of_consumer(const fa_args &args, const work &w, int group) { return queries_of(args, w, w.first_row + 64 * group, w.first_row + 64 * group + 64); }
+
 /* Steps in which this consumer's rows see nothing yet, being above the others, or at all, for there are none. */
 FA_DEVICE int blind_steps(const fa_args &args, const work &w, int group)
 {
-    int begin = w.first_q + 64 * group, end = fa_min_int(begin + 64, w.seq.seqlen_q);
-    if (begin >= end)
+    fa_range queries = queries_of_consumer(args, w, group);
+    if (queries.begin >= queries.end)
         return w.tiles;
     if (LISTED)
         return 0;
-    int last = row_limits_of(window_of(args), w.seq, w.keys, end - 1).last;
+    int last = row_limits_of(window_of(args), w.seq, w.keys, queries.end - 1).last;
     return last < w.keys.begin ? w.tiles : w.right - last / FA_TILE_K;
 }
 
