@@ -110,7 +110,7 @@ static bool stands_behind(const fa_plan *plan, int i) { return i > plan->main &&
 /* What a row accepts of its own kernel. Who walks lists has more to remember, in Hopper's backward in warps that have 24 registers; who finds a part of the keys too, once an item. */
 static int spills_of_row(const fa_tune_row *row, const fa_key *key)
 {
-    enum { SPILLS_OF_LISTS = 120, SPILLS_OF_PARTS = 24, SPILLS_OF_GROUPS = 8 };
+    enum { SPILLS_OF_LISTS = 120, SPILLS_OF_PARTS = 24, SPILLS_OF_GROUPS = 16 };
     return row->max_spill_bytes + (key->mask == FA_MASK_LISTED ? SPILLS_OF_LISTS : 0) + (key->kernel == FA_KERNEL_FORWARD_SM90 ? SPILLS_OF_PARTS * key->has_split + SPILLS_OF_GROUPS * key->has_groups : 0);
 }
 

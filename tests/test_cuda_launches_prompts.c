@@ -111,8 +111,9 @@ static void heads_of_a_key_head_share_tiles(void **state)
         int     option, kernel, tiles; /* of a key head; 0: of one head */
     } calls[] = {
         {140, 500, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 5},    {256, 500, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 0},     {140, 500, 6, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 0},
-        {140, 500, 8, 8, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 0},    {140, 500, 8, 2, 256, PLAIN, FA_KERNEL_FORWARD_SM90, 5},     {140, 500, 6, 2, 64, PLAIN, FA_KERNEL_FORWARD_SM90, 0},
-        {210, 5000, 6, 2, 64, PLAIN, FA_KERNEL_FORWARD_SM90, 4},    {140, 500, 8, 2, 128, SLOPES, FA_KERNEL_FORWARD_SM90, 0},    {140, 500, 8, 2, 128, DROPOUT, FA_KERNEL_FORWARD_SM90, 0},
+        {140, 500, 8, 8, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 0},    {140, 500, 8, 2, 256, PLAIN, FA_KERNEL_FORWARD_SM90, 5},     {240, 500, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 0},
+        {210, 5000, 6, 2, 64, PLAIN, FA_KERNEL_FORWARD_SM90, 0}, {300, 1199, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 0}, {300, 1200, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 10}, {210, 5000, 8, 2, 64, PLAIN, FA_KERNEL_FORWARD_SM90, 5},
+           {140, 500, 8, 2, 128, SLOPES, FA_KERNEL_FORWARD_SM90, 0},    {140, 500, 8, 2, 128, DROPOUT, FA_KERNEL_FORWARD_SM90, 0},
         {140, 500, 8, 2, 128, BIAS, FA_KERNEL_FORWARD_SM90, 0},     {140, 500, 8, 2, 128, WINDOW, FA_KERNEL_FORWARD_SM90, 0},    {140, 500, 8, 2, 128, FP8, FA_KERNEL_FORWARD_SM90, 0},
         {72, 4096, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 3},    {72, 4095, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_FEW_SM90, 3}, {32, 4096, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_FEW_SM90, 1},
         {33, 4096, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 2},    {64, 4096, 32, 8, 128, PLAIN, FA_KERNEL_FORWARD_FEW_SM90, 2}, {65, 4096, 32, 8, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 3},
@@ -151,7 +152,7 @@ static void few_rows_are_folded_by_blocks(void **state)
     static const struct {
         int64_t batch, queries, keys;
         int     num_splits, warps;
-    } calls[] = {{1, 4, 32768, 64, 8}, {1, 4, 32768, 8, 1}, {1, 4, 32768, 9, 8}, {8, 4, 32768, 64, 8}, {9, 4, 32768, 64, 1}, {1, 16, 32768, 0, 8}, {1, 16, 8192, 0, 8}};
+    } calls[] = {{1, 4, 32768, 64, 8}, {1, 4, 32768, 8, 1}, {1, 4, 32768, 9, 8}, {33, 4, 32768, 64, 8}, {34, 4, 32768, 64, 1}, {1, 16, 32768, 0, 8}, {1, 16, 8192, 0, 8}};
     for (size_t n = 0; n < sizeof calls / sizeof *calls; n++) {
         fa_call            call;
         fa_plan            plan;

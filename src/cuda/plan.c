@@ -280,7 +280,7 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, f
     args->page_piece = planes ? 0 : fa_page_piece(call, key->tile_k);
     args->cap_unit   = 2 * call->softcap * LOG2_E;
     args->bias_factor = 1 / call->scale;
-    args->order_heads = fa_plan_is_piece(call) && (grouped || key->has_split) ? 0 : (int)largest(heads_dealt_together(call, key) / each, 1);
+    args->order_heads = fa_is_piece(call) && (grouped || key->has_split) ? 0 : (int)largest(heads_dealt_together(call, key) / each, 1);
     if (deals_tiles(call, plan, key, items)) {
         args->all_tiles_q = (int)all;
         args->all_items   = (int)items;
@@ -371,7 +371,7 @@ flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const 
 /* The launch that folds the parts of `main`. */
 static flash_attn_status add_fold(const fa_call *call, fa_plan *plan, const fa_key *main)
 {
-    enum { LANES = 16, WIDE = 64, AT_ONCE = 8 /* fold.cu */, FEW_ROWS = 264 /* two blocks on each of 132 multiprocessors */ };
+    enum { LANES = 16, WIDE = 64, AT_ONCE = 8 /* fold.cu */, FEW_ROWS = 1056 /* eight blocks on each of 132 multiprocessors, all at once */ };
     fa_args *args = &plan->args;
     fa_key   fold = fa_plan_helper_key(FA_KERNEL_FOLD, main);
     int64_t  rows = tokens_of_parts(call) * call->heads_q;

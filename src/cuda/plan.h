@@ -13,9 +13,6 @@ static inline int64_t largest(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline bool is_packed(const fa_tune_row *row) { return row->only == FA_FOR_FEW || row->only == FA_FOR_FEW_TMA || row->only == FA_FOR_LATENT; }
 
 /* Parts of the keys in forward_sm90: args.num_splits, and in split_keys the fewest keys of one. */
-/* Of a prompt: far more keys than queries. */
-static inline bool fa_plan_is_piece(const fa_call *call) { return call->max_seqlen_k >= 4 * call->max_seqlen_q; }
-
 void fa_plan_choose_own_splits(const fa_call *call, const fa_key *key, fa_plan *plan);
 
 /* Parts of the keys elsewhere: args.split_keys, num_splits and how they grow. */

@@ -179,7 +179,7 @@ void fa_plan_choose_own_splits(const fa_call *call, const fa_key *key, fa_plan *
         int64_t all      = call->cu_seqlens_q ? ceil_div(call->q.shape[1] * (call->heads_q / heads), row->tile_q) * heads : tiles * call->batch;
         least = by_batch ? LEAST_BY_BATCH : LEAST_PART;
         parts = by_batch ? fastest_parts(call, plan, all, (int64_t)plan->chip.multiprocessors * row->min_blocks, least) : fastest_parts(call, plan, tiles, LARGE_GPU * row->min_blocks, least);
-        if (!fa_plan_is_piece(call) || args->max_seqlen_k < FEWEST_PARTS * least)
+        if (!fa_is_piece(call) || args->max_seqlen_k < FEWEST_PARTS * least)
             parts = 1;
     }
     if (parts > args->max_seqlen_k / least)
@@ -218,7 +218,7 @@ void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
     if (by_shape && is_packed(row)) {
         args->part_growth    = row->only == FA_FOR_LATENT ? GROWTH_OF_LATENT : row->tile_q == 128 ? GROWTH_OF_MOST_ROWS : row->tile_q > 16 ? GROWTH_OF_MANY_ROWS : GROWTH;
         args->part_doublings = folds ? DOUBLINGS + 1 : DOUBLINGS;
-        if (folds && row->tile_q == 128 && tiles < MANY_TILES)
+        if (folds && tiles < MANY_TILES)
             args->part_growth = args->part_growth * (int)tiles / MANY_TILES;
     }
     part = ceil_div(part, row->tile_k) * row->tile_k;

@@ -295,7 +295,7 @@ bool fa_own_splits_fit(const fa_call *call)
 static bool may_group_heads(const fa_call *call, int tile_q)
 {
     bool plain = !(call->alibi_slopes.data || call->dropout.threshold) && fa_own_splits_fit(call) && call->q.dtype != FLASH_ATTN_F8E4M3;
-    return plain && call->group > 1 && tile_q % call->group == 0 && call->q.shape[1] <= INT32_MAX / 2 / call->group;
+    return plain && call->group > 1 && (call->group & (call->group - 1)) == 0 && tile_q % call->group == 0 && call->q.shape[1] <= INT32_MAX / 2 / call->group;
 }
 
 bool fa_has_many_queries(const fa_call *call)
@@ -307,10 +307,12 @@ bool fa_has_many_queries(const fa_call *call)
     return call->max_seqlen_q > MANY || (grouped && rows > most && call->max_seqlen_k >= LONG);
 }
 
+bool fa_is_piece(const fa_call *call) { return call->max_seqlen_k >= 4 * call->max_seqlen_q; }
+
 bool fa_groups_heads(const fa_call *call, const fa_tune_row *row)
 {
     int64_t own = (call->max_seqlen_q + row->tile_q - 1) / row->tile_q * call->group, grouped = (call->max_seqlen_q * call->group + row->tile_q - 1) / row->tile_q;
-    return row->kernel == FA_KERNEL_FORWARD_SM90 && may_group_heads(call, row->tile_q) && 10 * grouped <= 9 * own;
+    return row->kernel == FA_KERNEL_FORWARD_SM90 && may_group_heads(call, row->tile_q) && 100 * grouped <= (fa_is_piece(call) ? 90 : 80) * own;
 }
 
 bool fa_tune_takes_tma(const fa_call *call)

@@ -30,10 +30,11 @@ struct work {
 #endif
 };
 
-/* A sequence's rows: its queries or, GROUPED, its queries of all heads of a key head, query by query. */
+/* A sequence's rows: its queries or, GROUPED, its queries of all heads of a key head, query by query. These are a power of two: to divide by them takes long before a tile can be asked for. */
 constexpr bool GROUPED = FA_HAS_GROUPS;
+FA_DEVICE int log2_of_group(const fa_args &args) { return 31 - __clz(args.group); }
 FA_DEVICE int rows_of_query(const fa_args &args) { return GROUPED ? args.group : 1; }
-FA_DEVICE int query_of(const fa_args &args, int row) { return GROUPED ? row / args.group : row; }
+FA_DEVICE int query_of(const fa_args &args, int row) { return GROUPED ? row >> log2_of_group(args) : row; }
 
 /* Whose row is which. */
 struct row_owner {
@@ -43,7 +44,7 @@ struct row_owner {
 FA_DEVICE row_owner owner_of(const fa_args &args, const work &w, int row)
 {
     int i = query_of(args, row);
-    return {GROUPED ? w.head + row - i * args.group : w.head, i};
+    return {GROUPED ? w.head + row - (i << log2_of_group(args)) : w.head, i};
 }
 
 /* Queries of rows [begin, end) that count. */
@@ -173,7 +174,7 @@ FA_DEVICE bool find_work(const fa_args &args, unsigned n, work &w)
     w.tiles = -1;
     if (!place_work(args, n, w))
         return false;
-    w.kv_head = w.head / args.group;
+    w.kv_head = GROUPED ? w.head >> log2_of_group(args) : w.head / args.group;
     w.spoilt  = 0;
     w.tiles   = 0;
 #if FA_MASK == FA_MASK_LISTED
