@@ -141,6 +141,19 @@ static void take_hoppers_bias(bytes *b, test_case *c, unsigned bias)
     }
 }
 
+/* Heads of a key head that share tiles in the forward. */
+static void take_groups(bytes *b, test_case *c)
+{
+    c->heads_k  = 1 + below(b, 2);
+    c->heads_q  = c->heads_k << (1 + below(b, 4));
+    c->seqlen_q = 129 + below(b, 110);
+    c->mask     = c->mask == FLASH_ATTN_WINDOW ? FLASH_ATTN_CAUSAL : c->mask;
+    c->alibi    = false;
+    c->dropout  = 0;
+    c->slices   = SLICES_NONE;
+    c->forward_only = true;
+}
+
 /* What has more than 128 queries, whole 16 bytes a row, 16 bits or FP8, and no block mask; many sequences in one of four. */
 static void take_hoppers_shape(bytes *b, test_case *c)
 {
@@ -159,6 +172,8 @@ static void take_hoppers_shape(bytes *b, test_case *c)
         c->cache_batch_idx = false;
         c->num_splits      = one_in(b, 4) ? c->num_splits : 0;
     }
+    if (one_in(b, 5) && !bias)
+        take_groups(b, c);
     if (c->varlen_q && one_in(b, 3))
         c->varlen_q = one_in(b, 2) ? LENGTHS_FEW : LENGTHS_DECODED;
     if (c->seqused_q && one_in(b, 2))

@@ -80,7 +80,7 @@ static void run_shapes(const test_case *all, int count, flash_attn_context *with
             failed += run_shape(shape, FLASH_ATTN_BF16, with);
             if (with == context && is_for_fp8(&shape) && (all[n].head_dim || d == 64 << (n + 2) % 3))
                 failed += run_shape(shape, FLASH_ATTN_F8E4M3, with);
-            if (n % 4 == 1 && shape.head_dim == 128)
+            if (n % 4 == 1 && shape.head_dim == 128 && shape.logit_size < 1000) /* float16 holds no more */
                 failed += run_shape(shape, FLASH_ATTN_F16, with);
         }
     assert_int_equal(failed, 0);

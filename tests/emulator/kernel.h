@@ -64,6 +64,7 @@ static inline float    __int_as_float(int x) { return bits_as<float>(x); }
 static inline int      __float_as_int(float x) { return bits_as<int>(x); }
 static inline unsigned __float_as_uint(float x) { return bits_as<unsigned>(x); }
 static inline int      __popc(unsigned x) { return __builtin_popcount(x); }
+static inline int      __clz(int x) { return x == 0 ? 32 : __builtin_clz((unsigned)x); }
 static inline float    __fdividef(float a, float b) { return a / b; }
 template <class T> static inline T __ldcg(const T *from) { return *from; }
 template <class T> static inline T __ldcs(const T *from) { return *from; }
