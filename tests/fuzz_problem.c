@@ -147,7 +147,10 @@ static void take_groups(bytes *b, test_case *c)
     c->heads_k  = 1 + below(b, 2);
     c->heads_q  = c->heads_k << (1 + below(b, 4));
     c->seqlen_q = 129 + below(b, 110);
-    c->mask     = c->mask == FLASH_ATTN_WINDOW ? FLASH_ATTN_CAUSAL : c->mask;
+    if (c->mask == FLASH_ATTN_WINDOW) {
+        c->mask        = FLASH_ATTN_CAUSAL;
+        c->window_left = c->window_right = 0;
+    }
     c->alibi    = false;
     c->dropout  = 0;
     c->slices   = SLICES_NONE;
