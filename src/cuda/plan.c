@@ -347,41 +347,6 @@ static bool merges_itself(const fa_key *key, fa_args *args, int64_t tiles)
     return true;
 }
 
-/* part_rows.cuh: tokens_of_parts. */
-static int64_t tokens_of_parts(const fa_call *call) { return call->of_length == 2 ? call->batch * call->few_queries : call->q.shape[0] * call->q.shape[1]; }
-
-/* The launch that merges the parts of `main`; its bits are the same by one warp a row or by eight. A warp has one row where that makes one wave of
- * blocks, two on each of 132 multiprocessors, else up to four. */
-flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const fa_key *main)
-{
-    enum { FEW_PARTS = 4, SOME_PARTS = 64, MANY_ROWS = 256, WAVE = 264, WARP_ROWS = 4 };
-    fa_args *args    = &plan->args;
-    fa_key   combine = fa_plan_helper_key(FA_KERNEL_COMBINE, main);
-    int64_t  rows    = tokens_of_parts(call) * call->heads_q;
-    combine.dtype    = 0; /* it sees only partial results and o */
-    combine.warps    = FA_COMBINE_WARPS;
-    bool alone       = args->num_splits <= FEW_PARTS || (args->num_splits <= SOME_PARTS && rows > MANY_ROWS);
-    args->row_warps  = alone ? 1 : FA_COMBINE_WARPS;
-    int64_t blocks = ceil_div(rows, FA_COMBINE_WARPS);
-    if (blocks > WAVE)
-        blocks = largest(WAVE, ceil_div(rows, FA_COMBINE_WARPS * WARP_ROWS));
-    return fa_plan_add(plan, &combine, alone ? blocks : rows);
-}
-
-/* The launch that folds the parts of `main`. */
-static flash_attn_status add_fold(const fa_call *call, fa_plan *plan, const fa_key *main)
-{
-    enum { LANES = 16, WIDE = 64, AT_ONCE = 8 /* fold.cu */, FEW_ROWS = 1056 /* eight blocks on each of 132 multiprocessors, all at once */ };
-    fa_args *args = &plan->args;
-    fa_key   fold = fa_plan_helper_key(FA_KERNEL_FOLD, main);
-    int64_t  rows = tokens_of_parts(call) * call->heads_q;
-    bool     by_block = rows <= FEW_ROWS && ceil_div(args->num_splits, args->run_parts) > AT_ONCE;
-    fold.dtype      = 0; /* it sees only partial results and o */
-    fold.warps      = FA_COMBINE_WARPS;
-    args->row_warps = by_block ? FA_COMBINE_WARPS : 1;
-    return fa_plan_add(plan, &fold, by_block ? rows : ceil_div(rows, FA_COMBINE_WARPS * (main->head_dim_v <= WIDE ? 32 / LANES : 1)));
-}
-
 /* Hopper's own. Few parts of few tiles of latent attention: the parts are clusters, which merge them. Else blocks stay where all sequences are alike; where they are not,
  * the hardware deals them out better. */
 static flash_attn_status add_packed(const fa_call *call, fa_plan *plan, fa_key *key, int64_t tiles)
@@ -400,7 +365,7 @@ static flash_attn_status add_packed(const fa_call *call, fa_plan *plan, fa_key *
     plan->launch[plan->main].stays = !merges && fa_plan_is_alike(call);
     if (!key->has_split || merges || key->one_launch == 2)
         return FLASH_ATTN_OK;
-    return latent ? fa_plan_add_combine(call, plan, key) : add_fold(call, plan, key);
+    return latent ? fa_plan_add_combine(call, plan, key) : fa_plan_add_fold(call, plan, key);
 }
 
 static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key *key)
@@ -515,7 +480,7 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
     args->slice_offsets = take(&a, plan->offsets_bytes > 0 ? call->batch + 1 : 0, sizeof(int));
     if (key->has_split) {
         bool    few   = key->kernel == FA_KERNEL_FORWARD_FEW_SM90; /* it has a maximum and a sum; where its blocks have all parts, a place for far rows of one */
-        int64_t parts = few && key->one_launch == 2 ? 1 : few ? ceil_div(args->num_splits, args->run_parts) : args->num_splits, rows = parts * call->heads_q * tokens_of_parts(call);
+        int64_t parts = few && key->one_launch == 2 ? 1 : few ? ceil_div(args->num_splits, args->run_parts) : args->num_splits, rows = parts * call->heads_q * fa_plan_tokens_of_parts(call);
         args->o_partial   = take(&a, rows * key->head_dim_v, sizeof(float));
         args->lse_partial = take(&a, few ? 2 * rows : rows, sizeof(float));
         if (few && key->one_launch > 1) {

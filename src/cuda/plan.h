@@ -69,8 +69,12 @@ flash_attn_status fa_plan_one_tile(const fa_call *call, fa_plan *plan, const fa_
 
 flash_attn_status fa_plan_backward(const fa_call *call, fa_plan *plan, fa_key *key);
 
-/* The merge of partial results, if the keys are split. */
+/* Rows of a part of a head: tokens_of_parts of part_rows.cuh. */
+int64_t fa_plan_tokens_of_parts(const fa_call *call);
+
+/* The launch that makes one result of the parts of `main`: of their sums, or of forward_few_sm90's folded. */
 flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const fa_key *main);
+flash_attn_status fa_plan_add_fold(const fa_call *call, fa_plan *plan, const fa_key *main);
 
 /* The rungs of the ladder: one launch for each tile of queries, but for those that keep something in memory. */
 flash_attn_status fa_plan_ladder(const fa_call *call, fa_plan *plan, fa_key *key);

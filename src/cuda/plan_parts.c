@@ -1,4 +1,4 @@
-/* The parts into which a forward's keys are split, and the two kinds of sequences that a batch may have. */
+/* The parts into which a forward's keys are split, the launches that make one result of them, and the two kinds of sequences that a batch may have. */
 #include "cuda/plan.h"
 #include "cuda/tune.h"
 
@@ -195,7 +195,7 @@ void fa_plan_choose_own_splits(const fa_call *call, const fa_key *key, fa_plan *
  * are split, into parts of a length that depends on the number of heads and on the sequence's own length alone, never on the batch or on how
  * many multiprocessors there are, for the order of sums must not: with 32 keys for each head, a context of 4096 keys gives
  * 128 blocks at batch 1, about one for each multiprocessor of a large GPU. Where rows are packed, parts grow with the root of
- * the length, for each has a begin and an end, and leaves a result that grows with its rows (decision 0058). A caller who asks for -1 lets
+ * the length, for each has a begin and an end, and leaves a result that grows with its rows (decision 0058), on Hopper less where a sequence has few tiles (decision 0096). A caller who asks for -1 lets
  * the batch count too.
  */
 void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
@@ -226,4 +226,37 @@ void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
         return;
     args->split_keys = (int)part;
     args->num_splits = (int)most_parts(args, part, keys, folds ? FA_FOLD_PARTS : 0);
+}
+
+int64_t fa_plan_tokens_of_parts(const fa_call *call) { return call->of_length == 2 ? call->batch * call->few_queries : call->q.shape[0] * call->q.shape[1]; }
+
+/* The launch that merges the parts of `main`; its bits are the same by one warp a row or by eight. A warp has one row where that makes one wave of
+ * blocks, two on each of 132 multiprocessors, else up to four. */
+flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const fa_key *main)
+{
+    enum { FEW_PARTS = 4, SOME_PARTS = 64, MANY_ROWS = 256, WAVE = 264, WARP_ROWS = 4 };
+    fa_args *args    = &plan->args;
+    fa_key   combine = fa_plan_helper_key(FA_KERNEL_COMBINE, main);
+    int64_t  rows    = fa_plan_tokens_of_parts(call) * call->heads_q;
+    combine.dtype    = 0; /* it sees only partial results and o */
+    combine.warps    = FA_COMBINE_WARPS;
+    bool alone       = args->num_splits <= FEW_PARTS || (args->num_splits <= SOME_PARTS && rows > MANY_ROWS);
+    args->row_warps  = alone ? 1 : FA_COMBINE_WARPS;
+    int64_t blocks = ceil_div(rows, FA_COMBINE_WARPS);
+    if (blocks > WAVE)
+        blocks = largest(WAVE, ceil_div(rows, FA_COMBINE_WARPS * WARP_ROWS));
+    return fa_plan_add(plan, &combine, alone ? blocks : rows);
+}
+
+flash_attn_status fa_plan_add_fold(const fa_call *call, fa_plan *plan, const fa_key *main)
+{
+    enum { LANES = 16, WIDE = 64, AT_ONCE = 8 /* fold.cu */, FEW_ROWS = 1056 /* eight blocks on each of 132 multiprocessors, all at once */ };
+    fa_args *args = &plan->args;
+    fa_key   fold = fa_plan_helper_key(FA_KERNEL_FOLD, main);
+    int64_t  rows = fa_plan_tokens_of_parts(call) * call->heads_q;
+    bool     by_block = rows <= FEW_ROWS && ceil_div(args->num_splits, args->run_parts) > AT_ONCE;
+    fold.dtype      = 0; /* it sees only partial results and o */
+    fold.warps      = FA_COMBINE_WARPS;
+    args->row_warps = by_block ? FA_COMBINE_WARPS : 1;
+    return fa_plan_add(plan, &fold, by_block ? rows : ceil_div(rows, FA_COMBINE_WARPS * (main->head_dim_v <= WIDE ? 32 / LANES : 1)));
 }

@@ -124,8 +124,8 @@ static inline bool fa_has_one_tile(const fa_tune_row *row) { return row->kernel 
 bool fa_is_hoppers_own(enum fa_kernel_id kernel);
 bool fa_is_backward(enum fa_kernel_id kernel);
 
-/* More than 128 queries (fewer are split over the keys by the portable kernel, and so is what asks for parts; a forward
- * of few keys is not: is_short), a scale above 0, strides that a tensor map describes. */
+/* Many queries, backward more than 128 (fewer, and few that ask for parts, are for the kernels of few queries; a forward of few keys is not: is_short), a scale above 0, strides that a
+ * tensor map describes. */
 bool fa_tune_takes_tma(const fa_call *call);
 
 /* Of so many queries that a tile of one head is better than one of all heads of a key head: more than 128, and forward on long keys some fewer. */
