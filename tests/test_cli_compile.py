@@ -18,6 +18,7 @@ PROBLEM = "--arch 90 --causal --forward-only".split()
 BF16 = ["--dtype", "bf16"]
 NAMES = {}  # what is set where only names count
 CALLS = [(1, 1, 1), (3, 5000, 1), (16, 300, 7), (40, 40, 2), (100, 70000, 1), (128, 128, 300), (129, 131, 3), (700, 700, 1), (1500, 3000, 40), (5000, 5000, 1)]
+GROUPS = [(8, 70, 4), (2, 60000, 8), (16, 150, 1), (64, 9000, 3), (135, 2998, 1), (140, 140, 9), (201, 3567, 32), (244, 4042, 30), (400, 30000, 9), (426, 5396, 2), (1025, 9000, 1)]  # whose heads may share tiles
 
 
 class Compile(Case):
@@ -35,6 +36,12 @@ class Compile(Case):
         for queries, keys, batch in CALLS:
             call = [*BF16, "--seqlen-q", queries, "--seqlen-k", keys, "--batch", batch]
             self.assertEqual(self.compile("every", *call), every, call)  # nothing is added
+        for heads_k in (1, 4):
+            grouped = [*BF16, "--heads", 8, "--heads-k", heads_k]
+            every_group = self.compile(f"groups {heads_k}", *grouped)
+            for queries, keys, batch in GROUPS:
+                call = [*grouped, "--seqlen-q", queries, "--seqlen-k", keys, "--batch", batch]
+                self.assertEqual(self.compile(f"groups {heads_k}", *call), every_group, call)
 
         one = self.compile("one", *BF16, "--seqlen", 700)
         self.assertLess(one, every)  # such calls alone

@@ -311,8 +311,9 @@ bool fa_is_piece(const fa_call *call) { return call->max_seqlen_k >= 4 * call->m
 
 bool fa_groups_heads(const fa_call *call, const fa_tune_row *row)
 {
+    enum { MOST_QUERIES = 1024 }; /* of more none is empty by much */
     int64_t own = (call->max_seqlen_q + row->tile_q - 1) / row->tile_q * call->group, grouped = (call->max_seqlen_q * call->group + row->tile_q - 1) / row->tile_q;
-    return row->kernel == FA_KERNEL_FORWARD_SM90 && may_group_heads(call, row->tile_q) && 100 * grouped <= (fa_is_piece(call) ? 90 : 80) * own;
+    return row->kernel == FA_KERNEL_FORWARD_SM90 && call->max_seqlen_q <= MOST_QUERIES && may_group_heads(call, row->tile_q) && 100 * grouped <= (fa_is_piece(call) ? 90 : 80) * own;
 }
 
 bool fa_tune_takes_tma(const fa_call *call)

@@ -135,7 +135,7 @@ bool fa_has_many_queries(const fa_call *call);
 bool fa_is_piece(const fa_call *call);
 
 /* In forward_sm90 a tile's rows are queries of all heads of a key head: where tiles of one head's queries would be empty by a tenth more, or a fifth if that is no piece of a prompt, whose
- * tiles take little time beside their begin and end. A power of two of heads, of which a whole number of queries fits; 16 bits, without bias, ALiBi, dropout, slices and window. */
+ * tiles take little time beside their begin and end. Up to 1024 queries. A power of two of heads, of which a whole number of queries fits; 16 bits, without bias, ALiBi, dropout, slices and window. */
 bool fa_groups_heads(const fa_call *call, const fa_tune_row *row);
 
 /* What forward_sm90 splits over the keys: no bias, slices and window. */
