@@ -105,7 +105,7 @@ static void a_batch_of_two_kinds_is_two_calls(void **state)
 static void heads_of_a_key_head_share_tiles(void **state)
 {
     (void)state;
-    enum { PLAIN, SLOPES, DROPOUT, BIAS, WINDOW, FP8, OPTIONS };
+    enum { PLAIN, SLOPES, DROPOUT, BIAS, WINDOW, FP8 };
     static const struct {
         int64_t queries, keys, heads_q, heads_k, d;
         int     option, kernel, tiles; /* of a key head; 0: of one head */
@@ -113,7 +113,7 @@ static void heads_of_a_key_head_share_tiles(void **state)
         {140, 500, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 5},    {256, 500, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 0},     {140, 500, 6, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 0},
         {140, 500, 8, 8, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 0},    {140, 500, 8, 2, 256, PLAIN, FA_KERNEL_FORWARD_SM90, 5},     {240, 500, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 0},
         {210, 5000, 6, 2, 64, PLAIN, FA_KERNEL_FORWARD_SM90, 0}, {300, 1199, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 0}, {300, 1200, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 10}, {210, 5000, 8, 2, 64, PLAIN, FA_KERNEL_FORWARD_SM90, 5},
-           {140, 500, 8, 2, 128, SLOPES, FA_KERNEL_FORWARD_SM90, 0},    {140, 500, 8, 2, 128, DROPOUT, FA_KERNEL_FORWARD_SM90, 0},
+        {140, 500, 8, 2, 128, SLOPES, FA_KERNEL_FORWARD_SM90, 0},    {140, 500, 8, 2, 128, DROPOUT, FA_KERNEL_FORWARD_SM90, 0},
         {140, 500, 8, 2, 128, BIAS, FA_KERNEL_FORWARD_SM90, 0},     {140, 500, 8, 2, 128, WINDOW, FA_KERNEL_FORWARD_SM90, 0},    {140, 500, 8, 2, 128, FP8, FA_KERNEL_FORWARD_SM90, 0},
         {72, 4096, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 3},    {72, 4095, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_FEW_SM90, 3}, {32, 4096, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_FEW_SM90, 1},
         {33, 4096, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 2},    {64, 4096, 32, 8, 128, PLAIN, FA_KERNEL_FORWARD_FEW_SM90, 2}, {65, 4096, 32, 8, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 3},

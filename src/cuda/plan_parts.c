@@ -23,7 +23,8 @@ int fa_plan_calls_of(const fa_call *call, fa_call calls[2])
 }
 
 /* Of rows that heads of a key head share. */
-static int64_t packed_tiles(const fa_call *call, const fa_tune_row *row) { return ceil_div(call->max_seqlen_q * call->group, row->tile_q) * call->heads_k * call->batch; }
+static int64_t packed_tiles_of_one(const fa_call *call, const fa_tune_row *row) { return ceil_div(call->max_seqlen_q * call->group, row->tile_q) * call->heads_k; }
+static int64_t packed_tiles(const fa_call *call, const fa_tune_row *row) { return packed_tiles_of_one(call, row) * call->batch; }
 
 /* The most parts that a sequence of at most `keys` keys has, where parts grow with its own length (forward_work.cuh) beyond `before` of them. */
 static int64_t most_parts(const fa_args *args, int64_t part, int64_t keys, int64_t before)
@@ -203,7 +204,7 @@ void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
     enum { GROWTH = 32, GROWTH_OF_MANY_ROWS = 64, GROWTH_OF_MOST_ROWS = 256, GROWTH_OF_LATENT = 256, DOUBLINGS = 3, MANY_TILES = 8 };
     const fa_tune_row *row  = plan->row;
     fa_args           *args = &plan->args;
-    int64_t keys = args->max_seqlen_k, part = keys, heads = is_packed(row) ? call->heads_k : call->heads_q, tiles = ceil_div(call->max_seqlen_q * call->group, row->tile_q) * call->heads_k; /* packed */
+    int64_t keys = args->max_seqlen_k, part = keys, heads = is_packed(row) ? call->heads_k : call->heads_q, tiles = packed_tiles_of_one(call, row);
     bool    folds = row->only == FA_FOR_FEW_TMA, fastest = call->num_splits < 0 && (folds || row->only == FA_FOR_LATENT), by_shape = call->num_splits <= 0 && !fastest;
     if (keys == 0)
         return;

@@ -276,12 +276,14 @@ static bool backward_takes_tma(const fa_call *call)
     return !call->cache_batch_idx && !call->leftpad_k /* without a mask it hides keys past the last alone */ && call->dout.dtype == call->q.dtype;
 }
 
+static int64_t widest_columns(const fa_call *call) { return call->head_dim > call->head_dim_v ? call->head_dim : call->head_dim_v; }
+
 /* Forward, of so few keys that they are not split: queries of more than half a tile, at 64 columns of a quarter (decision 0088), and of half a tile up to 1024 keys (0091; 256 columns were
  * not timed). Queries of several heads fill a tile better together, and FP8 is exact in the portable kernel. */
 static bool is_short(const fa_call *call)
 {
     enum { FEW_KEYS = 256, MORE_KEYS = 1024, NARROW = 64, WIDE = 128, HALF_TILE = 64 };
-    int64_t columns = call->head_dim > call->head_dim_v ? call->head_dim : call->head_dim_v;
+    int64_t columns = widest_columns(call);
     bool    more    = call->max_seqlen_q > HALF_TILE && columns <= WIDE;
     return call->pass == FLASH_ATTN_FORWARD && call->max_seqlen_k <= (more ? MORE_KEYS : FEW_KEYS) && call->max_seqlen_q > (columns <= NARROW ? 32 : HALF_TILE) && call->group == 1 &&
            call->q.dtype != FLASH_ATTN_F8E4M3;
@@ -301,7 +303,7 @@ static bool may_group_heads(const fa_call *call, int tile_q)
 bool fa_has_many_queries(const fa_call *call)
 {
     enum { MANY = 128, MANY_ROWS = 256, MANY_ROWS_OF_FEW = 128, FEW_HEADS = 4, LONG = 4096, NARROW = 64, WIDE = 128, TILE = 128, TILE_OF_NARROW = 192 };
-    int64_t columns = call->head_dim > call->head_dim_v ? call->head_dim : call->head_dim_v, rows = call->max_seqlen_q * call->group;
+    int64_t columns = widest_columns(call), rows = call->max_seqlen_q * call->group;
     int64_t most    = call->heads_k <= FEW_HEADS ? MANY_ROWS_OF_FEW : MANY_ROWS;
     bool    grouped = call->pass == FLASH_ATTN_FORWARD && call->q.dtype != FLASH_ATTN_F32 && columns <= WIDE && may_group_heads(call, columns <= NARROW ? TILE_OF_NARROW : TILE);
     return call->max_seqlen_q > MANY || (grouped && rows > most && call->max_seqlen_k >= LONG);

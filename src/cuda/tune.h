@@ -128,7 +128,7 @@ bool fa_is_backward(enum fa_kernel_id kernel);
  * tensor map describes. */
 bool fa_tune_takes_tma(const fa_call *call);
 
-/* Of so many queries that a tile of one head is better than one of all heads of a key head: more than 128, and forward on long keys some fewer. */
+/* Too many for the kernels of few queries, where Hopper's own take the call: more than 128, and forward on long keys fewer, if tiles of all heads of a key head suit it and are several. */
 bool fa_has_many_queries(const fa_call *call);
 
 /* Of a prompt: far more keys than queries. */

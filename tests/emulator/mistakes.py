@@ -268,7 +268,7 @@ MISTAKES = [
     ("two kinds: all sequences' rows in one place", PART_ROWS, "(fa_i64)b * args.few_queries + i", "(fa_i64)i", TWO_KINDS),
     ("short forward: inspectors a phase behind", SHORT_FORWARD, "        await_full(n, V_FULL);\n        if (w.tiles", "        await_full(n, K_FULL);\n        if (w.tiles", SHORT_FORWARD_HALF),
     ("groups: a mask by rows in place of queries", SCORES, "query_of(args, w.first_row + 64 * group", "(w.first_row + 64 * group", GROUPS),
-    ("groups: all rows are the first head's", WORK, "w.head + row - i * args.group", "w.head", GROUPS),
+    ("groups: all rows are the first head's", WORK, "w.head + row - (i << log2_of_group(args))", "w.head", GROUPS),
     ("groups: one sink for all heads", RESULT, "sink_log2_of(args, of.head)", "sink_log2_of(args, w.head)", GROUPS),
     ("groups: Q from as many queries on as there are rows", FORWARD, "w.seq.q_row + query_of(args, w.first_row), w.head", "w.seq.q_row + w.first_row, w.head", GROUPS),
     ("groups: the last query of a tile sees what the one before sees", WORK, "query_of(args, end - 1) + 1", "query_of(args, end - 1)", GROUPS),

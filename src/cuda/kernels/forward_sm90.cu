@@ -15,6 +15,8 @@
  * key tile goes with P V of the last (FA_VARIANT bit 0); with one, a consumer passes by key tiles that only rows below its own see. A block
  * stays on its multiprocessor and takes one tile of queries after the other.
  *
+ * With FA_HAS_GROUPS a tile's rows are queries of all heads that share a key head (decision 0096).
+ *
  * With FA_MIN_BLOCKS 2 two such blocks share a multiprocessor, which has no registers for S' beside P then: a step is S, softmax, P V, one after the
  * other and without turns, and what fills the waits is the other three consumers'. Starts and ends of tiles hide likewise. So do three consumers of 128
  * columns in FP8, whose P takes few registers, and with turns at the exponentials of 96 under a causal mask; of 64 under ALiBi's the next step's S begins behind P V, in
