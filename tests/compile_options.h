@@ -204,6 +204,19 @@ static void set_grouped_split_pages(flash_attn_problem *p, flash_attn_grads *g)
     set_paged(p, g);
     p->pages.pages_per_seq = 512;
 }
+/* So many of these sequences that a block walks all parts of its tile. */
+static void set_walked(flash_attn_problem *p, flash_attn_grads *g)
+{
+    set_grouped_split(p, g);
+    p->num_splits = 0;
+    p->q.shape[0] = p->k.shape[0] = p->v.shape[0] = 64;
+}
+static void set_walked_pages(flash_attn_problem *p, flash_attn_grads *g)
+{
+    set_walked(p, g);
+    set_paged(p, g);
+    p->pages.pages_per_seq = 512;
+}
 /* The backward in one launch, and in three where a row for few queries would take one. */
 static void set_small(flash_attn_problem *p, flash_attn_grads *g)
 {
@@ -231,6 +244,7 @@ static const option options[] = {
     {"whole", true, false, set_whole, FEW_ROWS}, {"groups", true, false, set_groups, FEW_ROWS}, {"whole_pages", true, false, set_whole_pages, FEW_ROWS},
     {"grouped", true, false, set_grouped, ROWS_OF_16_BIT}, {"grouped_pages", true, false, set_grouped_pages, HEAD_DIM_64},
     {"grouped_split", true, false, set_grouped_split, ROWS_OF_16_BIT}, {"grouped_split_pages", true, false, set_grouped_split_pages, HEAD_DIM_64},
+    {"walked", true, false, set_walked, ROWS_OF_16_BIT}, {"walked_pages", true, false, set_walked_pages, HEAD_DIM_64},
     {"few_heads_k", true, true, set_few_heads_k, HEAD_DIM_64}, {"uneven_d", true, true, set_uneven, TIGHT_ROWS},
     {"odd_d", true, true, set_odd, ROWS_OF_16_BIT}, {"o_f32", true, true, set_o_f32, HEAD_DIM_64},
     {"deterministic", false, true, set_deterministic, HEAD_DIM_64}, {"small", false, true, set_small, EVERY_ROW},

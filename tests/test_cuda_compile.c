@@ -107,10 +107,13 @@ static void add_key(key_list *list, const fa_key *key, int spills)
  * of its loads alone. */
 static bool stands_behind(const fa_plan *plan, int i) { return i > plan->main && plan->launch[i].key.kernel == FA_KERNEL_BACKWARD_SM80; }
 
-/* What a row accepts of its own kernel. Who walks lists has more to remember, in Hopper's backward in warps that have 24 registers; who finds a part of the keys too, once an item. */
+/* What a row accepts of its own kernel. Who walks lists has more to remember, in Hopper's backward in warps that have 24 registers; who finds a part of the keys too, once an item, and who folds parts where each ends: no loop of steps
+ * spills anything. */
 static int spills_of_row(const fa_tune_row *row, const fa_key *key)
 {
-    enum { SPILLS_OF_LISTS = 120, SPILLS_OF_PARTS = 24, SPILLS_OF_GROUPS = 16 };
+    enum { SPILLS_OF_LISTS = 120, SPILLS_OF_PARTS = 24, SPILLS_OF_GROUPS = 16, SPILLS_OF_FOLDING = 320 };
+    if (key->kernel == FA_KERNEL_FORWARD_SM90 && key->one_launch)
+        return row->max_spill_bytes + SPILLS_OF_FOLDING;
     return row->max_spill_bytes + (key->mask == FA_MASK_LISTED ? SPILLS_OF_LISTS : 0) + (key->kernel == FA_KERNEL_FORWARD_SM90 ? SPILLS_OF_PARTS * key->has_split + SPILLS_OF_GROUPS * key->has_groups : 0);
 }
 

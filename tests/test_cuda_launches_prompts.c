@@ -3,7 +3,8 @@
 
 #include "cuda/plan.h"
 
-/* Pieces of a prompt: parts by heads, queries and keys alone, whatever else is in the batch; -1 counts it, and the GPU's multiprocessors. */
+/* Pieces of a prompt: parts by heads, queries and keys alone, whatever else is in the batch, which says only whether a block has all parts of a tile; -1 counts it for the parts too, and the GPU's
+ * multiprocessors. */
 static void pieces_of_a_prompt_are_split(void **state)
 {
     (void)state;
@@ -11,13 +12,14 @@ static void pieces_of_a_prompt_are_split(void **state)
         int64_t           queries, keys, heads_q, heads_k, d;
         flash_attn_mask   mask;
         int               num_splits, parts, of_eight; /* parts that one sequence and eight have */
+        bool              walked;                      /* of eight: by a block each tile's */
     } calls[] = {
-        {512, 32768, 8, 1, 128, FLASH_ATTN_CAUSAL, 0, 4, 4},   {512, 32768, 8, 1, 128, FLASH_ATTN_CAUSAL, -1, 4, 1}, {256, 32768, 8, 8, 128, FLASH_ATTN_NONE, 0, 8, 8},
-        {1024, 32768, 8, 1, 128, FLASH_ATTN_CAUSAL, 0, 2, 2},  {2048, 32768, 8, 1, 128, FLASH_ATTN_CAUSAL, 0, 1, 1}, {256, 32768, 32, 8, 128, FLASH_ATTN_CAUSAL, 0, 2, 2},
-        {256, 32768, 4, 1, 128, FLASH_ATTN_CAUSAL, 0, 16, 16}, {512, 4095, 8, 1, 128, FLASH_ATTN_CAUSAL, 0, 1, 1},   {512, 4096, 8, 1, 128, FLASH_ATTN_CAUSAL, 0, 4, 4},
-        {256, 4096, 8, 1, 128, FLASH_ATTN_CAUSAL, -1, 8, 1},   {2048, 8191, 2, 2, 128, FLASH_ATTN_NONE, 0, 1, 1},    {2048, 8192, 2, 2, 128, FLASH_ATTN_NONE, 0, 4, 4},
-        {512, 32768, 8, 1, 128, FLASH_ATTN_WINDOW, 0, 1, 1},   {512, 1000, 32, 8, 128, FLASH_ATTN_CAUSAL, 3, 3, 3},  {512, 32768, 8, 1, 128, FLASH_ATTN_CAUSAL, 1, 1, 1},
-        {512, 32768, 8, 1, 64, FLASH_ATTN_CAUSAL, 0, 5, 5},    {512, 32768, 8, 1, 256, FLASH_ATTN_CAUSAL, 0, 4, 4},
+        {512, 32768, 8, 1, 128, FLASH_ATTN_CAUSAL, 0, 4, 4, true},   {512, 32768, 8, 1, 128, FLASH_ATTN_CAUSAL, -1, 4, 1, false}, {256, 32768, 8, 8, 128, FLASH_ATTN_NONE, 0, 8, 8, true},
+        {1024, 32768, 8, 1, 128, FLASH_ATTN_CAUSAL, 0, 2, 2, true},  {2048, 32768, 8, 1, 128, FLASH_ATTN_CAUSAL, 0, 1, 1, false}, {256, 32768, 32, 8, 128, FLASH_ATTN_CAUSAL, 0, 2, 2, true},
+        {256, 32768, 4, 1, 128, FLASH_ATTN_CAUSAL, 0, 16, 16, false}, {512, 4095, 8, 1, 128, FLASH_ATTN_CAUSAL, 0, 1, 1, false},   {512, 4096, 8, 1, 128, FLASH_ATTN_CAUSAL, 0, 4, 4, true},
+        {256, 4096, 8, 1, 128, FLASH_ATTN_CAUSAL, -1, 8, 1, false},   {2048, 8191, 2, 2, 128, FLASH_ATTN_NONE, 0, 1, 1, false},    {2048, 8192, 2, 2, 128, FLASH_ATTN_NONE, 0, 4, 4, true},
+        {512, 32768, 8, 1, 128, FLASH_ATTN_WINDOW, 0, 1, 1, false},   {512, 1000, 32, 8, 128, FLASH_ATTN_CAUSAL, 3, 3, 3, false},  {512, 32768, 8, 1, 128, FLASH_ATTN_CAUSAL, 1, 1, 1, false},
+        {512, 32768, 8, 1, 64, FLASH_ATTN_CAUSAL, 0, 5, 5, false},    {512, 32768, 8, 1, 256, FLASH_ATTN_CAUSAL, 0, 4, 4, false},
     };
     for (size_t n = 0; n < sizeof calls / sizeof *calls; n++)
         for (int64_t batch = 1; batch <= 8; batch += 7) {
@@ -31,9 +33,12 @@ static void pieces_of_a_prompt_are_split(void **state)
             if (plan.args.num_splits != parts || main_of(&plan)->key.has_split != (parts > 1))
                 fail_msg("call %zu, %d sequences: %d parts", n, (int)batch, plan.args.num_splits);
             assert_int_equal(main_of(&plan)->key.kernel, FA_KERNEL_FORWARD_SM90);
-            assert_int_equal(plan.launch[plan.num_launches - 1].key.kernel == FA_KERNEL_COMBINE, parts > 1);
-            assert_int_equal(main_of(&plan)->blocks, plan.args.tiles_q * calls[n].heads_q * batch * parts);
-            assert_true(parts == 1 || plan.workspace_bytes >= (size_t)(parts * batch * calls[n].queries * calls[n].heads_q) * (calls[n].d + 1) * sizeof(float));
+            bool walks = main_of(&plan)->key.one_launch == 2;
+            assert_int_equal(walks, batch > 1 && calls[n].walked);
+            assert_int_equal(plan.launch[plan.num_launches - 1].key.kernel == FA_KERNEL_FOLD, parts > 1 && !walks);
+            assert_int_equal(main_of(&plan)->blocks, plan.args.tiles_q * calls[n].heads_q * batch * (walks ? 1 : parts));
+            assert_true(parts == 1 || walks || plan.workspace_bytes >= (size_t)(parts * batch * calls[n].queries * calls[n].heads_q) * (calls[n].d + 2) * sizeof(float));
+            assert_true(!walks || plan.workspace_bytes <= (size_t)(132 * main_of(&plan)->key.tile_q) * (calls[n].d + 2) * sizeof(float) + 1024); /* a block's place for rows that are computed again */
         }
 }
 

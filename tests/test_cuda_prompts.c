@@ -87,6 +87,125 @@ static void a_piece_of_a_prompt_has_the_bits_that_it_has_in_a_batch(void **state
     expect_bits(128, FLASH_ATTN_NONE);
 }
 
+/* So many sequences that a block walks all parts of a tile (parts_sm90.cuh), where parts of one are blocks' own: each has the same bits. All have the same keys. ALL_PARTS: so many sequences in parts. */
+enum { FAR = 1, SPOILT = 2, NAN_QUERY = 4, PADDED = 8, FEWER_HEADS = 16, ALL_PARTS = 32 };
+
+static bool are_same(const float *a, const float *b, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        if (memcmp(a + i, b + i, sizeof *a) != 0 && !(isnan(a[i]) && isnan(b[i])))
+            return false;
+    return true;
+}
+
+static void expect_bits_of_walks(int64_t d, flash_attn_mask mask, int has)
+{
+    enum { SOME = 8, MANY = 200, PARTS = 4, MORE_PARTS = 11 };
+    typedef struct pieces {
+        uint16_t q[MANY * O_COUNT], k[LONGEST * HEADS * MOST_COLUMNS], v[LONGEST * HEADS * MOST_COLUMNS];
+        float    o[MANY * O_COUNT], lse[MANY * LSE_COUNT];
+        int32_t  cache[MANY], used[MANY], pad[MANY];
+    } pieces;
+    int      batch = getenv("EMULATOR_MULTIPROCESSORS") ? SOME : MANY; /* more tiles than multiprocessors */
+    int64_t  heads_k = has & FEWER_HEADS ? 1 : HEADS, of_q = QUERIES * HEADS * d;
+    pieces  *host = there(calloc(1, sizeof *host)), *got = there(calloc(1, sizeof *got)), *device = there(gpu->alloc(sizeof *device));
+    fill(host->q, (size_t)of_q, 7);
+    fill(host->k, sizeof host->k / 2, 8);
+    fill(host->v, sizeof host->v / 2, 9);
+    uint16_t nan = 0x7FC0, *row = host->q + 77 * HEADS * d;
+    for (int64_t i = 0; i < d * HEADS; i++)
+        row[i] = has & FAR ? (uint16_t)(row[i] + (33 << 7)) : has & NAN_QUERY ? nan : row[i]; /* 2^33 times as large */
+    if (has & SPOILT) {
+        host->v[(LONGEST - 30) * heads_k * d + 5] = nan; /* the last queries see it */
+        host->v[1 * heads_k * d + 3] = nan;              /* all see it, or with padding nobody */
+    }
+    for (int b = 0; b < batch; b++) {
+        memcpy(host->q + b * of_q, host->q, sizeof *host->q * (size_t)of_q);
+        host->used[b] = LONGEST;
+        host->pad[b]  = 70;
+    }
+    assert_true(gpu->to_device(device, host, sizeof *host));
+    flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA}, .mask = mask, .cache_batch_idx = device->cache, .seqused_k = device->used, .leftpad_k = has & PADDED ? device->pad : NULL};
+    p.q = (flash_attn_tensor){device->q, FLASH_ATTN_BF16, 0, {batch, QUERIES, HEADS, d}, {0}};
+    p.k = (flash_attn_tensor){device->k, FLASH_ATTN_BF16, 0, {1, LONGEST, heads_k, d}, {0}};
+    p.v = p.k;
+    p.v.data = device->v;
+    p.o      = (flash_attn_tensor){device->o, FLASH_ATTN_F32, 0, {batch, QUERIES, HEADS, d}, {0}};
+    p.lse.data = device->lse;
+    for (int parts = has & ALL_PARTS ? 2 : 0; parts <= (has & ALL_PARTS ? PARTS + 1 : 0); parts++) {
+        p.q.shape[0] = p.o.shape[0] = batch;
+        p.num_splits = parts;
+        expect_ok(flash_attn_forward(context, &p, NULL));
+        assert_true(gpu->to_host(host, device, sizeof *host));
+        p.q.shape[0] = p.o.shape[0] = 1;
+        p.num_splits = parts > 0 ? parts : PARTS; /* as many as it has by default */
+        expect_ok(flash_attn_forward(context, &p, NULL));
+        assert_true(gpu->to_host(got, device, sizeof *got));
+        for (int b = 0; b < batch; b++)
+            if (!are_same(host->o + b * of_q, got->o, (size_t)of_q) || !are_same(host->lse + b * LSE_COUNT, got->lse, LSE_COUNT))
+                fail_msg("head_dim %d, mask %d, %d, %d parts: sequence %d has other bits", (int)d, (int)mask, has, parts, b);
+    }
+    if (has & ALL_PARTS) { /* more than a warp has on their way: not the same bits, but near */
+        p.num_splits = MORE_PARTS;
+        expect_ok(flash_attn_forward(context, &p, NULL));
+        assert_true(gpu->to_host(got, device, sizeof *got));
+        for (int64_t i = 0; i < of_q; i++)
+            if (isnan(got->o[i]) != isnan(host->o[i]) || fabsf(got->o[i] - host->o[i]) > 4e-3f)
+                fail_msg("head_dim %d, element %d: %g in %d parts, %g in fewer", (int)d, (int)i, (double)got->o[i], MORE_PARTS, (double)host->o[i]);
+    }
+    for (int64_t i = 77 * HEADS * d; i < 78 * HEADS * d && has & NAN_QUERY; i++)
+        assert_true(isnan(got->o[i]) && isnan(got->lse[77 + i / d % HEADS * QUERIES]));
+    gpu->free(device);
+    free(got);
+    free(host);
+}
+
+static void parts_that_a_block_walks_have_the_bits_of_parts_of_several(void **state)
+{
+    (void)state;
+    skip_unless(context != NULL, why_not);
+    expect_bits_of_walks(128, FLASH_ATTN_CAUSAL, 0);
+    expect_bits_of_walks(128, FLASH_ATTN_CAUSAL, FEWER_HEADS | FAR);
+    expect_bits_of_walks(128, FLASH_ATTN_CAUSAL, SPOILT | PADDED);
+    expect_bits_of_walks(64, FLASH_ATTN_CAUSAL, FEWER_HEADS | NAN_QUERY | SPOILT);
+    expect_bits_of_walks(64, FLASH_ATTN_NONE, FAR | PADDED);
+    expect_bits_of_walks(128, FLASH_ATTN_NONE, FEWER_HEADS | NAN_QUERY);
+    expect_bits_of_walks(128, FLASH_ATTN_CAUSAL, FEWER_HEADS | ALL_PARTS); /* so many rows that a warp of fold.cu has four, two or one */
+    expect_bits_of_walks(64, FLASH_ATTN_CAUSAL, SPOILT | NAN_QUERY | ALL_PARTS);
+}
+
+/* A query of NaN has results of NaN, and no other has: in parts that forward_few_sm90 leaves in memory, folds itself, or does not make. */
+static void a_query_of_nan_stays_nan_in_parts(void **state)
+{
+    (void)state;
+    skip_unless(context != NULL, why_not);
+    enum { FEW = 20, NAN_ROW = 7, D = 128, ROW = HEADS * D };
+    static const int splits[] = {1, 3, 0, -1};
+    tensors *host = there(calloc(1, sizeof *host)), *device = there(gpu->alloc(sizeof *device));
+    fill(host->q, sizeof host->q / 2, 10);
+    fill(host->k, sizeof host->k / 2, 11);
+    fill(host->v, sizeof host->v / 2, 12);
+    for (int i = NAN_ROW * ROW; i < (NAN_ROW + 1) * ROW; i++)
+        host->q[i] = 0x7FC0;
+    assert_true(gpu->to_device(device, host, sizeof *host));
+    for (size_t n = 0; n < sizeof splits / sizeof *splits; n++) {
+        flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA}, .mask = FLASH_ATTN_CAUSAL, .num_splits = splits[n]};
+        p.q = (flash_attn_tensor){device->q, FLASH_ATTN_BF16, 0, {1, FEW, HEADS, D}, {0}};
+        p.k = (flash_attn_tensor){device->k, FLASH_ATTN_BF16, 0, {1, LONGEST, 1, D}, {0}};
+        p.v = p.k;
+        p.v.data = device->v;
+        p.o      = (flash_attn_tensor){device->o, FLASH_ATTN_F32, 0, {1, FEW, HEADS, D}, {0}};
+        p.lse.data = device->lse;
+        expect_ok(flash_attn_forward(NULL, &p, NULL));
+        assert_true(gpu->to_host(host, device, sizeof *host));
+        for (int i = 0; i < FEW * ROW; i++)
+            if (isnan(host->o[i]) != (i / ROW == NAN_ROW) || isnan(host->lse[i / ROW + i / D % HEADS * FEW]) != (i / ROW == NAN_ROW))
+                fail_msg("num_splits %d, query %d: O %g, LSE %g", splits[n], i / ROW, (double)host->o[i], (double)host->lse[i / ROW + i / D % HEADS * FEW]);
+    }
+    gpu->free(device);
+    free(host);
+}
+
 /* One sequence's piece in the middle of others with a query each: two calls' work in one, of which each has the bits of its own call. Keys: as many of each, packed. */
 static void expect_bits_of_own_calls(int keys)
 {
@@ -182,6 +301,8 @@ int main(int argc, char **argv)
     }
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_piece_of_a_prompt_has_the_bits_that_it_has_in_a_batch),
+        cmocka_unit_test(parts_that_a_block_walks_have_the_bits_of_parts_of_several),
+        cmocka_unit_test(a_query_of_nan_stays_nan_in_parts),
         cmocka_unit_test(a_piece_among_decoded_tokens_has_the_bits_of_its_own_call),
     };
     int failed = cmocka_run_group_tests_name("cuda_prompts", tests, NULL, NULL);

@@ -262,18 +262,21 @@ flash_attn_status fa_plan_add_planes(const fa_call *call, fa_plan *plan, const f
 static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, fa_key *key)
 {
     fa_args *args  = &plan->args;
-    fa_key   whole = *key; /* combine has its results */
+    fa_key   whole = *key; /* fold has its results */
     bool     grouped = fa_groups_heads(call, plan->row);
     int64_t  each = grouped ? call->group : 1; /* rows of a query */
     key->has_groups = grouped;
     args->tiles_q   = (int)ceil_div(call->max_seqlen_q * each, key->tile_q);
     fa_plan_choose_own_splits(call, key, plan);
     if (args->num_splits > 1) {
-        key->has_split = 1;
-        key->dtype_o   = FA_F32;
-        key->variant  &= ~1; /* one stage of Q: a part is long enough, and registers hold Q (decision 0094) */
+        key->has_split  = 1;
+        key->variant   &= ~1; /* one stage of Q: a part is long enough, and registers hold Q (decision 0094) */
+        key->one_launch = fa_plan_walks_parts(call, key, plan) ? 2 : 0;
+        if (!key->one_launch)
+            key->dtype_o = FA_F32;
     }
-    int64_t  tiles  = args->tiles_q, heads = call->heads_q / each * args->num_splits, all = fa_plan_tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1] * each, key->tile_q, tiles);
+    bool     parted = key->has_split && !key->one_launch; /* over blocks */
+    int64_t  tiles  = args->tiles_q, heads = call->heads_q / each * (parted ? args->num_splits : 1), all = fa_plan_tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1] * each, key->tile_q, tiles);
     int64_t  blocks = tiles * heads * call->batch, items = all * heads;
     bool     planes = key->kernel == FA_KERNEL_FORWARD_F32_SM90;
     plan->has_maps   = !planes;
@@ -304,7 +307,7 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, f
     plan->main = plan->num_launches;
     FA_TRY(fa_plan_add(plan, key, blocks));
     plan->launch[plan->main].stays = true;
-    return args->num_splits > 1 ? fa_plan_add_combine(call, plan, &whole) : FLASH_ATTN_OK;
+    return parted ? fa_plan_add_fold(call, plan, &whole) : FLASH_ATTN_OK;
 }
 
 void fa_plan_set_apart(const fa_call *call, fa_args *args)
@@ -479,15 +482,16 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
     args->slices        = take(&a, plan->slices_bytes > 0 ? call->slices.count : 0, sizeof(fa_slice));
     args->slice_offsets = take(&a, plan->offsets_bytes > 0 ? call->batch + 1 : 0, sizeof(int));
     if (key->has_split) {
-        bool    few   = key->kernel == FA_KERNEL_FORWARD_FEW_SM90; /* it has a maximum and a sum; where its blocks have all parts, a place for far rows of one */
+        bool             few = key->kernel == FA_KERNEL_FORWARD_FEW_SM90, folds = few || key->kernel == FA_KERNEL_FORWARD_SM90; /* these have a maximum and a sum */
+        const fa_launch *main = &plan->launch[plan->main];
+        int64_t          most = (int64_t)plan->chip.multiprocessors * key->min_blocks, blocks = main->stays && main->blocks > most ? most : main->blocks;
         int64_t parts = few && key->one_launch == 2 ? 1 : few ? ceil_div(args->num_splits, args->run_parts) : args->num_splits, rows = parts * call->heads_q * fa_plan_tokens_of_parts(call);
+        if (folds && !few && key->one_launch)
+            rows = blocks * key->tile_q; /* a block's place for far rows */
         args->o_partial   = take(&a, rows * key->head_dim_v, sizeof(float));
-        args->lse_partial = take(&a, few ? 2 * rows : rows, sizeof(float));
-        if (few && key->one_launch > 1) {
-            const fa_launch *main = &plan->launch[plan->main];
-            int64_t          most = (int64_t)plan->chip.multiprocessors * key->min_blocks, blocks = main->stays && main->blocks > most ? most : main->blocks;
-            args->folded_o        = take(&a, FA_FOLD_PLACES * blocks * key->tile_q * key->head_dim_v, sizeof(float));
-        }
+        args->lse_partial = take(&a, folds ? 2 * rows : rows, sizeof(float));
+        if (few && key->one_launch > 1)
+            args->folded_o = take(&a, FA_FOLD_PLACES * blocks * key->tile_q * key->head_dim_v, sizeof(float));
     }
     if (turns_v_ahead(key))
         args->v_turned = take(&a, call->batch * call->heads_k * args->tiles_k * key->tile_k, (size_t)key->head_dim_v);

@@ -15,6 +15,9 @@ static inline bool is_packed(const fa_tune_row *row) { return row->only == FA_FO
 /* Parts of the keys in forward_sm90: args.num_splits, and in split_keys the fewest keys of one. */
 void fa_plan_choose_own_splits(const fa_call *call, const fa_key *key, fa_plan *plan);
 
+/* Whether a block has all parts of a tile there, which it walks and folds itself: by what is in the batch, for the bits are the same. */
+bool fa_plan_walks_parts(const fa_call *call, const fa_key *key, const fa_plan *plan);
+
 /* Parts of the keys elsewhere: args.split_keys, num_splits and how they grow. */
 void fa_plan_choose_splits(const fa_call *call, fa_plan *plan);
 

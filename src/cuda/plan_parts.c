@@ -135,15 +135,29 @@ static bool has_enough_tiles(const fa_call *call, const fa_plan *plan)
     return plan->row->only == FA_FOR_FEW && packed_tiles(call, plan->row) >= 3 * (int64_t)plan->chip.multiprocessors;
 }
 
-/* Microseconds of so many tiles of queries of forward_sm90, whose keys are parted, on so many blocks, as measured on an H200: a step's products as fast as its clock under load allows, a part's
- * begin and end, and the launch that merges. */
+/* Microseconds of forward_sm90, as measured on an H200: a tile's begin and end, a step's products as fast as its clock under load allows, the launch that merges parts, and a part that is folded where
+ * it ends. */
+static const double BEGIN_AND_END = 2.5, FLOPS = 5.7e6 /* of a multiprocessor */, MERGE = 3.0, BYTES = 3.3e6, FLOAT_FOLDED = 3e-5;
+
+static double time_of_steps(const fa_call *call, const fa_tune_row *row, int64_t steps)
+{
+    return (double)steps * (2.0 * row->tile_q * row->tile_k * (double)(call->head_dim + call->head_dim_v) / FLOPS * row->min_blocks);
+}
+
+/* Of so many tiles of queries, whose keys are parted, on so many blocks. */
 static double time_of_parts(const fa_call *call, const fa_plan *plan, int64_t tiles, int64_t slots, int64_t parts)
 {
-    static const double FLOPS = 5.7e6 /* of a multiprocessor */, END = 2.5, MERGE = 3.0, BYTES = 3.3e6;
     const fa_tune_row *row = plan->row;
-    double step = 2.0 * row->tile_q * row->tile_k * (double)(call->head_dim + call->head_dim_v) / FLOPS * row->min_blocks;
-    double walk = (double)ceil_div(tiles * parts, slots) * ((double)ceil_div(plan->args.tiles_k, parts) * step + END);
+    double walk = (double)ceil_div(tiles * parts, slots) * (time_of_steps(call, row, ceil_div(plan->args.tiles_k, parts)) + BEGIN_AND_END);
     return walk + (parts > 1 ? MERGE + (double)(tiles * parts * row->tile_q * call->head_dim_v) * sizeof(float) / BYTES : 0);
+}
+
+/* The same, where a block walks all parts of its tile. */
+static double time_of_walk(const fa_call *call, const fa_plan *plan, int64_t tiles, int64_t slots, int64_t parts)
+{
+    const fa_tune_row *row = plan->row;
+    double folds = (double)parts * (double)(row->tile_q * call->head_dim_v) * FLOAT_FOLDED;
+    return (double)ceil_div(tiles, slots) * (time_of_steps(call, row, plan->args.tiles_k) + folds + BEGIN_AND_END);
 }
 
 /* Parts with which so many tiles take least, of `least` keys or more. */
@@ -162,6 +176,26 @@ static int64_t fastest_parts(const fa_call *call, const fa_plan *plan, int64_t t
     return best;
 }
 
+/* Tiles of all sequences, of which one has so many at most. */
+static int64_t tiles_of_batch(const fa_call *call, const fa_tune_row *row, int64_t tiles, int64_t heads)
+{
+    return call->cu_seqlens_q ? ceil_div(call->q.shape[1] * (call->heads_q / heads), row->tile_q) * heads : tiles * call->batch;
+}
+
+static int64_t heads_of_tiles(const fa_call *call, const fa_key *key) { return key->has_groups ? call->heads_k : call->heads_q; }
+
+bool fa_plan_walks_parts(const fa_call *call, const fa_key *key, const fa_plan *plan)
+{
+    enum { MOST_PARTS = 32 /* bits of work.spoilt */, THREE_CONSUMERS = 16, NARROW = 64, WIDE = 128 };
+    const fa_tune_row *row   = plan->row;
+    bool               fits  = row->dtypes == FA_IN_16_BIT && row->min_blocks == 1 && row->head_dim <= (row->warps == THREE_CONSUMERS ? NARROW : WIDE) && !key->has_alibi && !key->has_dropout;
+    int64_t            heads = heads_of_tiles(call, key), tiles = plan->args.tiles_q * heads, slots = plan->chip.multiprocessors, parts = plan->args.num_splits;
+    if (call->num_splits != 0 || !fits || parts > MOST_PARTS)
+        return false;
+    tiles = tiles_of_batch(call, row, tiles, heads);
+    return time_of_walk(call, plan, tiles, slots, parts) < time_of_parts(call, plan, tiles, slots, parts);
+}
+
 /*
  * Parts in forward_sm90: pieces of a prompt, few heads and long keys, whose tiles of queries are fewer than blocks. By heads and the longest sequence's queries, for a GPU of 132
  * multiprocessors and one sequence: then a sequence's own length says how many it has (work_sm90.cuh), and its bits are the same in any batch. There a part costs as much as it is
@@ -169,15 +203,15 @@ static int64_t fastest_parts(const fa_call *call, const fa_plan *plan, int64_t t
  */
 void fa_plan_choose_own_splits(const fa_call *call, const fa_key *key, fa_plan *plan)
 {
-    enum { LARGE_GPU = 132, LEAST_PART = 1024, LEAST_BY_BATCH = 512, FEWEST_PARTS = 4 };
+    enum { LARGE_GPU = 132, LEAST_PART = 1024, LEAST_BY_BATCH = 256, FEWEST_PARTS = 4 };
     const fa_tune_row *row   = plan->row;
     fa_args           *args  = &plan->args;
-    int64_t            heads = key->has_groups ? call->heads_k : call->heads_q, tiles = args->tiles_q * heads, parts = call->num_splits, least = row->tile_k;
+    int64_t            heads = heads_of_tiles(call, key), tiles = args->tiles_q * heads, parts = call->num_splits, least = row->tile_k;
     if (row->kernel != FA_KERNEL_FORWARD_SM90 || !fa_own_splits_fit(call))
         return;
     if (parts <= 0) {
         bool    by_batch = parts < 0;
-        int64_t all      = call->cu_seqlens_q ? ceil_div(call->q.shape[1] * (call->heads_q / heads), row->tile_q) * heads : tiles * call->batch;
+        int64_t all      = tiles_of_batch(call, row, tiles, heads);
         least = by_batch ? LEAST_BY_BATCH : LEAST_PART;
         parts = by_batch ? fastest_parts(call, plan, all, (int64_t)plan->chip.multiprocessors * row->min_blocks, least) : fastest_parts(call, plan, tiles, LARGE_GPU * row->min_blocks, least);
         if (!fa_is_piece(call) || args->max_seqlen_k < FEWEST_PARTS * least)
@@ -251,13 +285,18 @@ flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const 
 
 flash_attn_status fa_plan_add_fold(const fa_call *call, fa_plan *plan, const fa_key *main)
 {
-    enum { LANES = 16, WIDE = 64, AT_ONCE = 8 /* fold.cu */, FEW_ROWS = 1056 /* eight blocks on each of 132 multiprocessors, all at once */ };
+    enum { LANES = 16, NARROW = 64, WIDE = 128, FEW_ROWS = 1056 /* eight blocks on each of 132 multiprocessors, all at once */, MANY_ROWS = 2112 };
     fa_args *args = &plan->args;
     fa_key   fold = fa_plan_helper_key(FA_KERNEL_FOLD, main);
-    int64_t  rows = fa_plan_tokens_of_parts(call) * call->heads_q;
-    bool     by_block = rows <= FEW_ROWS && ceil_div(args->num_splits, args->run_parts) > AT_ONCE;
+    bool     few  = main->kernel == FA_KERNEL_FORWARD_FEW_SM90;
+    int64_t  rows = fa_plan_tokens_of_parts(call) * call->heads_q, results = ceil_div(args->num_splits, args->run_parts);
+    bool     by_block = few && rows <= FEW_ROWS && results > FA_FOLD_RESULTS;
     fold.dtype      = 0; /* it sees only partial results and o */
     fold.warps      = FA_COMBINE_WARPS;
     args->row_warps = by_block ? FA_COMBINE_WARPS : 1;
-    return fa_plan_add(plan, &fold, by_block ? rows : ceil_div(rows, FA_COMBINE_WARPS * (main->head_dim_v <= WIDE ? 32 / LANES : 1)));
+    args->fold_rows = few ? 0 : 1;
+    if (!few && rows > MANY_ROWS && main->head_dim_v <= WIDE)
+        args->fold_rows = results <= FA_FOLD_RESULTS / 4 ? 4 : results <= FA_FOLD_RESULTS / 2 ? 2 : 1;
+    int64_t rows_of_block = FA_COMBINE_WARPS * largest(args->fold_rows, 1) * (main->head_dim_v <= NARROW ? 32 / LANES : 1);
+    return fa_plan_add(plan, &fold, by_block ? rows : ceil_div(rows, rows_of_block));
 }

@@ -82,6 +82,7 @@ static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which)
 static inline void __threadfence() {}
 static inline void __syncthreads() { emulator.barrier(0, emulator.threads); }
 static inline int  __syncthreads_or(int x) { return emulator.barrier_or(x); }
+static inline int  atomicOr(int *to, int value) { return __atomic_fetch_or(to, value, __ATOMIC_RELAXED); }
 static inline int  atomicAdd(int *to, int value)
 {
     int before = *to;

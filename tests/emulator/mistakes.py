@@ -19,7 +19,7 @@ SCORES, BIAS, FAR, ROWSUM, DBIAS = "scores_sm90.cuh", "bias_sm90.cuh", "far_rows
 MASK, OWNER, PART_ROWS, MERGE_PARTS = "mask.cuh", "row_owner.cuh", "part_rows.cuh", "merge_parts.cuh"
 LISTS, LISTED, MERGE = "list_tiles.cu", "listed.cuh", "merge.cu"
 SHORT, SHORT_BLOCK, SHORT_FORWARD, NUMBERS, STAGED = "backward_short_sm90.cu", "short_block_sm90.cuh", "forward_short_sm90.cu", "numbers.cuh", "gradients_sm90.cuh"
-FEW, FOLD, GROUPED = "forward_few_sm90.cu", "fold.cu", "grouped_sm90.cuh"
+FEW, FOLD, GROUPED, WALKED, FOLDED = "forward_few_sm90.cu", "fold.cu", "grouped_sm90.cuh", "parts_sm90.cuh", "fold_parts.cuh"
 F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES = "forward_f32_sm90.cu", "backward_f32_sm90.cu", "backward_f32_narrow_sm90.cuh", "backward_f32_wide_sm90.cuh", "planes_sm90.cu"
 PROGRAMS = dict.fromkeys((F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES), "test_cuda_f32") | dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few") | {MERGE: "test_cuda_merge"} | dict.fromkeys((MASK, OWNER, PART_ROWS, MERGE_PARTS), "test_cuda_prompts")  # else TEST
 
@@ -61,6 +61,8 @@ PARTS = ("parts", "every_shape*")
 GROUPS = ("groups, causal, sinks", "every_shape*")
 GROUPS_VARLEN = ("groups, varlen, sinks", "every_shape*")
 TWO_KINDS = ("", "a_piece_among*")
+WALKS = ("", "parts_that_a_block*")
+NAN_QUERY = ("", "a_query_of_nan*")
 FEW_KEYS_BACK = ("few keys", "every_short_backward*")
 SHORT_NAN = ("", "nan_reaches_only_short*")
 FEW_MANY = ("many tiles in one part", "every_shape*")
@@ -70,7 +72,7 @@ WAIT_FOR_O = "    wgmma_wait<0>();\n    hold(c.o);\n    hold(c.p);\n"
 WAIT_FOR_S = "    wgmma_wait<1>();\n    hold(s);\n    hold_held(c.q);\n"
 GIVE_K = "    /* Of all lanes, or ptxas finds the address lane by lane and gives K back behind most exponentials. */\n    release(same_for_all(k_empty(c.tile + 1)));\n"
 GIVE_V = "    release(same_for_all(v_empty(tile)));\n"
-FINISH_O = "    finish_output(c, c.tile);\n    if (moved)"
+FINISH_O = "    finish_output(c, c.tile);\n    if constexpr (BEGINS) {"
 AFTER_S = "    if (n + 1 == seen)\n        release(q_empty(item));\n    finish_scores(args, w, s, c.group, n, MASKED, c.tile + 1, words);\n"
 WAIT_FOR_DV = "    wgmma_wait<1>();\n    hold(c.dv);\n    hold(c.p);\n"
 GIVE_DOUT = "    release(dout_empty(c.n));\n"
@@ -260,8 +262,20 @@ MISTAKES = [
     ("parts: each up to the last key", WORK, "all.end   = fa_min_int(all.end, (w.part + 1) * keys);", "", PARTS),
     ("parts: stored over each other", RARE, "row_of_part(args, w.part, of.head,", "row_of_part(args, 0, of.head,", PARTS),
     ("parts: a sink in each", RARE, "if (SPLIT || !args.sinks.data)", "if (!args.sinks.data)", ("parts, causal, sinks", "every_shape*")),
-    ("parts: rows computed again stored as O", RARE, "store_element(base_of_o(args),", "store_element(args.o.data,", ("parts, far logits", "every_shape*")),
+    ("parts: rows computed again stored as O", RARE, "return {base_of_o(args), offset", "return {(char *)args.o.data, offset", ("parts, far logits", "every_shape*")),
     ("parts: dealt as one", WORK, "place_of_dealt(tiles, heads_of_parts(args),", "place_of_dealt(tiles, args.heads_q,", ("parts, varlen", "every_shape*")),
+    ("walked parts: one goes on with the sums of the one before", FORWARD, "    if (BEGINS)\n        c.rows = no_rows();\n", "", WALKS),
+    ("walked parts: O goes on", WALKED, "c.fresh = c.has_kept = true;", "c.has_kept = true;", WALKS),
+    ("walked parts: what was kept is forgotten", WALKED, "    if (c.has_kept)\n", "    if (false)\n", WALKS),
+    ("walked parts: each a tile longer", WALKED, "part_tiles_of(w) + 1; }", "part_tiles_of(w) + 2; }", WALKS),
+    ("walked parts: V that spoilt one spoils the first", INSPECT, "1 << tile / w.part_tiles", "1", WALKS),
+    ("walked parts: V looked at when its part may have ended", INSPECT, "    if constexpr (WHOLE) /* a part does not wait until all of the item has been looked at */\n        look();\n", "", WALKS),
+    ("walked parts: far rows with all keys", WALKED, "{fa_max_int(w.keys.begin, part * keys), fa_min_int(w.keys.end, (part + 1) * keys)}", "w.keys", WALKS),
+    ("walked parts: far rows keep their sums", WALKED, "        max[h] = stats.x;\n", "", WALKS),
+    ("folded: a warp's rows are neighbours", FOLD, "find_results(args, first + r * apart, of[r])", "find_results(args, first + r, of[r])", WALKS),
+    ("folded: the first results twice", FOLD, "            load(r, last);\n        }", "        }", WALKS),
+    ("folded: a row of NaN that has seen nothing", FOLDED, "!(sum == 0.0f) ? 0.0f : max", "false ? 0.0f : max", NAN_QUERY),
+    ("folded: a row computed again that is NaN", FOLDED, "lse == lse ? make_float2(lse * FA_LOG2E, 1.0f) : make_float2(0.0f, lse)", "make_float2(lse * FA_LOG2E, 1.0f)", WALKS),
     ("two kinds: long ones in both calls", MASK, "        if (!has_length(args, s.rows_q))\n            s.rows_q = 0;\n", "", TWO_KINDS),
     ("two kinds: rows of the others merged too", OWNER, "        if (row >= s.q_row + s.rows_q)\n            return false;\n", "", TWO_KINDS),
     ("two kinds: rows behind one of the others lost", MERGE_PARTS, "            continue;\n        if (!FEW", "            break;\n        if (!FEW", TWO_KINDS),
@@ -292,7 +306,8 @@ def run(test, emulator, folder, shapes):
     shapes, tests, *seed = shapes
     environment.update({"EMULATOR_SEED": seed[0]} if seed else {})
     changed = next(file for file in os.listdir(folder) if file != "cache")
-    program = os.path.join(os.path.dirname(test), PROGRAMS[changed]) if changed in PROGRAMS else test
+    program = "test_cuda_prompts" if (shapes, tests) in (WALKS, NAN_QUERY) else PROGRAMS.get(changed)
+    program = os.path.join(os.path.dirname(test), program) if program else test
     done = subprocess.run([program, "--shapes", shapes, tests], env=environment, capture_output=True, text=True, timeout=600)
     said = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "FAILED " in line or "emulated GPU:" in line]
     return None if done.returncode == 0 else said[0] if said else f"status {done.returncode}"

@@ -55,9 +55,9 @@ typedef struct fa_args {
 
     /* Workspace. "token" is a row of q counted over all entries: entry * q_rows + row. tokens = q_entries * q_rows. */
     float *o_partial;   /* [num_splits][heads_q][tokens][FA_HEAD_DIM_V]; an empty part's rows need not be written. tokens are here those of part_rows.cuh */
-    float *lse_partial; /* [num_splits][heads_q][tokens], natural log, -inf where the part saw nothing: always written. forward_few_sm90:
-                           float2, maximum in log2 and sum, of O unscaled; with FA_ONE_LAUNCH 2 one part's, of far rows alone, with 3 a
-                           group's */
+    float *lse_partial; /* [num_splits][heads_q][tokens], natural log, -inf where the part saw nothing: always written. forward_few_sm90 and forward_sm90:
+                           float2, maximum in log2 and sum, of O unscaled; with FA_ONE_LAUNCH 2 one part's, of far rows alone (of forward_sm90, as O then:
+                           [blocks][FA_TILE_Q]), with 3 a group's */
     float *delta;       /* [heads_q][tokens]: rowsum(dO * O), by backward_rowsum.cu */
     float *dq_accum;    /* [heads_q][tokens][FA_HEAD_DIM] sum of dS K without the scale; zeroed by backward_rowsum.cu,
                            FA_ONE_LAUNCH: by the cluster that adds to it; backward_sm90: by nobody */
@@ -131,6 +131,8 @@ typedef struct fa_args {
     int *tile_turns;                       /* likewise, of a backward in a fixed order: [all tiles of queries][tiles_k], how many tiles of keys meet it before this one */
     int apart_o, apart_dq;                 /* forward_short_sm90, backward_short_sm90: as apart_q; apart_dq -1: it is not wanted, as apart_dk and apart_dv are there */
     int few_queries;                       /* FA_OF_LENGTH: of how many queries at most the sequences are that have a call of their own */
+    int fold_rows;                         /* fold of forward_sm90, in one step from result to result: so many times FOLD_ROWS rows a warp, a grid's warps apart: 4 with up to FA_FOLD_RESULTS / 4 results, 2
+                                              with up to FA_FOLD_RESULTS / 2, or 1; of forward_few_sm90 0: groups of FA_FOLD_GROUP results are folded first, if these are parts */
 } fa_args;
 
 /*
@@ -153,7 +155,7 @@ typedef struct fa_args {
  *   list_tiles          tile of all_tiles_q; of a backward of all_tiles_k, and behind them, in a fixed order, of all_tiles_q
  *   planes_sm90         of Q, then of K, then of V, then with FA_VARIANT 1 of dO: tile of all_tiles_q or all_tiles_k, head
  *   values_sm90         tile of k, key head, entry = tiles_k * heads_k * batch
- *   fold                FOLD_ROWS rows a warp, or row_warps warps a row: tokens * heads_q rows
+ *   fold                FOLD_ROWS rows a warp, fold_rows times as many, or row_warps warps a row: tokens * heads_q rows
  *   combine             row_warps warps a row, or one for up to four rows, a grid's warps apart: tokens * heads_q rows
  */
 #define FA_COMBINE_WARPS 8

@@ -43,13 +43,16 @@
     X(has_dbias, FA_HAS_DBIAS)         /* backward: gradient of the bias wanted */                             \
     X(has_kv_accum, FA_HAS_KV_ACCUM)   /* backward: dK, dV of a group of heads added in float dk_accum, dv_accum */ \
     X(deterministic, FA_DETERMINISTIC) /* backward: dQ added in key-tile order */                              \
-    X(one_launch, FA_ONE_LAUNCH)       /* backward: delta and the caller's dQ are made in the main kernel; the forwards for packed rows: a tile's blocks merge its parts, 2: it has one; forward_few_sm90: 2: a block has all parts of a tile, 3: a group */
+    X(one_launch, FA_ONE_LAUNCH)       /* backward: delta and the caller's dQ are made in the main kernel; the forwards for packed rows: a tile's blocks merge its parts, 2: it has one; forward_few_sm90, forward_sm90: 2: a block has all parts of a tile, 3: a group */
 
 /* forward_few_sm90 (fold_parts.cuh): neighbouring parts that are folded by themselves; parts of a sequence before they become longer;
  * places in args.folded_o that a block has */
 #define FA_FOLD_GROUP 4
 #define FA_FOLD_PARTS 8
 #define FA_FOLD_PLACES 3
+
+/* fold.cu: results that a warp has on their way */
+#define FA_FOLD_RESULTS 8
 
 /* FA_DTYPE*: flash_attn_dtype's values */
 #define FA_F32 0

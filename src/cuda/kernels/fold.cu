@@ -1,6 +1,7 @@
 /*
- * Split keys of forward_few_sm90, where blocks have a part each, or a group: a row's results into one (fold_parts.cuh). A warp has FOLD_ROWS rows; or, of few rows with many
- * results (args.row_warps), a block has one row and its warps a group each, so that the results are asked for at once. Bits do not depend on that.
+ * Split keys of forward_few_sm90, where blocks have a part each, or a group, and of forward_sm90: a row's results into one (fold_parts.cuh). A warp has FOLD_ROWS rows or, of forward_sm90,
+ * args.fold_rows times as many; of few rows of forward_few_sm90 with many results (args.row_warps) a block has one row and its warps a group each, so that the results are asked for at once. Bits do
+ * not depend on that.
  */
 #include "fold_parts.cuh"
 #include "merge_parts.cuh"
@@ -54,20 +55,28 @@ FA_DEVICE bool find_results(const fa_args &args, unsigned n, row_of_results &of)
     return of.head < args.heads_q && find_row(args, (int)(n % (unsigned)tokens), of.entry, of.row, of.counts);
 }
 
+/* A result, which is nothing if it is not there; O, which may be anything where the part saw nothing, only if `asked`. */
+FA_DEVICE float2 load_sums(const fa_args &args, const row_of_results &of, int n, bool there)
+{
+    return there ? ((const float2 *)args.lse_partial)[n * of.part_rows + of.n] : make_float2(-infinity(), 0.0f);
+}
+
+FA_DEVICE void load_columns(const fa_args &args, const row_of_results &of, int n, bool asked, int col, float4 (&o)[CHUNKS])
+{
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++)
+        o[c] = asked && col + 128 * c < args.head_dim_v ? *(const float4 *)&args.o_partial[(n * of.part_rows + of.n) * FA_HEAD_DIM_V + col + 128 * c] : no_columns();
+}
+
 /* Results last, last - 1, ... down to `first`, which are all asked for before one is used; past that there is nothing. */
 template <int COUNT> FA_DEVICE void load_results(const fa_args &args, const row_of_results &of, int last, int first, int col, float2 (&stats)[COUNT], float4 (&part)[COUNT][CHUNKS])
 {
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
-        stats[i] = last - i >= first ? ((const float2 *)args.lse_partial)[(last - i) * of.part_rows + of.n] : make_float2(-infinity(), 0.0f);
+        stats[i] = load_sums(args, of, last - i, last - i >= first);
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
-#pragma unroll
-        for (int c = 0; c < CHUNKS; c++) {
-            part[i][c] = no_columns();
-            if (stats[i].x != -infinity() && col + 128 * c < args.head_dim_v)
-                part[i][c] = *(const float4 *)&args.o_partial[((last - i) * of.part_rows + of.n) * FA_HEAD_DIM_V + col + 128 * c];
-        }
+        load_columns(args, of, last - i, stats[i].x != -infinity(), col, part[i]);
 }
 
 FA_DEVICE void fold_result(folded_row &group, float2 stats, const float4 (&part)[CHUNKS])
@@ -112,6 +121,49 @@ FA_DEVICE void fold_by_warp(const fa_args &args, const row_of_results &of, int r
     store_folded(args, of, all, col);
 }
 
+/* Results that are no group's parts, of ROWS rows: all are asked for at once, whether there is something or not, and of one row RESULTS, and then as many. */
+template <int RESULTS, int ROWS> FA_DEVICE void fold_each(const fa_args &args, unsigned first, unsigned apart, int results)
+{
+    int            col = threadIdx.x % FOLD_LANES * 4;
+    row_of_results of[ROWS];
+    float2         stats[ROWS][RESULTS];
+    float4         part[ROWS][RESULTS][CHUNKS];
+    bool           some[ROWS];
+    auto           load = [&](int r, int last) {
+#pragma unroll
+        for (int i = 0; i < RESULTS; i++) {
+            bool there  = some[r] && i <= last;
+            stats[r][i] = load_sums(args, of[r], last - i, there);
+            load_columns(args, of[r], last - i, there, col, part[r][i]);
+        }
+    };
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        some[r] = find_results(args, first + r * apart, of[r]);
+        load(r, results - 1);
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        folded_row all = nothing_folded();
+        for (int last = results - 1;;) {
+#pragma unroll
+            for (int i = 0; i < RESULTS; i++) {
+                if (stats[r][i].x == -infinity())
+#pragma unroll
+                    for (int c = 0; c < CHUNKS; c++)
+                        part[r][i][c] = no_columns();
+                fold_result(all, stats[r][i], part[r][i]);
+            }
+            last -= RESULTS;
+            if (ROWS > 1 || last < 0)
+                break;
+            load(r, last);
+        }
+        if (some[r])
+            store_folded(args, of[r], all, col);
+    }
+}
+
 FA_DEVICE void fold_by_block(const fa_args &args, const row_of_results &of, int results, int group)
 {
     __shared__ float4   shared_o[FA_WARPS][CHUNKS][32];
@@ -148,17 +200,27 @@ FA_DEVICE void fold_by_block(const fa_args &args, const row_of_results &of, int 
         store_folded(args, of, all, col);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * FA_WARPS) fold(const __grid_constant__ fa_args args)
+extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, CHUNKS == 1 ? 3 : 2) fold(const __grid_constant__ fa_args args)
 {
     wait_for_launch_before();
     let_next_launch_begin();
-    bool           by_block = args.row_warps > 1;
-    row_of_results of;
-    if (!find_results(args, by_block ? blockIdx.x : (blockIdx.x * FA_WARPS + threadIdx.x / 32) * FOLD_ROWS + threadIdx.x % 32 / FOLD_LANES, of))
-        return;
-    int group = args.run_parts > 1 ? 1 : FA_FOLD_GROUP, results = (args.num_splits + args.run_parts - 1) / args.run_parts; /* a result may be a group's */
-    if (by_block)
-        fold_by_block(args, of, results, group);
-    else
-        fold_by_warp(args, of, results, group);
+    bool     by_block = args.row_warps > 1;
+    int      results  = (args.num_splits + args.run_parts - 1) / args.run_parts; /* a result may be a group's */
+    unsigned row = by_block ? blockIdx.x : (blockIdx.x * FA_WARPS + threadIdx.x / 32) * FOLD_ROWS + threadIdx.x % 32 / FOLD_LANES, apart = gridDim.x * FA_WARPS * FOLD_ROWS;
+    if (CHUNKS == 1 && args.fold_rows == 4)
+        fold_each<FA_FOLD_RESULTS / 4, CHUNKS == 1 ? 4 : 1>(args, row, apart, results);
+    else if (CHUNKS == 1 && args.fold_rows == 2)
+        fold_each<FA_FOLD_RESULTS / 2, CHUNKS == 1 ? 2 : 1>(args, row, apart, results);
+    else if (args.fold_rows == 1)
+        fold_each<FA_FOLD_RESULTS, 1>(args, row, apart, results);
+    else {
+        int            group = args.run_parts > 1 ? 1 : FA_FOLD_GROUP;
+        row_of_results of;
+        if (!find_results(args, row, of))
+            return;
+        if (by_block)
+            fold_by_block(args, of, results, group);
+        else
+            fold_by_warp(args, of, results, group);
+    }
 }

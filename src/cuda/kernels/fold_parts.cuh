@@ -9,6 +9,12 @@
 
 #include "softmax.cuh"
 
+/* A part's maximum as it is kept. Of a row all of whose scores are NaN it is -inf too, as if the row had seen nothing, but its sum is NaN. */
+FA_DEVICE float kept_maximum(float max, float sum) { return max == -infinity() && !(sum == 0.0f) ? 0.0f : max; }
+
+/* What is kept of a row that has been computed by itself (far_rows.cuh), with O = P V / l. */
+FA_DEVICE float2 sums_of_lse(float lse) { return lse == lse ? make_float2(lse * FA_LOG2E, 1.0f) : make_float2(0.0f, lse); }
+
 /* What has been folded. */
 struct row_fold {
     float max = -infinity(), sum = 0.0f;

@@ -277,7 +277,7 @@ FA_DEVICE void consume(const fa_args &args, int group)
             release(q_empty());
         far_rows far = store_result(args, w, c.o, c.rows, group);
         if ((far.upper | far.lower) & 0x11111111u)
-            redo_far_rows(args, w, w.first_row + 64 * group + threadIdx.x % 128 / 32 * 16, far);
+            redo_far_rows(args, w, w.keys, w.first_row + 64 * group + threadIdx.x % 128 / 32 * 16, far);
         release(work_empty(item));
     }
 }

@@ -26,7 +26,7 @@
 #define FA_FOLDS 1
 #define FA_STREAMS
 #include "forward_work.cuh"
-#include "fold_parts.cuh"
+#include "fold_block_sm90.cuh"
 #include "softmax_sm90.cuh"
 #include "store_sm90.cuh"
 
@@ -256,37 +256,6 @@ FA_DEVICE float4 *place_of(const fa_args &args, int which)
     return (float4 *)(args.folded_o + ((fa_i64)blockIdx.x * FA_FOLD_PLACES + which) * FA_TILE_Q * FA_HEAD_DIM_V) + all_consumers::thread();
 }
 
-FA_DEVICE void keep(float4 *place, const float (&o)[O_COUNT])
-{
-#pragma unroll
-    for (int n = 0; n < O_COUNT; n += 4)
-        place[n / 4 * CONSUMING] = make_float4(o[n], o[n + 1], o[n + 2], o[n + 3]);
-}
-
-/* What has been kept, and O. */
-FA_DEVICE void fold_kept(const float4 *place, float (&o)[O_COUNT], const float (&of_all)[2], const float (&of_part)[2])
-{
-#pragma unroll
-    for (int n = 0; n < O_COUNT; n += 4) {
-        float4 all = place[n / 4 * CONSUMING];
-        o[n]       = folded(all.x, o[n], of_all[0], of_part[0]);
-        o[n + 1]   = folded(all.y, o[n + 1], of_all[0], of_part[0]);
-        o[n + 2]   = folded(all.z, o[n + 2], of_all[1], of_part[1]);
-        o[n + 3]   = folded(all.w, o[n + 3], of_all[1], of_part[1]);
-    }
-}
-
-/* A part, or a group, into what has been folded: then max and sum are those of all. */
-FA_DEVICE void fold_sums(row_fold (&all)[2], float (&max)[2], float (&sum)[2], float (&of_all)[2], float (&of_part)[2])
-{
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        fold_row(all[h], max[h], sum[h], of_all[h], of_part[h]);
-        max[h] = all[h].max;
-        sum[h] = all[h].sum;
-    }
-}
-
 /* A part has far rows: its warp computes them again, and who has them takes them from memory, O by way of where it is kept, for registers have no numbers. Rare. */
 FA_DEVICE void take_far_rows(const fa_args &args, const work &w, consumer &c, float (&max)[2], float (&sum)[2], const bool (&is_far)[2], int tile)
 {
@@ -311,12 +280,12 @@ FA_DEVICE void take_far_rows(const fa_args &args, const work &w, consumer &c, fl
         for (int j = 0; j < O_COUNT / 4; j++) {
             int col = 8 * j + threadIdx.x % 4 * 2;
             for (int e = 0; e < 2; e++)
-                ((float *)&place[j * CONSUMING])[2 * h + e] = col + e < args.head_dim_v ? args.o_partial[at * FA_HEAD_DIM_V + col + e] : 0.0f;
+                ((float *)&place[j * KEPT_THREADS])[2 * h + e] = col + e < args.head_dim_v ? args.o_partial[at * FA_HEAD_DIM_V + col + e] : 0.0f;
         }
     }
 #pragma unroll
     for (int n = 0; n < O_COUNT; n += 4) {
-        float4 o   = place[n / 4 * CONSUMING];
+        float4 o   = place[n / 4 * KEPT_THREADS];
         c.o[n]     = o.x;
         c.o[n + 1] = o.y;
         c.o[n + 2] = o.z;
@@ -434,6 +403,7 @@ FA_DEVICE void walk(const fa_args &args, item &own, consumer &c, int tiles)
 /* A part's row as fold_parts.cuh wants it. */
 FA_DEVICE void store_part_row(const fa_args &args, const work &w, const consumer &c, int h, fa_i64 place, bool used, float top, float sum)
 {
+    top = kept_maximum(top, sum);
     if (used && threadIdx.x % 4 == 0)
         ((float2 *)args.lse_partial)[place] = make_float2(top, sum);
     store_part(args.o_partial + place * FA_HEAD_DIM_V, c.o, h, !used || top == -infinity() ? -1.0f : 1.0f);

@@ -225,7 +225,7 @@ FA_DEVICE far_rows stage_result(const fa_args &args, const work &w, float (&o)[O
     unsigned far[2];
 #pragma unroll
     for (int h = 0; h < 2; h++)
-        scale[h] = end_of_rows(args, w, rows, h, {w.head, first + lane / 4 + 8 * h}, sink_log2, far[h]);
+        scale[h] = end_of_row(args, w, rows, h, {w.head, first + lane / 4 + 8 * h}, sink_log2, far[h]);
 #pragma unroll
     for (int n = 0; n < O_COUNT; n++) /* a row that is nobody's may be NaN */
         o[n] = scale[n / 2 % 2] == 0.0f ? 0.0f : o[n] * scale[n / 2 % 2];
@@ -253,7 +253,7 @@ FA_DEVICE void store_far_rows(const fa_args &args, const work &w, const far_rows
         if (first + row < w.seq.rows_q && column < args.head_dim_v)
             *(uint4 *)((fa_element *)args.o.data + offset_of_o(args, w, {w.head, first + row}) + column) = shared_load_16(from + panel * Q_PANEL + row * 128 + ((chunk ^ row % 8) << 4));
     }
-    redo_far_rows(args, w, first, far);
+    redo_far_rows(args, w, w.keys, first, far);
 }
 
 /* A pass's results so far. */

@@ -15,7 +15,8 @@
  * key tile goes with P V of the last (FA_VARIANT bit 0); with one, a consumer passes by key tiles that only rows below its own see. A block
  * stays on its multiprocessor and takes one tile of queries after the other.
  *
- * With FA_HAS_GROUPS a tile's rows are queries of all heads that share a key head (decision 0096).
+ * With FA_HAS_GROUPS a tile's rows are queries of all heads that share a key head (decision 0096). With FA_HAS_SPLIT an item is a part of a tile's keys, whose results fold.cu folds;
+ * with FA_ONE_LAUNCH 2 too a block walks all parts of a tile one after the other and folds them itself, to the same bits (parts_sm90.cuh, decision 0097).
  *
  * With FA_MIN_BLOCKS 2 two such blocks share a multiprocessor, which has no registers for S' beside P then: a step is S, softmax, P V, one after the
  * other and without turns, and what fills the waits is the other three consumers'. Starts and ends of tiles hide likewise. So do three consumers of 128
@@ -28,10 +29,11 @@
  * times as large, so that it stays above FP8's smallest numbers down to 2^-12.
  * Hopper's sums of FP8 products keep few bits, so every KEPT_STEPS steps O is taken out of the accumulators and added up in float, in shared memory.
  *
- * Shared memory: Q_STAGES of Q, K_STAGES tiles of K, V_STAGES of V (panels as in panels_sm90.cuh), BIAS_STAGES of a bias, barriers, works, in FP8 what is kept of O.
+ * Shared memory: Q_STAGES of Q, K_STAGES tiles of K, V_STAGES of V (panels as in panels_sm90.cuh), BIAS_STAGES of a bias, barriers, works, what is kept of O: in FP8, or of parts before.
  */
 #include "bias_sm90.cuh"
 #include "dropout_sm90.cuh"
+#include "fold_block_sm90.cuh"
 #include "kept_sm90.cuh"
 #include "result_sm90.cuh"
 #include "values_sm90.cuh"
@@ -62,6 +64,8 @@ constexpr int K_STAGES   = FA_STAGES + (!FP8 && FA_MASK != FA_MASK_NONE && FA_HE
 constexpr int K_AT = Q_STAGES * Q_BYTES, V_AT = K_AT + K_STAGES * K_BYTES;
 constexpr int BIAS_AT = V_AT + V_STAGES * V_BYTES, BARRIERS_AT = BIAS_AT + BIAS_STAGES * BIAS_BYTES;
 constexpr int BARRIERS = 2 * Q_STAGES + 3 * WORKS + 2 * K_STAGES + 3 * V_STAGES + 2 * BIAS_STAGES, WORKS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
+
+static_assert(!WHOLE || (!FP8 && !ONE_BY_ONE && Q_STAGES == 1 && FA_MASK <= FA_MASK_CAUSAL && LEFT_BYTES >= 0), "parts that a block walks are those of plain calls with up to 128 columns");
 
 constexpr int KEPT_AT = WORKS_AT + (WORKS * (int)sizeof(work) + 15) / 16 * 16;
 
@@ -233,7 +237,7 @@ constexpr bool DIRECT_V = !FP8 && !ONE_BY_ONE && FA_MASK == FA_MASK_NONE;
 
 /* Of Q's columns a consumer keeps the first 16 Q_HELD of its rows in registers, as left operands: S then reads the less of shared memory. All at head_dim 128. At 256 as many
  * as there are registers for: that takes no fewer cycles, but less power, which holds long calls back (decision 0082). Elsewhere registers are short or it is no faster. */
-constexpr bool HOLDS_Q = !FP8 && !ONE_BY_ONE && FA_HEAD_DIM == FA_HEAD_DIM_V && (FA_DTYPE_O != FA_F32 || SPLIT) && !FA_HAS_SOFTCAP && !FA_HAS_DROPOUT && !(FA_HAS_BIAS && (FA_MASK != FA_MASK_NONE || F32_BIAS));
+constexpr bool HOLDS_Q = !FP8 && !ONE_BY_ONE && FA_HEAD_DIM == FA_HEAD_DIM_V && (FA_DTYPE_O != FA_F32 || FA_HAS_SPLIT) && !FA_HAS_SOFTCAP && !FA_HAS_DROPOUT && !(FA_HAS_BIAS && (FA_MASK != FA_MASK_NONE || F32_BIAS));
 constexpr int  Q_HELD = !HOLDS_Q ? 0 : FA_HEAD_DIM == 128 ? 8 : FA_HEAD_DIM == 256 ? 6 : 0;
 
 /* What a consumer has at hand. */
@@ -245,6 +249,7 @@ struct consumer {
     int       group;
     bool      fresh, has_kept; /* O holds nothing yet, or since it was taken out */
     unsigned  tile;
+    row_fold  folded[2]; /* WHOLE: rows of the parts so far, of which O is kept where has_kept */
 };
 
 constexpr bool TAKES_TURNS = !BESIDE_ANOTHER && !(FP8 && ONE_BY_ONE);
@@ -278,32 +283,6 @@ FA_DEVICE void wait_for_v(unsigned n)
     if (DIRECT_V)
         barrier_wait(v_full(n), filled<V_STAGES>(n));
     barrier_wait(v_ready(n), filled<V_STAGES>(n));
-}
-
-/* Steps up to the last in which this consumer's rows see something, being below others that see earlier keys. */
-FA_DEVICE int seen_steps(const fa_args &args, const work &w, int group)
-{
-    int first = row_limits_of(window_of(args), w.seq, w.keys, queries_of_consumer(args, w, group).begin).first;
-    return FA_MASK == FA_MASK_WINDOW ? clamp_int(w.right + 1 - first / FA_TILE_K, 0, w.tiles) : w.tiles;
-}
-
-/* Steps that need no mask for this consumer's rows. */
-FA_DEVICE fa_range clean_steps(const fa_args &args, const work &w, int group)
-{
-    if (LISTED)
-        return {w.first_clean, w.end_clean};
-    fa_range clean = clean_tiles<FA_TILE_K>(args, w.seq, queries_of_consumer(args, w, group), w.keys);
-    int      first = clamp_int(w.right + 1 - clean.end, 0, w.tiles);
-    return {first, clamp_int(w.right + 1 - clean.begin, first, w.tiles)};
-}
-
-/* Of these, those whose rows have seen keys before (softmax_ahead): the first row has not, if a clean tile has its last key. find_work says it of all rows. */
-FA_DEVICE fa_range steps_after_others(const fa_args &args, const work &w, int group)
-{
-    fa_range clean = clean_steps(args, w, group);
-    if (!LISTED && clean.begin > 0 && row_limits_of(window_of(args), w.seq, w.keys, queries_of_consumer(args, w, group).begin).last < (w.right + 1 - clean.begin) * FA_TILE_K)
-        clean.begin = fa_min_int(clean.begin + 1, w.tiles);
-    return {clean.begin, fa_max_int(clean.begin, clean.end)};
 }
 
 FA_DEVICE void pass_bias(unsigned n)
@@ -398,8 +377,10 @@ FA_DEVICE void keep_output(consumer &c, float unit)
     c.fresh = c.has_kept = true;
 }
 
-/* A later step, before step `seen`: scores of its tile while P V of the one before is under way. */
-template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned item, int n, int seen)
+#include "parts_sm90.cuh"
+
+/* A later step, before step `seen`: scores of its tile while P V of the one before is under way. BEGINS: of a part, with the rows of which it begins. */
+template <bool MASKED, bool BEGINS = false> FA_DEVICE void step(const fa_args &args, const work &w, consumer &c, unsigned item, int n, int seen)
 {
     float      s[S_COUNT], alpha[2];
     seen_words words = seen_of_step(args, w, c.group, n, MASKED);
@@ -420,12 +401,18 @@ template <bool MASKED> FA_DEVICE void step(const fa_args &args, const work &w, c
     if (n + 1 == seen)
         release(q_empty(item));
     finish_scores(args, w, s, c.group, n, MASKED, c.tile + 1, words);
+    row_state before = c.rows;
+    if (BEGINS)
+        c.rows = no_rows();
     bool moved = MASKED || RISES ? softmax_step<MASKED || FA_HAS_BIAS>(s, c.rows, alpha, unit_of(args, w)) : softmax_ahead(s, c.rows, alpha, unit_of(args, w));
     drop(args, w, s, c.group, n);
     if (n + 1 < seen) /* here, for a branch keeps the compiler from moving exponentials behind the wait that follows */
         wait_for_k(c.tile + 2);
     finish_output(c, c.tile);
-    if (moved)
+    if constexpr (BEGINS) {
+        end_part(args, w, c, before, n - 1);
+        keep_part(c);
+    } else if (moved)
         scale_output(c.o, alpha);
     if (FP8 && n % KEPT_STEPS == 0)
         keep_output(c, unit_of(args, w));
@@ -445,7 +432,7 @@ FA_DEVICE void store_rare(const fa_args &args, const work &w, far_rows far, int 
             far = {far.upper >> 1, far.lower >> 1};
     }
     if ((far.upper | far.lower) & 0x11111111u)
-        redo_far_rows(args, w, first, far);
+        redo_far_rows(args, w, w.keys, first, far);
 }
 
 /* A consumer's last steps may be blind ones. Inspectors wait for their V too, so it goes through them before it asks what these have found. */
@@ -483,11 +470,16 @@ template <bool NEXT> FA_DEVICE far_rows last_tile(const fa_args &args, const wor
     finish_output(c, c.tile);
     if (FP8 && c.has_kept)
         add_kept(c, unit_of(args, w));
+    far_rows far = {0, 0};
+    if constexpr (WHOLE) {
+        end_part(args, w, c, c.rows, w.tiles - 1);
+        store_folded(args, w, c);
+    } else
+        far = store_result(args, w, c.o, c.rows, c.group);
     c.has_kept = false;
-    far_rows far = store_result(args, w, c.o, c.rows, c.group);
     if constexpr (NEXT)
         pack_p(c.p, s);
-    if constexpr (!TRAILS)
+    if constexpr (!TRAILS && !WHOLE)
         store_rare(args, w, far, c.group, item);
     if (NEXT && next.tiles > 1)
         load_held<FA_TILE_Q>(c.q, own_queries(c, item + 1), 0);
@@ -528,6 +520,8 @@ FA_DEVICE void consume(const fa_args &args, int group)
             store_result(args, w, c.o, no_rows(), group);
             continue;
         }
+        if constexpr (WHOLE)
+            c.folded[0] = c.folded[1] = row_fold();
         if (!begun)
             first_tile(args, w, c, item, n, seen);
         n++;
@@ -536,17 +530,23 @@ FA_DEVICE void consume(const fa_args &args, int group)
         if constexpr (BY_ITSELF)
             clean = steps_after_others(args, w, group);
         int first_clean = same_for_all(BY_ITSELF ? clean.begin : w.first_clean);
-        for (int end = fa_min_int(first_clean, seen); n < end; n++)
-            step<true>(args, w, c, item, n, seen);
-        if (DIRECT_V && n - 1 < first_clean) /* V of the tile before is not clean */
-            wait_for_v(c.tile);
-        int end_clean = fa_min_int(same_for_all(BY_ITSELF ? clean.end : w.end_clean), seen);
-        if (!FA_HAS_BIAS && n < end_clean) /* whose steps are guarded */
-            lose_rows_without_maximum(c.rows);
-        for (; n < end_clean; n++)
-            step<false>(args, w, c, item, n, seen);
-        for (; n < seen; n++)
-            step<true>(args, w, c, item, n, seen);
+        for (;;) { /* parts: one, or WHOLE all */
+            int end = WHOLE ? fa_min_int(end_of_part(w, n - 1), seen) : seen;
+            for (int masked = fa_min_int(first_clean, end); n < masked; n++)
+                step<true>(args, w, c, item, n, seen);
+            if (DIRECT_V && n - 1 < first_clean) /* V of the tile before is not clean */
+                wait_for_v(c.tile);
+            int end_clean = fa_min_int(same_for_all(BY_ITSELF ? clean.end : w.end_clean), end);
+            if (!FA_HAS_BIAS && n < end_clean) /* whose steps are guarded */
+                lose_rows_without_maximum(c.rows);
+            for (; n < end_clean; n++)
+                step<false>(args, w, c, item, n, seen);
+            for (; n < end; n++)
+                step<true>(args, w, c, item, n, seen);
+            if (!WHOLE || n >= seen)
+                break;
+            step<true, true>(args, w, c, item, n++, seen);
+        }
         begun = false;
         if constexpr (Q_STAGES > 1) {
             barrier_wait(q_full(item + 1), filled<Q_STAGES>(item + 1));

@@ -4,6 +4,7 @@
 #define FA_FORWARD_WORK_CUH
 
 #include "far_rows.cuh"
+#include "fold_parts.cuh"
 #include "listed.cuh"
 #include "tile.cuh"
 
@@ -222,7 +223,7 @@ FA_DEVICE fa_i64 partial_row(const fa_args &args, const work &w, int head, int i
 template <bool PART = TO_PARTS> FA_DEVICE void store_lse(const fa_args &args, const work &w, int head, int i, float lse)
 {
     if (PART && FA_FOLDS)
-        ((float2 *)args.lse_partial)[partial_row(args, w, head, i)] = make_float2(lse * FA_LOG2E, 1.0f);
+        ((float2 *)args.lse_partial)[partial_row(args, w, head, i)] = sums_of_lse(lse);
     else if (PART)
         args.lse_partial[partial_row(args, w, head, i)] = lse;
     else if (args.lse.data)

@@ -17,6 +17,18 @@ FA_DEVICE void clear_other_rows(unsigned tile, fa_range rows)
     }
 }
 
+/* WHOLE: a bit for each part. */
+FA_DEVICE void mark_spoilt(work &w, int tile)
+{
+#if FA_HAS_SPLIT
+    if constexpr (WHOLE) {
+        atomicOr(&w.spoilt, 1 << tile / w.part_tiles);
+        return;
+    }
+#endif
+    w.spoilt = 1;
+}
+
 /* In an edge tile P is 0 for rows that do not see a key, but 0 * NaN is NaN. That is rare, so nobody waits to hear of it: the products begin, and where there was
  * something all of the item's rows are computed again (store_rare). Keys that are nobody's may be anything, and are cleared before. */
 FA_DEVICE void inspect_tile(work &w, unsigned n, int first_key, bool masked)
@@ -25,7 +37,7 @@ FA_DEVICE void inspect_tile(work &w, unsigned n, int first_key, bool masked)
     bool     clears = masked && (!FP8 || TURNS_V) && (rows.begin > 0 || rows.end < FA_TILE_K); /* else values_sm90.cu has done it */
     auto     look   = [&] {
         if (masked && FA_MASK != FA_MASK_NONE && holds_nonfinite<V_BYTES, INSPECTED>(v_tile(n) + inspected_first()))
-            w.spoilt = 1;
+            mark_spoilt(w, first_key / FA_TILE_K);
     };
     if (clears)
         clear_other_rows(v_tile(n), rows);
@@ -35,12 +47,14 @@ FA_DEVICE void inspect_tile(work &w, unsigned n, int first_key, bool masked)
             named_sync(INSPECTED_BARRIER, 32 * INSPECTORS);
         turn_values(v_tile(n), same_for_all(threadIdx.x / 32 % 2));
     }
-    if (TURNS_V || clears) {
+    if constexpr (WHOLE) /* a part does not wait until all of the item has been looked at */
+        look();
+    if (TURNS_V || clears || WHOLE) {
         fence_async();
         __syncwarp();
     }
     release(v_ready(n));
-    if constexpr (!TURNS_V)
+    if constexpr (!TURNS_V && !WHOLE)
         look();
     if constexpr (DIRECT_V) /* for consumers do not of clean tiles, and a phase for which nobody waits is an error to synccheck */
         barrier_wait(v_ready(n), filled<V_STAGES>(n));

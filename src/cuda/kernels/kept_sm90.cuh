@@ -7,9 +7,10 @@
 #define FA_KEPT_SM90_CUH
 
 #include "warpgroup.cuh"
+#include "work_sm90.cuh"
 
 constexpr bool KEPT_24_BITS = FA_HEAD_DIM_V > 128;
-constexpr int  KEPT_BYTES = FP8 ? FA_TILE_Q * FA_HEAD_DIM_V * (KEPT_24_BITS ? 3 : 4) : 0;
+constexpr int  KEPT_BYTES = FP8 ? FA_TILE_Q * FA_HEAD_DIM_V * (KEPT_24_BITS ? 3 : 4) : WHOLE ? FA_TILE_Q * FA_HEAD_DIM_V * 4 : 0; /* WHOLE: parts_sm90.cuh */
 constexpr int  KEPT_STRIDE = FA_TILE_Q * 2; /* chunks of 16 bytes: a block's consumers have one each */
 
 /* `to` and `from`: the first thread's place. */

@@ -3,6 +3,7 @@
 #define FA_RARE_SM90_CUH
 
 #include "far_rows.cuh"
+#include "fold_parts.cuh"
 #include "rows.cuh"
 #include "work_sm90.cuh"
 
@@ -19,20 +20,20 @@ FA_DEVICE fa_i64 partial_row(const fa_args &args, const work &w, row_owner of)
 }
 #endif
 
+/* WHOLE: of a row of the tile, in this block's place. */
+FA_DEVICE fa_i64 own_partial_row(const work &w, int row) { return (fa_i64)blockIdx.x * FA_TILE_Q + row - w.first_row; }
+
 FA_DEVICE fa_i64 offset_of_o(const fa_args &args, const work &w, row_owner of)
 {
 #if FA_HAS_SPLIT
-    return partial_row(args, w, of) * FA_HEAD_DIM_V;
+    if (SPLIT)
+        return partial_row(args, w, of) * FA_HEAD_DIM_V;
 #endif
     return w.seq.q_entry * args.o.stride[0] + (fa_i64)(w.seq.q_row + of.i) * args.o.stride[1] + of.head * args.o.stride[2];
 }
 
 FA_DEVICE void store_lse(const fa_args &args, const work &w, row_owner of, float lse)
 {
-#if FA_HAS_SPLIT
-    args.lse_partial[partial_row(args, w, of)] = lse;
-    return;
-#endif
     if (args.lse.data)
         ((float *)args.lse.data)[w.seq.q_entry * args.lse.stride[0] + of.head * args.lse.stride[1] +
                                  (w.seq.q_row + of.i) * args.lse.stride[2]] = lse;
@@ -40,7 +41,7 @@ FA_DEVICE void store_lse(const fa_args &args, const work &w, row_owner of, float
 
 FA_DEVICE float sink_log2_of(const fa_args &args, int head)
 {
-    if (SPLIT || !args.sinks.data) /* combine.cu has it */
+    if (SPLIT || !args.sinks.data) /* fold.cu has it */
         return -infinity();
     return load_element(args.sinks.data, head * args.sinks.stride[1], args.sinks.dtype) * FA_LOG2E;
 }
@@ -74,13 +75,35 @@ struct far_rows {
     unsigned upper, lower;
 };
 
-/* Far rows once more, or all of them where V spoilt O. */
-static __device__ __noinline__ void redo_far_rows(const fa_args &args, const work &shared_work, int first, far_rows far)
+/* Where such a row goes: O, or a part's place, which is (WHOLE) the block's own for a row of its tile. */
+struct far_place {
+    char  *base;
+    fa_i64 offset;
+};
+
+FA_DEVICE far_place place_of_far(const fa_args &args, const work &w, int row, row_owner of)
+{
+    if constexpr (WHOLE)
+        return {(char *)args.o_partial, own_partial_row(w, row) * FA_HEAD_DIM_V};
+    return {base_of_o(args), offset_of_o(args, w, of)};
+}
+
+FA_DEVICE void store_far_lse(const fa_args &args, const work &w, int row, row_owner of, float lse)
+{
+#if FA_HAS_SPLIT
+    ((float2 *)args.lse_partial)[WHOLE ? own_partial_row(w, row) : partial_row(args, w, of)] = sums_of_lse(lse);
+    return;
+#endif
+    store_lse(args, w, of, lse);
+}
+
+/* Far rows once more, or all of them where V spoilt O: with these of the item's keys. */
+static __device__ __noinline__ void redo_far_rows(const fa_args &args, const work &shared_work, fa_range keys, int first, far_rows far)
 {
     __syncwarp();
     plain_work w = plain_work_of(args, shared_work);
     w.seq.seqlen_q = same_for_all(w.seq.seqlen_q); /* or the compiler sees shuffles in loops of which it knows nothing, and the */
-    w.keys         = {same_for_all(w.keys.begin), same_for_all(w.keys.end)}; /* main loop takes 48 instructions more */
+    w.keys         = {same_for_all(keys.begin), same_for_all(keys.end)}; /* main loop takes 48 instructions more */
     first          = same_for_all(first);
     far            = {(unsigned)same_for_all(far.upper), (unsigned)same_for_all(far.lower)};
     for (int row = 0; row < 16; row++) {
@@ -91,14 +114,15 @@ static __device__ __noinline__ void redo_far_rows(const fa_args &args, const wor
         double o[COLS], peak, total;
         float  lse;
         far_row<COLS>(args, w, of.head, of.i, o, peak, total);
-        float scale = end_far_row(peak, total, sink_log2_of(args, of.head), lse) * descale_of(args.descale_v, w.b, w.kv_head);
+        float scale = end_far_row(peak, total, WHOLE ? -infinity() : sink_log2_of(args, of.head), lse) * descale_of(args.descale_v, w.b, w.kv_head);
         if constexpr (FA_HAS_DROPOUT)
             scale *= args.dropout.keep_scale;
         if (threadIdx.x % 32 == 0)
-            store_lse(args, shared_work, of, lse);
+            store_far_lse(args, shared_work, first + row, of, lse);
+        far_place to = place_of_far(args, shared_work, first + row, of);
         for (int c = 0, col = threadIdx.x % 32; c < COLS; c++, col += 32)
             if (col < args.head_dim_v)
-                store_element(base_of_o(args), offset_of_o(args, shared_work, of) + col, DTYPE_OUT, (float)o[c] * scale);
+                store_element(to.base, to.offset + col, FA_HAS_SPLIT ? FA_F32 : FA_DTYPE_O, (float)o[c] * scale);
     }
 }
 

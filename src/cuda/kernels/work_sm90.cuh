@@ -11,13 +11,13 @@
 struct work {
     int       b, head, kv_head;       /* GROUPED: the first head */
 #if FA_HAS_SPLIT
-    int       part;                   /* of the sequence's keys */
+    int       part, part_tiles;       /* of the sequence's keys (WHOLE: it has all); tiles of each but the last */
 #endif
     int       first_row;              /* of the tile, counted from the sequence's first */
     fa_range  keys;                   /* keys that some of its rows may see */
     int       right, tiles;           /* key tiles right, right - 1, ... (tile_of). tiles < 0: no item, nor is there one behind it */
     int       first_clean, end_clean; /* steps [first_clean, end_clean) need no mask */
-    int       spoilt;                 /* an inspector found Inf or NaN in V of an edge tile */
+    int       spoilt;                 /* an inspector found Inf or NaN in V of an edge tile; WHOLE: a bit for each part */
     sequence  seq;
 #if FA_DTYPE == FA_F8E4M3
     float     unit, descale; /* log2 units of a dot product; what O is to be multiplied with */
@@ -63,8 +63,8 @@ FA_DEVICE int tile_of(const work &w, int step)
 #endif
 }
 
-/* A head's parts are counted as heads of their own. */
-constexpr bool SPLIT = FA_HAS_SPLIT;
+/* A head's parts are counted as heads of their own; or a block has all parts of its tile, and folds them (parts_sm90.cuh). */
+constexpr bool WHOLE = FA_HAS_SPLIT && FA_ONE_LAUNCH == 2, SPLIT = FA_HAS_SPLIT && !WHOLE;
 FA_DEVICE unsigned heads_of_parts(const fa_args &args)
 {
     unsigned heads = GROUPED ? args.heads_k : args.heads_q;
@@ -74,18 +74,21 @@ FA_DEVICE unsigned heads_of_parts(const fa_args &args)
 FA_DEVICE void place_head(const fa_args &args, unsigned head, work &w)
 {
 #if FA_HAS_SPLIT
-    w.part = head % args.num_splits;
-    head /= args.num_splits;
+    w.part = SPLIT ? head % args.num_splits : 0;
+    head /= SPLIT ? args.num_splits : 1;
 #endif
     w.head = head * rows_of_query(args);
 }
 
 /* Keys of a part: whole tiles, of as many parts as have args.split_keys or more, by the sequence's own length alone. */
-FA_DEVICE fa_range keys_of_part(const fa_args &args, const work &w)
+FA_DEVICE fa_range keys_of_part(const fa_args &args, work &w)
 {
     fa_range all = {w.seq.key_begin, w.seq.seqlen_k};
 #if FA_HAS_SPLIT
     int parts = clamp_int(w.seq.seqlen_k / args.split_keys, 1, args.num_splits), tiles = (w.seq.seqlen_k + FA_TILE_K - 1) / FA_TILE_K, keys = (tiles + parts - 1) / parts * FA_TILE_K;
+    w.part_tiles = keys / FA_TILE_K;
+    if (WHOLE)
+        return all;
     if (w.part >= parts)
         return {0, 0};
     all.begin = fa_max_int(all.begin, w.part * keys);
@@ -96,7 +99,7 @@ FA_DEVICE fa_range keys_of_part(const fa_args &args, const work &w)
 
 /* Causal tiles in the order of their lengths: not of pieces of a prompt, all of whose tiles are long (args.order_heads 0). Of these few tiles have the same keys, and are taken at the
  * same time, so that memory is read once for them. */
-FA_DEVICE bool by_length(const fa_args &args) { return FA_MASK == FA_MASK_CAUSAL && !SPLIT && (!GROUPED || args.order_heads > 0); }
+FA_DEVICE bool by_length(const fa_args &args) { return FA_MASK == FA_MASK_CAUSAL && !FA_HAS_SPLIT && (!GROUPED || args.order_heads > 0); }
 
 /* Where every sequence is as long as the others and tiles are few a block's n-th tile is known: causal ones come in pairs, the last ones by their length, others in the order of
  * their heads. */
@@ -233,6 +236,32 @@ FA_DEVICE int blind_steps(const fa_args &args, const work &w, int group)
         return 0;
     int last = row_limits_of(window_of(args), w.seq, w.keys, queries.end - 1).last;
     return last < w.keys.begin ? w.tiles : w.right - last / FA_TILE_K;
+}
+
+/* Steps up to the last in which this consumer's rows see something, being below others that see earlier keys. */
+FA_DEVICE int seen_steps(const fa_args &args, const work &w, int group)
+{
+    int first = row_limits_of(window_of(args), w.seq, w.keys, queries_of_consumer(args, w, group).begin).first;
+    return FA_MASK == FA_MASK_WINDOW ? clamp_int(w.right + 1 - first / FA_TILE_K, 0, w.tiles) : w.tiles;
+}
+
+/* Steps that need no mask for this consumer's rows. */
+FA_DEVICE fa_range clean_steps(const fa_args &args, const work &w, int group)
+{
+    if (LISTED)
+        return {w.first_clean, w.end_clean};
+    fa_range clean = clean_tiles<FA_TILE_K>(args, w.seq, queries_of_consumer(args, w, group), w.keys);
+    int      first = clamp_int(w.right + 1 - clean.end, 0, w.tiles);
+    return {first, clamp_int(w.right + 1 - clean.begin, first, w.tiles)};
+}
+
+/* Of these, those whose rows have seen keys before (softmax_ahead): the first row has not, if a clean tile has its last key. find_work says it of all rows. */
+FA_DEVICE fa_range steps_after_others(const fa_args &args, const work &w, int group)
+{
+    fa_range clean = clean_steps(args, w, group);
+    if (!LISTED && clean.begin > 0 && row_limits_of(window_of(args), w.seq, w.keys, queries_of_consumer(args, w, group).begin).last < (w.right + 1 - clean.begin) * FA_TILE_K)
+        clean.begin = fa_min_int(clean.begin + 1, w.tiles);
+    return {clean.begin, fa_max_int(clean.begin, clean.end)};
 }
 
 FA_DEVICE bool is_masked(const work &w, int step) { return step < w.first_clean || step >= w.end_clean; }
