@@ -304,8 +304,14 @@ static bool has_it_elsewhere(const fa_tune_row *row, const option *with)
     bool few = row->only == FA_FOR_FEW;
     switch (row->kernel) {
     case FA_KERNEL_FORWARD_SM90:
-        if (row->head_dim == 64) /* of two rows without a causal mask one accepts spills */
-            return !(row->masks & FA_ON_CAUSAL) && row->max_spill_bytes == 0 && (with->set == set_alibi || with->set == set_paged || with->set == set_o_f32);
+        if (with->set == set_split_pages) /* pages of parts: with groups, and walked */
+            return true;
+        if (row->head_dim == 64 && !(row->masks & FA_ON_CAUSAL)) /* of two rows without a causal mask one accepts spills */
+            return with->set == set_walked_pages || with->set == set_grouped_split_pages || (row->max_spill_bytes == 0 && (with->set == set_alibi || with->set == set_paged || with->set == set_o_f32));
+        if (row->head_dim == 64)
+            return false;
+        if (row->head_dim == 128 && row->tile_k == 64)
+            return with->set == set_alibi || with->set == set_softcap || with->set == set_grouped;
         return row->head_dim != 128 && with->set != set_nothing && with->set != set_dropout && !(row->head_dim == 256 && is_mask(with));
     case FA_KERNEL_BACKWARD_SM90:
         return row->head_dim != 64 && with->set == set_softcap;
