@@ -25,7 +25,7 @@ FA_DEVICE float4 *kept_place() { return (float4 *)(shared + KEPT_AT) + (threadId
 /* Rows of a part that are computed again come from this block's place for them. */
 FA_DEVICE void take_far_rows(const fa_args &args, const work &w, consumer &c, float (&max)[2], float (&sum)[2], far_rows far, int part)
 {
-    int      own = 64 * c.group + fragment_row(), keys = part_tiles_of(w) * FA_TILE_K;
+    int own = 64 * c.group + fragment_row(), keys = part_tiles_of(w) * FA_TILE_K;
     redo_far_rows(args, w, {fa_max_int(w.keys.begin, part * keys), fa_min_int(w.keys.end, (part + 1) * keys)}, w.first_row + own - fragment_row() % 16, far);
     __syncwarp();
 #pragma unroll
@@ -33,14 +33,14 @@ FA_DEVICE void take_far_rows(const fa_args &args, const work &w, consumer &c, fl
         int row = w.first_row + own + 8 * h;
         if (!((h ? far.lower : far.upper) >> threadIdx.x % 32 / 4 * 4 & 1) || owner_of(args, w, row).i >= w.seq.seqlen_q)
             continue;
-        fa_i64       at = own_partial_row(w, row);
+        fa_i64       at    = own_partial_row(w, row);
         float2       stats = ((const float2 *)args.lse_partial)[at];
         const float *o     = args.o_partial + at * FA_HEAD_DIM_V + threadIdx.x % 4 * 2;
         max[h] = stats.x;
         sum[h] = stats.y;
 #pragma unroll
         for (int j = 0; j < O_COUNT / 4; j++) {
-            float2 two           = *(const float2 *)(o + 8 * j);
+            float2 two             = *(const float2 *)(o + 8 * j);
             c.o[4 * j + 2 * h]     = two.x;
             c.o[4 * j + 2 * h + 1] = two.y;
         }
