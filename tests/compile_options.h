@@ -116,6 +116,11 @@ static void set_paged(flash_attn_problem *p, flash_attn_grads *g)
     p->pages      = (flash_attn_pages){.table = some_int32, .pages_per_seq = 8};
     p->k.shape[1] = p->v.shape[1] = 16;
 }
+static void set_many_pages(flash_attn_problem *p, flash_attn_grads *g)
+{
+    set_paged(p, g);
+    p->pages.pages_per_seq = 512;
+}
 static void set_split(flash_attn_problem *p, flash_attn_grads *g)
 {
     (void)g;
@@ -161,8 +166,7 @@ static void set_split_many(flash_attn_problem *p, flash_attn_grads *g)
 static void set_split_pages(flash_attn_problem *p, flash_attn_grads *g)
 {
     set_split_many(p, g);
-    set_paged(p, g);
-    p->pages.pages_per_seq = 512;
+    set_many_pages(p, g);
 }
 /* Few queries on Hopper: a block folds all parts, or a group of them. */
 static void set_whole(flash_attn_problem *p, flash_attn_grads *g)
@@ -201,8 +205,7 @@ static void set_grouped_split(flash_attn_problem *p, flash_attn_grads *g)
 static void set_grouped_split_pages(flash_attn_problem *p, flash_attn_grads *g)
 {
     set_grouped_split(p, g);
-    set_paged(p, g);
-    p->pages.pages_per_seq = 512;
+    set_many_pages(p, g);
 }
 /* So many of these sequences that a block walks all parts of its tile. */
 static void set_walked(flash_attn_problem *p, flash_attn_grads *g)
@@ -214,8 +217,7 @@ static void set_walked(flash_attn_problem *p, flash_attn_grads *g)
 static void set_walked_pages(flash_attn_problem *p, flash_attn_grads *g)
 {
     set_walked(p, g);
-    set_paged(p, g);
-    p->pages.pages_per_seq = 512;
+    set_many_pages(p, g);
 }
 /* The backward in one launch, and in three where a row for few queries would take one. */
 static void set_small(flash_attn_problem *p, flash_attn_grads *g)

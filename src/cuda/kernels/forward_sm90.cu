@@ -33,7 +33,6 @@
  */
 #include "bias_sm90.cuh"
 #include "dropout_sm90.cuh"
-#include "fold_block_sm90.cuh"
 #include "kept_sm90.cuh"
 #include "result_sm90.cuh"
 #include "values_sm90.cuh"

@@ -6,22 +6,18 @@
 #ifndef FA_KEPT_SM90_CUH
 #define FA_KEPT_SM90_CUH
 
-#include "warpgroup.cuh"
+#include "fold_block_sm90.cuh"
 #include "work_sm90.cuh"
 
 constexpr bool KEPT_24_BITS = FA_HEAD_DIM_V > 128;
 constexpr int  KEPT_BYTES = FP8 ? FA_TILE_Q * FA_HEAD_DIM_V * (KEPT_24_BITS ? 3 : 4) : WHOLE ? FA_TILE_Q * FA_HEAD_DIM_V * 4 : 0; /* WHOLE: parts_sm90.cuh */
-constexpr int  KEPT_STRIDE = FA_TILE_Q * 2; /* chunks of 16 bytes: a block's consumers have one each */
 
 /* `to` and `from`: the first thread's place. */
 FA_DEVICE void store_kept(char *to, const float (&o)[O_COUNT])
 {
-    if constexpr (!KEPT_24_BITS) {
-        float4 *at = (float4 *)to + (threadIdx.x - 128);
-#pragma unroll
-        for (int i = 0; i < O_COUNT; i += 4)
-            at[i / 4 * KEPT_STRIDE] = make_float4(o[i], o[i + 1], o[i + 2], o[i + 3]);
-    } else {
+    if constexpr (!KEPT_24_BITS)
+        keep((float4 *)to + (threadIdx.x - 128), o);
+    else {
         uint4 *at = (uint4 *)to + (threadIdx.x - 128);
 #pragma unroll
         for (int i = 0; i < O_COUNT; i += 16) {
@@ -33,7 +29,7 @@ FA_DEVICE void store_kept(char *to, const float (&o)[O_COUNT])
             }
 #pragma unroll
             for (int n = 0; n < 3; n++)
-                at[(i / 16 * 3 + n) * KEPT_STRIDE] = make_uint4(word[4 * n], word[4 * n + 1], word[4 * n + 2], word[4 * n + 3]);
+                at[(i / 16 * 3 + n) * KEPT_THREADS] = make_uint4(word[4 * n], word[4 * n + 1], word[4 * n + 2], word[4 * n + 3]);
         }
     }
 }
@@ -45,7 +41,7 @@ FA_DEVICE void add_kept(float (&o)[O_COUNT], const char *from, const float (&fac
         const float4 *at = (const float4 *)from + (threadIdx.x - 128);
 #pragma unroll
         for (int i = 0; i < O_COUNT; i += 4) {
-            float4 kept = at[i / 4 * KEPT_STRIDE];
+            float4 kept = at[i / 4 * KEPT_THREADS];
             o[i] += kept.x * factor[0];
             o[i + 1] += kept.y * factor[0];
             o[i + 2] += kept.z * factor[1];
@@ -58,7 +54,7 @@ FA_DEVICE void add_kept(float (&o)[O_COUNT], const char *from, const float (&fac
             unsigned word[12];
 #pragma unroll
             for (int n = 0; n < 3; n++) {
-                uint4 four  = at[(i / 16 * 3 + n) * KEPT_STRIDE];
+                uint4 four  = at[(i / 16 * 3 + n) * KEPT_THREADS];
                 word[4 * n] = four.x, word[4 * n + 1] = four.y, word[4 * n + 2] = four.z, word[4 * n + 3] = four.w;
             }
 #pragma unroll

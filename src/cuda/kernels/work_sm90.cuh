@@ -80,7 +80,7 @@ FA_DEVICE void place_head(const fa_args &args, unsigned head, work &w)
     w.head = head * rows_of_query(args);
 }
 
-/* Keys of a part: whole tiles, of as many parts as have args.split_keys or more, by the sequence's own length alone. */
+/* Keys of a part, and how many tiles each has: whole tiles, of as many parts as have args.split_keys or more, by the sequence's own length alone. */
 FA_DEVICE fa_range keys_of_part(const fa_args &args, work &w)
 {
     fa_range all = {w.seq.key_begin, w.seq.seqlen_k};
