@@ -26,6 +26,7 @@ static const test_case shapes[] = {
     {.name = "128 queries, 256 columns", .seqlen_q = 128, .seqlen_k = 200, GROUP(4, 2), D(256)},
     {.name = "300 queries in parts", .seqlen_q = 300, .seqlen_k = 500, GROUP(2, 1), .mask = C, .num_splits = 3},
     {.name = "as many tiles as there are stages", .batch = 5, .seqlen_q = 20, .seqlen_k = 192, GROUP(2, 1), .num_splits = 1},
+    {.name = "more parts than fold.cu has places", .batch = 5, .seqlen_q = 16, .seqlen_k = 2560, GROUP(4, 1), .mask = W, .window_left = 1200, .window_right = -1, .num_splits = 40},
     {.name = "three groups of parts", .batch = 4, .seqlen_q = 5, .seqlen_k = 8300, GROUP(4, 1), D(64), .mask = C},
     {.name = "groups of parts, window", .batch = 4, .seqlen_q = 30, .seqlen_k = 8300, GROUP(4, 1), D(64), .mask = W, .window_left = 7000, .window_right = -1},
     {.name = "many tiles in one part", .batch = 5, .seqlen_q = 20, .seqlen_k = 1500, GROUP(4, 2), .num_splits = 1},

@@ -150,14 +150,15 @@ static void heads_of_a_key_head_share_tiles(void **state)
     }
 }
 
-/* Few rows of many results: a block of fold.cu has one. */
-static void few_rows_are_folded_by_blocks(void **state)
+/* Of few rows a block of fold.cu has one, of many with few results each of its warps has several. */
+static void rows_are_folded_by_as_many_blocks_as_they_fill(void **state)
 {
     (void)state;
     static const struct {
         int64_t batch, queries, keys;
-        int     num_splits, warps;
-    } calls[] = {{1, 4, 32768, 64, 8}, {1, 4, 32768, 8, 1}, {1, 4, 32768, 9, 8}, {33, 4, 32768, 64, 8}, {34, 4, 32768, 64, 1}, {1, 16, 32768, 0, 8}, {1, 16, 8192, 0, 8}};
+        int     num_splits, blocks, rows_of_warp;
+    } calls[] = {{1, 4, 32768, 64, 32, 0}, {1, 4, 32768, 8, 4, 0}, {8, 4, 32768, 64, 256, 0}, {9, 4, 32768, 64, 36, 0}, {1, 16, 32768, 0, 128, 0}, {16, 16, 8192, 0, 256, 0},
+                 {1, 256, 8192, 8, 256, 1}, {4, 256, 8192, 8, 512, 2}, {8, 256, 8192, 4, 512, 4}, {8, 256, 8192, 8, 1024, 2}, {8, 256, 8192, 9, 2048, 1}, {16, 256, 8192, 4, 1024, 4}, {16, 256, 8192, 5, 2048, 2}};
     for (size_t n = 0; n < sizeof calls / sizeof *calls; n++) {
         fa_call            call;
         fa_plan            plan;
@@ -165,10 +166,9 @@ static void few_rows_are_folded_by_blocks(void **state)
         p.num_splits = calls[n].num_splits;
         plan_it(&p, FLASH_ATTN_FORWARD, 90, &call, &plan);
         const fa_launch *last = &plan.launch[plan.num_launches - 1];
-        int64_t          rows = calls[n].batch * calls[n].queries * 8;
         assert_int_equal(last->key.kernel, FA_KERNEL_FOLD);
-        if (plan.args.row_warps != calls[n].warps || last->blocks != (calls[n].warps > 1 ? rows : (rows + 7) / 8))
-            fail_msg("call %zu: %d warps a row, %d blocks, %d parts", n, plan.args.row_warps, (int)last->blocks, plan.args.num_splits);
+        if (last->blocks != calls[n].blocks || plan.args.fold_rows != calls[n].rows_of_warp || (plan.args.row_warps > 1) != (last->blocks == calls[n].batch * calls[n].queries * 8))
+            fail_msg("call %zu: %d rows a warp, %d blocks, %d parts", n, plan.args.fold_rows, (int)last->blocks, plan.args.num_splits);
     }
 }
 
@@ -178,7 +178,7 @@ int main(void)
         cmocka_unit_test(pieces_of_a_prompt_are_split),
         cmocka_unit_test(a_batch_of_two_kinds_is_two_calls),
         cmocka_unit_test(heads_of_a_key_head_share_tiles),
-        cmocka_unit_test(few_rows_are_folded_by_blocks),
+        cmocka_unit_test(rows_are_folded_by_as_many_blocks_as_they_fill),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -259,12 +259,12 @@ flash_attn_status fa_kernel_get(const fa_place *place, const fa_key *key, fa_ker
     return FLASH_ATTN_OK;
 }
 
-/* Kernels that wait by themselves for the launch in front of theirs: combine, fold, the forwards for few queries, Hopper's for float32, and its other one where that deals tiles out. Blocks of 64 rows would settle where a
+/* Kernels that wait by themselves for the launch in front of theirs: combine, fold, the forwards for few queries, Hopper's for float32, and its other one where that deals tiles out or keys are parted. Blocks of 64 rows would settle where a
  * combine of many blocks leaves registers, two on one multiprocessor (decision 0058). */
 static bool begins_early(const fa_key *key, const void *arguments)
 {
-    bool few = key->kernel == FA_KERNEL_FORWARD_SM80 && key->variant > 1, dealt = key->kernel == FA_KERNEL_FORWARD_SM90 && ((const fa_args *)arguments)->next_item;
-    return key->arch >= 90 && (key->kernel == FA_KERNEL_COMBINE || key->kernel == FA_KERNEL_FOLD || key->kernel == FA_KERNEL_FORWARD_FEW_SM90 || key->kernel == FA_KERNEL_FORWARD_F32_SM90 || dealt || (few && (key->tile_q == 16 || ((const fa_args *)arguments)->row_warps <= 1)));
+    bool few = key->kernel == FA_KERNEL_FORWARD_SM80 && key->variant > 1, own = key->kernel == FA_KERNEL_FORWARD_SM90 && (key->has_split || ((const fa_args *)arguments)->next_item);
+    return key->arch >= 90 && (key->kernel == FA_KERNEL_COMBINE || key->kernel == FA_KERNEL_FOLD || key->kernel == FA_KERNEL_FORWARD_FEW_SM90 || key->kernel == FA_KERNEL_FORWARD_F32_SM90 || own || (few && (key->tile_q == 16 || ((const fa_args *)arguments)->row_warps <= 1)));
 }
 
 flash_attn_status fa_kernel_launch(const fa_place *place, const fa_kernel *kernel, int64_t blocks, int cluster,

@@ -285,18 +285,16 @@ flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const 
 
 flash_attn_status fa_plan_add_fold(const fa_call *call, fa_plan *plan, const fa_key *main)
 {
-    enum { LANES = 16, NARROW = 64, WIDE = 128, FEW_ROWS = 1056 /* eight blocks on each of 132 multiprocessors, all at once */, MANY_ROWS = 2112 };
+    enum { WIDE = 128, FEW_ROWS = 264 /* two blocks on each of 132 multiprocessors, all at once */, WARPS = 2112 /* 16 on each */, FEW_RESULTS = 8 };
     fa_args *args = &plan->args;
     fa_key   fold = fa_plan_helper_key(FA_KERNEL_FOLD, main);
-    bool     few  = main->kernel == FA_KERNEL_FORWARD_FEW_SM90;
     int64_t  rows = fa_plan_tokens_of_parts(call) * call->heads_q, results = ceil_div(args->num_splits, args->run_parts);
-    bool     by_block = few && rows <= FEW_ROWS && results > FA_FOLD_RESULTS;
+    bool     parts = main->kernel == FA_KERNEL_FORWARD_FEW_SM90 && args->run_parts == 1, by_block = parts && rows <= FEW_ROWS && results > FEW_RESULTS;
     fold.dtype      = 0; /* it sees only partial results and o */
     fold.warps      = FA_COMBINE_WARPS;
     args->row_warps = by_block ? FA_COMBINE_WARPS : 1;
-    args->fold_rows = few ? 0 : 1;
-    if (!few && rows > MANY_ROWS && main->head_dim_v <= WIDE)
-        args->fold_rows = results <= FA_FOLD_RESULTS / 4 ? 4 : results <= FA_FOLD_RESULTS / 2 ? 2 : 1;
-    int64_t rows_of_block = FA_COMBINE_WARPS * largest(args->fold_rows, 1) * (main->head_dim_v <= NARROW ? 32 / LANES : 1);
-    return fa_plan_add(plan, &fold, by_block ? rows : ceil_div(rows, rows_of_block));
+    args->fold_rows = parts ? 0 : 1;
+    if (!parts && rows > WARPS && results <= FEW_RESULTS && main->head_dim_v <= WIDE)
+        args->fold_rows = results > FEW_RESULTS / 2 ? 2 : 4;
+    return fa_plan_add(plan, &fold, by_block ? rows : ceil_div(rows, FA_COMBINE_WARPS * largest(args->fold_rows, 1)));
 }

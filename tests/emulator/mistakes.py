@@ -67,6 +67,7 @@ FEW_KEYS_BACK = ("few keys", "every_short_backward*")
 SHORT_NAN = ("", "nan_reaches_only_short*")
 FEW_MANY = ("many tiles in one part", "every_shape*")
 FEW_BITS = ("none", "a_sequence_alone*")
+FEW_PARTS = ("more parts than", "every_shape*")
 
 WAIT_FOR_O = "    wgmma_wait<0>();\n    hold(c.o);\n    hold(c.p);\n"
 WAIT_FOR_S = "    wgmma_wait<1>();\n    hold(s);\n    hold_held(c.q);\n"
@@ -170,7 +171,7 @@ MISTAKES = [
      FEW_MANY),
     ("what was kept of the group before is folded again", FEW, "    c.kept[0] = !ends;\n", "    c.kept[0] = true;\n", FEW_BITS),
     ("groups that a block does not end", FEW, "tile * FA_TILE_K / w.part_keys % FA_FOLD_GROUP == 0);", "false);", FEW_BITS),
-    ("groups that fold.cu does not end", FOLD, "((last - i) & (group - 1)) == 0", "last == i", FEW_BITS),
+    ("groups that fold.cu does not end", FOLD, "GROUPS && s % GROUP == GROUP - 1", "GROUPS && s == AHEAD - 1", FEW_BITS),
     ("O that was kept, read from another thread's place", FEW, "place_of(args, GROUP), c.o, of_all", "place_of(args, GROUP) + CONSUMING, c.o, of_all", FEW_BITS),
     ("a part's far rows that are not computed again", FEW, "        take_far_rows(args, w, c, max, sum, far, tile);\n", "        ;\n", FEW_BITS),
     ("dS in P's place before the other's dV is made", WIDE, "    named_sync(P_IS_USED, 128 * CONSUMERS);\n", "    named_arrive(P_IS_USED, 128 * CONSUMERS);\n", WIDE_BACK),
@@ -272,8 +273,12 @@ MISTAKES = [
     ("walked parts: V looked at when its part may have ended", INSPECT, "    if constexpr (WHOLE) /* a part does not wait until all of the item has been looked at */\n        look();\n", "", WALKS),
     ("walked parts: far rows with all keys", WALKED, "{fa_max_int(w.keys.begin, part * keys), fa_min_int(w.keys.end, (part + 1) * keys)}", "w.keys", WALKS),
     ("walked parts: far rows keep their sums", WALKED, "        max[h] = stats.x;\n", "", WALKS),
-    ("folded: a warp's rows are neighbours", FOLD, "find_results(args, first + r * apart, of[r])", "find_results(args, first + r, of[r])", WALKS),
-    ("folded: the first results twice", FOLD, "            load(r, last);\n        }", "        }", WALKS),
+    ("folded: a warp's next row", FOLD, "(PLACES - 1) * apart + FA_HEAD_DIM_V", "(PLACES - 1) * apart", WALKS),
+    ("folded: a row's sums of its neighbour", FOLD, "of_results[row * PLACES + i].sum", "of_results[i].sum", WALKS),
+    ("folded: a maximum that knows its own result already", FOLD, "return place >= STEP ? below : before;", "return with_own;", WALKS),
+    ("folded: 33 results, of which the last forgets the others", FOLD, "place % SPAN, GROUPS ? -infinity() : max)", "place % SPAN, -infinity())", WALKS),
+    ("folded: a part that saw nothing", FOLD, "nothing = __ballot_sync", "nothing = 0 & __ballot_sync", FEW_PARTS),
+    ("folded: a group's maximum of those before", FOLD, "fmaxf(maximum_so_far<GROUP, PLACES>(of_group, place), max)", "maximum_so_far<GROUP, PLACES>(of_group, place)", FEW_PARTS),
     ("folded: a row of NaN that has seen nothing", FOLDED, "!(sum == 0.0f) ? 0.0f : max", "false ? 0.0f : max", NAN_QUERY),
     ("folded: a row computed again that is NaN", FOLDED, "lse == lse ? make_float2(lse * FA_LOG2E, 1.0f) : make_float2(0.0f, lse)", "make_float2(lse * FA_LOG2E, 1.0f)", WALKS),
     ("two kinds: long ones in both calls", MASK, "        if (!has_length(args, s.rows_q))\n            s.rows_q = 0;\n", "", TWO_KINDS),
@@ -290,8 +295,8 @@ MISTAKES = [
     ("groups: packed tiles numbered by queries", WORK, "place_of_queries(args, w.first_row, rows_of_query(args))", "place_of_queries(args, w.first_row)", GROUPS_VARLEN),
     ("groups: as many rows as queries", WORK, "(w.seq.rows_q * rows_of_query(args))", "w.seq.rows_q", GROUPS_VARLEN),
     ("groups: rows computed again by rows", RARE, "far_row<COLS>(args, w, of.head, of.i,", "far_row<COLS>(args, w, w.head, of.i,", ("groups, far logits", "every_shape*")),
-    ("a block's warps that fold from the left", FOLD, "(last - warp) * group", "(last - (FA_WARPS - 1 - warp)) * group", FEW_BITS),
-    ("results of a block's warps from the time before", FOLD, "            shared_stats[warp] = make_float2(own.sums.max, own.sums.sum);\n        __syncthreads();", "            shared_stats[warp] = make_float2(own.sums.max, own.sums.sum);", FEW_BITS),
+    ("a block's warps that fold from the left", FOLD, "(last - warp) * FA_FOLD_GROUP", "(last - (FA_WARPS - 1 - warp)) * FA_FOLD_GROUP", FEW_BITS),
+    ("results of a block's warps from the time before", FOLD, "            shared_stats[warp] = make_float2(own.max, own.sum);\n        __syncthreads();", "            shared_stats[warp] = make_float2(own.max, own.sum);", FEW_BITS),
     ("four parts added in another order", MERGE, "(term[0] + term[2]) + (term[1] + term[3])", "term[0] + term[1] + term[2] + term[3]", ("four parts", "pieces*")),
     ("O of a part that is empty", MERGE, "            if (w.own[begin + n] != -infinity())\n#pragma unroll\n", "#pragma unroll\n", ("a ring's merge", "pieces*")),
     ("a merge's LSE written while others read it", MERGE, "    __syncwarp();\n    if (writes", "    if (writes", ("a ring's merge", "pieces*")),

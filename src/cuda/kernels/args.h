@@ -100,7 +100,7 @@ typedef struct fa_args {
     int dealt_tiles, dealt_heads;          /* backward_sm90 with next_item: tiles and heads that order_heads is a part of, behind own_heads */
     int dq_order;                          /* backward_sm90: FA_DQ_FIRST_COMES ... below */
     int all_tiles_q, all_tiles_k;          /* of a head, over all sequences (packed_sm90.cuh): backward_sm90, forward_f32_sm90, and forward_sm90 with all_items */
-    int row_warps;                         /* combine, fold: warps of a row, 1 or FA_COMBINE_WARPS */
+    int row_warps;                         /* combine: warps of a row, 1 or FA_COMBINE_WARPS; fold: above 1 a block has one row, a group of its parts each */
     int all_items;                         /* forward_sm90: all_tiles_q of all heads, which are dealt; 0: each block knows its own */
     int apart_q, apart_k, apart_v, apart_dout; /* ragged maps: rows from a batch entry to the next */
     unsigned char *q_tiles, *k_tiles;      /* K7, by k7_quantise.cu: [batch][heads][tiles][tile's rows * FA_HEAD_DIM], as v_turned; forward_f32_sm90, by planes_sm90.cu:
@@ -131,8 +131,7 @@ typedef struct fa_args {
     int *tile_turns;                       /* likewise, of a backward in a fixed order: [all tiles of queries][tiles_k], how many tiles of keys meet it before this one */
     int apart_o, apart_dq;                 /* forward_short_sm90, backward_short_sm90: as apart_q; apart_dq -1: it is not wanted, as apart_dk and apart_dv are there */
     int few_queries;                       /* FA_OF_LENGTH: of how many queries at most the sequences are that have a call of their own */
-    int fold_rows;                         /* fold of forward_sm90, in one step from result to result: so many times FOLD_ROWS rows a warp, a grid's warps apart: 4 with up to FA_FOLD_RESULTS / 4 results, 2
-                                              with up to FA_FOLD_RESULTS / 2, or 1; of forward_few_sm90 0: groups of FA_FOLD_GROUP results are folded first, if these are parts */
+    int fold_rows;                         /* fold: a warp's rows, 4 of up to 4 results, 2 of up to 8, else 1; 0: one, groups of whose results, neighbours, are folded first */
 } fa_args;
 
 /*
@@ -155,7 +154,7 @@ typedef struct fa_args {
  *   list_tiles          tile of all_tiles_q; of a backward of all_tiles_k, and behind them, in a fixed order, of all_tiles_q
  *   planes_sm90         of Q, then of K, then of V, then with FA_VARIANT 1 of dO: tile of all_tiles_q or all_tiles_k, head
  *   values_sm90         tile of k, key head, entry = tiles_k * heads_k * batch
- *   fold                FOLD_ROWS rows a warp, fold_rows times as many, or row_warps warps a row: tokens * heads_q rows
+ *   fold                fold_rows rows a warp, or one a block: tokens * heads_q rows
  *   combine             row_warps warps a row, or one for up to four rows, a grid's warps apart: tokens * heads_q rows
  */
 #define FA_COMBINE_WARPS 8

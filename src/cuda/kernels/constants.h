@@ -51,9 +51,6 @@
 #define FA_FOLD_PARTS 8
 #define FA_FOLD_PLACES 3
 
-/* fold.cu: results that a warp has on their way */
-#define FA_FOLD_RESULTS 8
-
 /* FA_DTYPE*: flash_attn_dtype's values */
 #define FA_F32 0
 #define FA_F16 1

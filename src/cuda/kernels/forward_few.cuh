@@ -186,12 +186,6 @@ FA_DEVICE void merge_parts(const block_state &state, const fa_args &args, const 
     merge_tile(args, w, block * FA_WARPS + row, blocks * FA_WARPS);
 }
 
-/* PACKED, which may begin before the launch in front of it has ended: work_of reads device memory. */
-FA_DEVICE bool reads_lengths(const fa_args &args)
-{
-    return FA_DTYPE == FA_F8E4M3 || args.cu_seqlens_q || args.cu_seqlens_k || args.seqused_q || args.seqused_k || args.leftpad_k || args.cache_batch_idx;
-}
-
 /* The first tiles of a block into L2. */
 FA_DEVICE void prefetch_tiles(const fa_args &args, const work &w)
 {

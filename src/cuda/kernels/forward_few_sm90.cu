@@ -480,10 +480,13 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, FA_MIN_BLOCKS)
         tma_prefetch_map(maps.k);
         tma_prefetch_map(maps.v);
     }
+    if (threadIdx.x == 32) {
+        if (reads_lengths(args))
+            wait_for_launch_before();
+        find_item(args, 0, blockIdx.x);
+    }
     wait_for_launch_before();
     let_next_launch_begin();
-    if (threadIdx.x == 32)
-        find_item(args, 0, blockIdx.x);
     __syncthreads();
     int warp = same_for_all(threadIdx.x / 32);
     if (warp < 4) {

@@ -134,6 +134,8 @@ FA_DEVICE bool find_item(const fa_args &args, unsigned item)
     barrier_wait(asked(item), freed<WORKS>(item)); /* items without tiles may pass the producer by; consumers free Q's stage, so are not so many behind */
     barrier_wait(inspected(item), freed<WORKS>(item));
     bool some = find_work(args, item, work_at(item));
+    if (BEGINS_EARLY)
+        wait_for_launch_before(); /* what others do comes behind what they get from here */
     barrier_arrive(found(item));
     return some;
 }
@@ -571,6 +573,8 @@ extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, FA_MIN_BLOCKS)
 {
     if (threadIdx.x == 0)
         start_barriers();
+    if (BEGINS_EARLY)
+        let_next_launch_begin();
     __syncthreads(); /* the barriers are set up */
     if (threadIdx.x < 128) {
         registers_down<PRODUCER_REGISTERS>();

@@ -47,6 +47,12 @@ FA_DEVICE sequence sequence_at(const fa_args &args, int b)
     return s;
 }
 
+/* Who finds its work reads device memory, which a launch that has not ended may write. */
+FA_DEVICE bool reads_lengths(const fa_args &args)
+{
+    return FA_DTYPE == FA_F8E4M3 || args.cu_seqlens_q || args.cu_seqlens_k || args.cache_batch_idx || args.seqused_q || args.seqused_k || args.leftpad_k;
+}
+
 /* The window with what FA_MASK says of it folded in, so that the compiler drops the tests that cannot matter. */
 FA_DEVICE fa_window window_of(const fa_args &args)
 {

@@ -65,6 +65,9 @@ FA_DEVICE int tile_of(const work &w, int step)
 
 /* A head's parts are counted as heads of their own; or a block has all parts of its tile, and folds them (parts_sm90.cuh). */
 constexpr bool WHOLE = FA_HAS_SPLIT && FA_ONE_LAUNCH == 2, SPLIT = FA_HAS_SPLIT && !WHOLE;
+
+/* Calls whose keys are parted are short: a block finds its first item while the launch before is at its end (launch.c). */
+constexpr bool BEGINS_EARLY = FA_HAS_SPLIT;
 FA_DEVICE unsigned heads_of_parts(const fa_args &args)
 {
     unsigned heads = GROUPED ? args.heads_k : args.heads_q;
@@ -155,7 +158,9 @@ FA_DEVICE bool place_work(const fa_args &args, unsigned n, work &w)
         if (!(args.all_items > 0 ? dealt_place(args, first_of_all, w) : own_place(args, n, w)))
             return false;
         first_of_all = false;
-        w.seq        = sequence_at(args, w.b);
+        if (BEGINS_EARLY && (FA_HAS_ALIBI || reads_lengths(args)))
+            wait_for_launch_before();
+        w.seq = sequence_at(args, w.b);
         if (args.all_items == 0 || (unsigned)w.first_row < (unsigned)(w.seq.rows_q * rows_of_query(args)))
             return true;
     }
