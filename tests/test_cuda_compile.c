@@ -199,15 +199,23 @@ static bool stands_with_a_lower(int arch, const fa_tune_row *row, int dtype)
 
 static bool is_portable(const fa_tune_row *row) { return row->kernel == FA_KERNEL_FORWARD_SM80 || row->kernel == FA_KERNEL_BACKWARD_SM80; }
 
-/* What bfloat16 of the row stands for. float16 makes the same code but for the instruction's name. FP8 is float16's code but for the copies, which widen
- * it by other instructions from 8.9 on: 9.0 has all of its rows, other architectures those of head_dim 128. */
+static bool is_first_of_its_kernel(const fa_tune_row *row)
+{
+    for (const fa_tune_row *before = fa_tune_rows; before < row; before++)
+        if (before->kernel == row->kernel && before->head_dim == row->head_dim && before->arch_min == row->arch_min && before->dtypes & row->dtypes)
+            return false;
+    return true;
+}
+
+/* What bfloat16 of the row stands for. float16 makes the same code but for the instruction's name: one row of each kernel has it. FP8 is float16's code but for the copies, which widen
+ * it by other instructions from 8.9 on: on 9.0 all of Hopper's own rows have it, others those of head_dim 128. */
 static bool stands_with_bf16(int arch, const fa_tune_row *row, int dtype)
 {
     if (!(row->dtypes & FA_IN_BF16))
         return false;
     if (dtype == FLASH_ATTN_F16)
-        return row->head_dim != 128 || arch != (is_portable(row) ? 80 : 90);
-    return dtype == FLASH_ATTN_F8E4M3 && arch != 90 && row->head_dim != 128;
+        return row->head_dim != 128 || arch != (is_portable(row) ? 80 : 90) || !is_first_of_its_kernel(row);
+    return dtype == FLASH_ATTN_F8E4M3 && (arch != 90 || is_portable(row)) && row->head_dim != 128;
 }
 
 static void every_row_builds_cleanly_for_every_architecture(void **state)
@@ -301,33 +309,36 @@ static bool stores_as_in_16_bits(const fa_tune_row *row, int dtype, const option
  * row has each. */
 static bool has_it_elsewhere(const fa_tune_row *row, const option *with)
 {
-    bool few = row->only == FA_FOR_FEW;
     switch (row->kernel) {
     case FA_KERNEL_FORWARD_SM90:
         if (with->set == set_split_pages) /* pages of parts: with groups, and walked */
             return true;
         if (row->head_dim == 64 && !(row->masks & FA_ON_CAUSAL)) /* of two rows without a causal mask one accepts spills */
-            return with->set == set_walked_pages || with->set == set_grouped_split_pages || (row->max_spill_bytes == 0 && (with->set == set_alibi || with->set == set_paged || with->set == set_o_f32));
+            return with->set == set_walked_pages || with->set == set_grouped_split || with->set == set_grouped_split_pages || with->set == set_alibi || with->set == set_paged || (row->max_spill_bytes == 0 && with->set == set_o_f32);
+        if (with->set == set_alibi || with->set == set_grouped_split_pages) /* dropout; walked */
+            return true;
         if (row->head_dim == 64)
-            return false;
+            return with->set == set_paged;
         if (row->head_dim == 128 && row->tile_k == 64)
-            return with->set == set_alibi || with->set == set_softcap || with->set == set_grouped;
-        return row->head_dim != 128 && with->set != set_nothing && with->set != set_dropout && !(row->head_dim == 256 && is_mask(with));
+            return with->set == set_softcap || with->set == set_grouped;
+        return (with->set == set_grouped && row->head_dim == 128) || (row->head_dim != 128 && with->set != set_nothing && with->set != set_dropout && !(row->head_dim == 256 && is_mask(with)));
     case FA_KERNEL_BACKWARD_SM90:
-        return row->head_dim != 64 && with->set == set_softcap;
+        return with->set == set_alibi || (row->head_dim == 64 ? is_mask(with) : with->set == set_softcap) || (row->head_dim == 256 && with->set == set_dropout && row->tile_k == 64);
     case FA_KERNEL_BACKWARD_SM80:
         if (row->head_dim == 64)
-            return with->set == set_uneven;
+            return with->set == set_uneven || with->set == set_alibi || is_mask(with);
         return with->set == set_odd || with->set == set_softcap || (row->head_dim > 128 && (with->set == set_bias || with->set == set_dbias));
-    case FA_KERNEL_FORWARD_FEW_SM90:
-        return row->head_dim != 64 && (with->set == set_split || with->set == set_paged || (with->set == set_groups && row->head_dim > 128));
+    case FA_KERNEL_FORWARD_FEW_SM90: /* whole tiles with pages need most */
+        return with->set == set_groups ? row->head_dim != 64 || row->tile_q == 64 : with->set == set_whole ? row->head_dim < 256 : row->head_dim != 64 && (with->set == set_split || with->set == set_paged);
     case FA_KERNEL_FORWARD_SM80:
-        if (row->head_dim == 64)
-            return !few && (with->set == set_uneven || (row->tile_q == 64 && (with->set == set_o_f32 || with->set == set_split_pages)));
-        if (!few && (with->set == set_split || with->set == set_split_many))
+        if (row->tile_q == 16) /* parts in pages need most, at 256 bias as much; that is far from what there is */
+            return with->set != set_nothing && with->set != set_split_pages && with->set != set_split && !(row->head_dim == 256 && with->set == set_bias_of_all_heads);
+        if (with->set == set_split || with->set == set_split_many || with->set == set_paged) /* a bias needs more; head_dim 64 has parts in pages */
             return true;
+        if (row->head_dim == 64)
+            return with->set == set_uneven || with->set == set_alibi || (row->tile_q == 64 && with->set == set_o_f32) || (with->set == set_split_pages && row->tile_q != 64);
         if (with->set == set_softcap || with->set == set_uneven)
-            return row->head_dim > 128 || row->tile_q == 16;
+            return row->head_dim > 128;
         return row->head_dim > 256 && (with->set == set_odd || with->set == set_bias);
     default:
         return false;
@@ -361,10 +372,8 @@ static bool is_built_with(const fa_tune_row *row, int arch, const option *with)
     if (row->kernel == FA_KERNEL_FORWARD_FEW_SM90)
         return !has_it_elsewhere(row, with) && ((with->rows == FEW_ROWS && with->set != set_bias_of_all_heads) || with->set == set_nothing || with->set == set_split || with->set == set_paged || (is_mask(with) && row->head_dim == 64));
     if (with->set == set_bias_of_all_heads)
-        return row->only == FA_FOR_FEW;
-    if (with->rows == FEW_ROWS)
-        return false;
-    if (arch == 90 && has_it_elsewhere(row, with))
+        return row->only == FA_FOR_FEW && !has_it_elsewhere(row, with);
+    if (with->rows == FEW_ROWS || ((arch == 90 || row->tile_q == 16) && has_it_elsewhere(row, with)))
         return false;
     if (arch == 90)
         return with->rows == EVERY_ROW || row->head_dim == 64 || with->rows == ROWS_OF_16_BIT || row->kernel == FA_KERNEL_FORWARD_SM90 ||
