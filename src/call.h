@@ -61,7 +61,7 @@ typedef struct fa_call {
     const int32_t *cu_seqlens_q, *cu_seqlens_k, *seqused_q, *seqused_k, *leftpad_k, *cache_batch_idx;
     int32_t        num_splits; /* 0: by shape */
     bool           deterministic;
-    int            of_length;  /* CUDA, FA_OF_LENGTH: 1, 2: the sequences of more or no more than few_queries alone (fa_plan_calls_of) */
+    int            of_length;  /* CUDA: FA_OF_ALL, or FA_OF_MANY or FA_OF_FEW, the sequences of more or no more than few_queries alone (fa_plan_calls_of) */
     int64_t        few_queries;
     bool           shares_gpu; /* CUDA: others, such as a ring's transfers, have some of its multiprocessors meanwhile (fa_run) */
 } fa_call;

@@ -92,13 +92,13 @@ static void a_batch_of_two_kinds_is_two_calls(void **state)
             assert_int_equal(parts[1].max_seqlen_q, few);
             for (int i = 0; i < 2; i++) {
                 assert_int_equal(fa_plan_make(&parts[i], 90, NULL, NULL, &plan), FLASH_ATTN_OK);
-                assert_int_equal(main_of(&plan)->key.of_length, 1 + i);
+                assert_int_equal(main_of(&plan)->key.of_length, i == 0 ? FA_OF_MANY : FA_OF_FEW);
                 if (i == 0 && n == 0) /* what is long is as many tiles as its rows fill, whatever the others are */
                     assert_int_equal(plan.args.num_splits, option == 5 ? 3 : 4);
                 assert_int_equal(plan.args.few_queries, few);
                 assert_int_equal(main_of(&plan)->key.kernel == FA_KERNEL_FORWARD_SM90, i == 0);
                 const fa_key *last = &plan.launch[plan.num_launches - 1].key;
-                assert_true((last->kernel != FA_KERNEL_COMBINE && last->kernel != FA_KERNEL_FOLD) || last->of_length == 1 + i);
+                assert_true((last->kernel != FA_KERNEL_COMBINE && last->kernel != FA_KERNEL_FOLD) || last->of_length == (i == 0 ? FA_OF_MANY : FA_OF_FEW));
                 int64_t rows = i == 0 ? calls[n].tokens : calls[n].batch * few;
                 if (main_of(&plan)->key.has_split && main_of(&plan)->key.one_launch == 0)
                     assert_true(plan.workspace_bytes < (size_t)(plan.args.num_splits * rows * 8 * 130) * sizeof(float) + 1024);

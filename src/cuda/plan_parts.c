@@ -16,8 +16,8 @@ int fa_plan_calls_of(const fa_call *call, fa_call calls[2])
     while (by_batch && few * rest < others)
         few *= 2;
     calls[0] = calls[1] = *call;
-    calls[0].of_length = 1;
-    calls[1].of_length = 2;
+    calls[0].of_length = FA_OF_MANY;
+    calls[1].of_length = FA_OF_FEW;
     calls[0].few_queries = calls[1].few_queries = calls[1].max_seqlen_q = few;
     return 2;
 }
@@ -263,7 +263,7 @@ void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
     args->num_splits = (int)most_parts(args, part, keys, folds ? FA_FOLD_PARTS : 0);
 }
 
-int64_t fa_plan_tokens_of_parts(const fa_call *call) { return call->of_length == 2 ? call->batch * call->few_queries : call->q.shape[0] * call->q.shape[1]; }
+int64_t fa_plan_tokens_of_parts(const fa_call *call) { return call->of_length == FA_OF_FEW ? call->batch * call->few_queries : call->q.shape[0] * call->q.shape[1]; }
 
 /* The launch that merges the parts of `main`; its bits are the same by one warp a row or by eight. A warp has one row where that makes one wave of
  * blocks, two on each of 132 multiprocessors, else up to four. */

@@ -37,7 +37,7 @@
     X(has_alibi, FA_HAS_ALIBI)                                                                                 \
     X(has_dropout, FA_HAS_DROPOUT)                                                                             \
     X(has_paged, FA_HAS_PAGED)         /* k and v through args.pages */                                        \
-    X(of_length, FA_OF_LENGTH)         /* 0: all sequences; of a call with cu_seqlens_q 1: those of more than args.few_queries, 2: the others */ \
+    X(of_length, FA_OF_LENGTH)         /* FA_OF_ALL ... below: whose sequences of a call with cu_seqlens_q these are */ \
     X(has_groups, FA_HAS_GROUPS)       /* forward_sm90: rows of a tile are queries of all heads of a key head, else of one */ \
     X(has_split, FA_HAS_SPLIT)         /* keys split over blocks: float partial O and LSE, for combine.cu */   \
     X(has_dbias, FA_HAS_DBIAS)         /* backward: gradient of the bias wanted */                             \
@@ -50,6 +50,11 @@
 #define FA_FOLD_GROUP 4
 #define FA_FOLD_PARTS 8
 #define FA_FOLD_PLACES 3
+
+/* FA_OF_LENGTH: all sequences, those of more than args.few_queries, the others */
+#define FA_OF_ALL 0
+#define FA_OF_MANY 1
+#define FA_OF_FEW 2
 
 /* FA_DTYPE*: flash_attn_dtype's values */
 #define FA_F32 0

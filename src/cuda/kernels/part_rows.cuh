@@ -1,13 +1,13 @@
-/* Rows of partial results: a row of q each, or, where a call has sequences of few queries alone (FA_OF_LENGTH 2), args.few_queries of each sequence. */
+/* Rows of partial results: a row of q each, or, where a call has sequences of few queries alone (FA_OF_FEW), args.few_queries of each sequence. */
 #ifndef FA_PART_ROWS_CUH
 #define FA_PART_ROWS_CUH
 
 #include "numbers.cuh"
 
-constexpr bool OF_FEW = FA_OF_LENGTH == 2;
+constexpr bool OF_FEW = FA_OF_LENGTH == FA_OF_FEW;
 
-/* Whether a sequence of so many rows of q is this call's (FA_OF_LENGTH 1: one of more than args.few_queries). */
-FA_DEVICE bool has_length(const fa_args &args, int rows) { return FA_OF_LENGTH == 0 || OF_FEW == (rows <= args.few_queries); }
+/* Whether a sequence of so many rows of q is this call's (FA_OF_MANY: one of more than args.few_queries). */
+FA_DEVICE bool has_length(const fa_args &args, int rows) { return FA_OF_LENGTH == FA_OF_ALL || OF_FEW == (rows <= args.few_queries); }
 
 FA_DEVICE int tokens_of_parts(const fa_args &args) { return OF_FEW ? args.batch * args.few_queries : args.q_entries * args.q_rows; }
 

@@ -26,7 +26,7 @@ FA_DEVICE bool find_row(const fa_args &args, int token, int &entry, int &row, bo
     entry  = OF_FEW ? 0 : token / args.q_rows;
     row    = OF_FEW ? 0 : token % args.q_rows;
     counts = true;
-    if (FA_OF_LENGTH) {
+    if (FA_OF_LENGTH != FA_OF_ALL) {
         sequence s = sequence_at(args, OF_FEW ? token / args.few_queries : sequence_of(args, entry, row));
         if (OF_FEW)
             row = s.q_row + token % args.few_queries;
