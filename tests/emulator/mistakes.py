@@ -16,12 +16,12 @@ WORK, INSPECT, SOFTMAX, RARE, RESULT = "work_sm90.cuh", "inspect_sm90.cuh", "sof
 WIDE, ROWS, BLOCK, CONVERT = "backward_wide_sm90.cuh", "backward_rows.cuh", "backward_block_sm90.cuh", "backward_convert_sm90.cu"
 LATENT, LATENT_BLOCK, LATENT_PRODUCER = "forward_latent_sm90.cu", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
 SCORES, BIAS, FAR, ROWSUM, DBIAS = "scores_sm90.cuh", "bias_sm90.cuh", "far_rows.cuh", "backward_rowsum.cu", "backward_dbias_sm90.cuh"
-MASK, OWNER, PART_ROWS, MERGE_PARTS = "mask.cuh", "row_owner.cuh", "part_rows.cuh", "merge_parts.cuh"
+MASK, OWNER, PART_ROWS = "mask.cuh", "row_owner.cuh", "part_rows.cuh"
 LISTS, LISTED, MERGE = "list_tiles.cu", "listed.cuh", "merge.cu"
 SHORT, SHORT_BLOCK, SHORT_FORWARD, NUMBERS, STAGED = "backward_short_sm90.cu", "short_block_sm90.cuh", "forward_short_sm90.cu", "numbers.cuh", "gradients_sm90.cuh"
 FEW, FOLD, GROUPED, WALKED, FOLDED = "forward_few_sm90.cu", "fold.cu", "grouped_sm90.cuh", "parts_sm90.cuh", "fold_parts.cuh"
 F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES = "forward_f32_sm90.cu", "backward_f32_sm90.cu", "backward_f32_narrow_sm90.cuh", "backward_f32_wide_sm90.cuh", "planes_sm90.cu"
-PROGRAMS = dict.fromkeys((F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES), "test_cuda_f32") | dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few") | {MERGE: "test_cuda_merge"} | dict.fromkeys((MASK, OWNER, PART_ROWS, MERGE_PARTS), "test_cuda_prompts")  # else TEST
+PROGRAMS = dict.fromkeys((F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES), "test_cuda_f32") | dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few") | {MERGE: "test_cuda_merge"} | dict.fromkeys((MASK, OWNER, PART_ROWS), "test_cuda_prompts")  # else TEST
 
 # Which shapes of which test show it.
 WHOLE = ("whole tiles", "every_shape*")
@@ -283,7 +283,6 @@ MISTAKES = [
     ("folded: a row computed again that is NaN", FOLDED, "lse == lse ? make_float2(lse * FA_LOG2E, 1.0f) : make_float2(0.0f, lse)", "make_float2(lse * FA_LOG2E, 1.0f)", WALKS),
     ("two kinds: long ones in both calls", MASK, "        if (!has_length(args, s.rows_q))\n            s.rows_q = 0;\n", "", TWO_KINDS),
     ("two kinds: rows of the others merged too", OWNER, "        if (row >= s.q_row + s.rows_q)\n            return false;\n", "", TWO_KINDS),
-    ("two kinds: rows behind one of the others lost", MERGE_PARTS, "            continue;\n        if (!FEW", "            break;\n        if (!FEW", TWO_KINDS),
     ("two kinds: all sequences' rows in one place", PART_ROWS, "(fa_i64)b * args.few_queries + i", "(fa_i64)i", TWO_KINDS),
     ("short forward: inspectors a phase behind", SHORT_FORWARD, "        await_full(n, V_FULL);\n        if (w.tiles", "        await_full(n, K_FULL);\n        if (w.tiles", SHORT_FORWARD_HALF),
     ("groups: a mask by rows in place of queries", SCORES, "query_of(args, w.first_row + 64 * group", "(w.first_row + 64 * group", GROUPS),
