@@ -26,6 +26,9 @@ FA_DEVICE void clear(columns &o)
             o.x[p][i] = 0.0f;
 }
 
+/* From where a lane loads: one without columns has another's. */
+FA_DEVICE int column_to_load(const fa_args &args) { return first_column() < args.head_dim_v ? first_column() : 0; }
+
 FA_DEVICE void find_pieces(const fa_args &args, int (&piece)[PIECES])
 {
 #pragma unroll
@@ -42,6 +45,12 @@ FA_DEVICE void load(columns &o, const float *from, const int (&piece)[PIECES])
             *(float4 *)o.x[p] = *(const float4 *)(from + piece[p]);
         else
             *(float2 *)o.x[p] = *(const float2 *)(from + piece[p]);
+}
+
+/* Maximum and sum of result `result` of row n; there: else it has none. */
+FA_DEVICE float2 load_sums(const fa_args &args, fa_i64 rows, int result, unsigned n, bool there)
+{
+    return there ? ((const float2 *)args.lse_partial)[result * rows + n] : make_float2(-infinity(), 0.0f);
 }
 
 /* What all lanes must know of a result, or of a group: what O and the sum before it are multiplied by, what its own are; and its sum. */
@@ -158,7 +167,7 @@ template <int PLACES, int ROWS, bool GROUPS = false> FA_DEVICE void fold_rows(co
     shared.rows[row] = find_row_of_results(args, n); /* all lanes of a row the same */
     __syncwarp();
     const row_known &own = shared.rows[row];
-    fa_i64 from  = (highest * rows + first) * FA_HEAD_DIM_V + (first_column() < args.head_dim_v ? first_column() : 0);
+    fa_i64 from  = (highest * rows + first) * FA_HEAD_DIM_V + column_to_load(args);
     for (int top = highest; top >= 0; top -= PLACES) {
         auto ask = [&](int round, int s) { /* for place s of a round, one after the other; what comes behind the last round's is the first one's of the next results */
             int  its_row = (round * AHEAD + s) / PLACES, result = round * AHEAD + s - (ROWS > 1 ? its_row * PLACES : 0);
@@ -169,7 +178,7 @@ template <int PLACES, int ROWS, bool GROUPS = false> FA_DEVICE void fold_rows(co
             asm volatile("" : "+l"(from)); /* one number, not one for each place */
         };
         bool   is_one = top >= place && top - place < results && n < rows;
-        float2 stats  = is_one ? ((const float2 *)args.lse_partial)[(top - place) * rows + n] : make_float2(-infinity(), 0.0f);
+        float2 stats  = load_sums(args, rows, top - place, n, is_one);
         if (top == highest)
 #pragma unroll
             for (int s = 0; s < AHEAD; s++)
@@ -237,7 +246,7 @@ FA_DEVICE void fold_by_block(const fa_args &args, unsigned n, int results)
     __shared__ columns shared_o[FA_WARPS][32];
     __shared__ float2  shared_stats[FA_WARPS];
     int       warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    fa_i64    rows = (fa_i64)tokens_of_parts(args) * args.heads_q, from = first_column() < args.head_dim_v ? first_column() : 0;
+    fa_i64    rows = (fa_i64)tokens_of_parts(args) * args.heads_q, from = column_to_load(args);
     row_known of   = find_row_of_results(args, n);
     row_fold  sums;
     columns   all;
@@ -252,8 +261,7 @@ FA_DEVICE void fold_by_block(const fa_args &args, unsigned n, int results)
 #pragma unroll
         for (int i = 0; i < FA_FOLD_GROUP; i++) {
             bool there = first >= 0 && first + i < results;
-            stats[i]   = there ? ((const float2 *)args.lse_partial)[(first + i) * rows + n] : make_float2(-infinity(), 0.0f);
-            clear(part[i]);
+            stats[i]   = load_sums(args, rows, first + i, n, there);
             if (there)
                 load(part[i], args.o_partial + ((first + i) * rows + n) * FA_HEAD_DIM_V + from, piece);
         }
