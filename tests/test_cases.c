@@ -3,9 +3,9 @@
  * same bits. One line a group:
  *
  *     test_cases [f32|f16|bf16|f8e4m3] [--all-threads | --threads N] [--group NAME] [--seed N] [--tier NAME] [--verbose]
- *                [--expected-to FILE | --expected-from FILE]
+ *                [--part N/PARTS] [--expected-to FILE | --expected-from FILE]
  *
- * The last two keep the expected values of all these cases, or take them from such a file in place of the reference.
+ * --part: each PARTS-th case from the N-th (0 is the first) on. The last two keep the expected values of all these cases, or take them from such a file in place of the reference.
  */
 #include "case_numbers.h"
 #include "case_runner.h"
@@ -15,9 +15,10 @@ static struct {
     flash_attn_dtype dtype;
     bool             all_threads, verbose;
     int              threads; /* this number alone; 0: several */
+    int              part, parts;
     const char      *group, *tier, *expected_to, *expected_from;
     uint64_t         seed;
-} options = {.seed = 1};
+} options = {.seed = 1, .parts = 1};
 
 typedef struct group_run {
     tally       tally;
@@ -81,16 +82,21 @@ static case_instance *build(const test_case *c, char *why, size_t why_bytes)
     return NULL;
 }
 
+static bool is_of_part(const test_case *c) { return (c - test_cases) % options.parts == options.part; }
+
+/* A file of expected values has all cases: those of other parts are read and left. */
 static void run_case(const test_case *c, group_run *group)
 {
-    char           why[300];
+    char why[300];
+    if (!is_of_part(c) && !expected)
+        return;
     case_instance *instance = build(c, why, sizeof why);
     if (!instance) {
         group->tally.failed++;
         fail_line(c, "reference", 1, why);
         return;
     }
-    for (int n = 0; n < num_tiers(); n++)
+    for (int n = 0; n < num_tiers() && is_of_part(c); n++)
         if (options.tier ? strcmp(options.tier, tier_at(n)->name) == 0 : tier_differs(tier_at(n), options.dtype))
             run_one(instance, c, tier_at(n), group);
     case_free(instance);
@@ -129,8 +135,11 @@ static bool parse(int argc, char **argv)
             options.all_threads = true;
         else if (strcmp(argv[n], "--verbose") == 0)
             options.verbose = true;
-        else if (strcmp(argv[n], "--threads") == 0 && ++n && atoi(value) > 0)
+        else if (strcmp(argv[n], "--threads") == 0 && atoi(value) > 0 && ++n)
             options.threads = atoi(value);
+        else if (strcmp(argv[n], "--part") == 0 && sscanf(value, "%d/%d", &options.part, &options.parts) == 2 && options.part >= 0 &&
+                 options.part < options.parts && ++n)
+            continue;
         else if (strcmp(argv[n], "--group") == 0 && ++n)
             options.group = value;
         else if (strcmp(argv[n], "--tier") == 0 && ++n)
@@ -174,7 +183,7 @@ int main(int argc, char **argv)
     if (!parse(argc, argv)) {
         fprintf(stderr,
                 "usage: test_cases [f32|f16|bf16|f8e4m3] [--all-threads | --threads N] [--group NAME] [--seed N] "
-                "[--tier NAME] [--verbose] [--expected-to FILE | --expected-from FILE]\n");
+                "[--tier NAME] [--verbose] [--part N/PARTS] [--expected-to FILE | --expected-from FILE]\n");
         return 2;
     }
     if (!open_expected())

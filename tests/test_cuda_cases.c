@@ -134,8 +134,8 @@ int main(int argc, char **argv)
             options.group = value;
         else if (strcmp(argv[n], "--seed") == 0 && ++n)
             options.seed = strtoull(value, NULL, 0);
-        else if (strcmp(argv[n], "--part") == 0 && ++n && sscanf(value, "%d/%d", &options.part, &options.parts) == 2 &&
-                 options.part >= 0 && options.part < options.parts)
+        else if (strcmp(argv[n], "--part") == 0 && sscanf(value, "%d/%d", &options.part, &options.parts) == 2 &&
+                 options.part >= 0 && options.part < options.parts && ++n)
             continue;
         else {
             fprintf(stderr, "usage: test_cuda_cases [f32|f16|bf16|f8e4m3] [--group NAME] [--part N/PARTS] [--seed N] [--quick]\n");

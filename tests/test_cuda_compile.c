@@ -64,13 +64,13 @@ static flash_attn_status call_for(const fa_tune_row *row, flash_attn_dtype dtype
     bool               fitting = row->only == FA_FOR_FITTING_TMA;
     int64_t            most   = fitting ? (is_backward(row) ? 256 : 832) : row->only == FA_FOR_TMA ? row->max_queries / row->tile_q * row->tile_q : row->max_queries + (row->only == FA_FOR_LONG_TMA); /* of FA_FOR_LONG_TMA the fewest;
                                  whole tiles, or those of a fitting row cover less */
-    int64_t            seqlen = few ? row->tile_q / 4 : row->only == FA_FOR_FEW_KEYS ? 3 * row->tile_q : short_keys ? row->tile_q : row->max_queries ? most : many_queries(row, dtype), keys = short_keys ? row->tile_k : is_backward(row) ? 320 /* of tiles of 64 and of 80 */ : 256, d = row->head_dim, heads_q = few ? 16 : 4;
+    int64_t            seqlen = few ? row->tile_q / 4 : row->only == FA_FOR_FEW_KEYS ? 3 * row->tile_q : short_keys ? row->tile_q : row->max_queries ? most : many_queries(row, dtype), keys = short_keys ? row->tile_k : is_backward(row) ? 320 /* of tiles of 64 and of 80 */ : 256, d = row->head_dim, heads_q = few ? 16 : 4, batch = row->only == FA_FOR_FEW_TMA && row->tile_q > 64 ? 5 /* of fewer the tiles would be small */ : 2;
     if (row->only == FA_FOR_SHORT_TMA || fitting)
         keys = most;
     flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA},
-                            .q      = {.dtype = dtype, .shape = {2, seqlen, heads_q, d}},
-                            .k      = {.dtype = dtype, .shape = {2, keys, 4, d}},
-                            .v      = {.dtype = dtype, .shape = {2, keys, 4, row->only == FA_FOR_NARROW_V_TMA ? FA_NARROW_V : d}},
+                            .q      = {.dtype = dtype, .shape = {batch, seqlen, heads_q, d}},
+                            .k      = {.dtype = dtype, .shape = {batch, keys, 4, d}},
+                            .v      = {.dtype = dtype, .shape = {batch, keys, 4, row->only == FA_FOR_NARROW_V_TMA ? FA_NARROW_V : d}},
                             .o      = {.dtype = wide},
                             .mask   = FLASH_ATTN_CAUSAL};
     flash_attn_tensor  like = {.dtype = wide};
@@ -319,14 +319,14 @@ static bool has_it_elsewhere(const fa_tune_row *row, const option *with)
             return true;
         if (row->head_dim == 64)
             return with->set == set_paged;
-        if (row->head_dim == 128 && row->tile_k == 64)
-            return with->set == set_softcap || with->set == set_grouped;
-        return (with->set == set_grouped && row->head_dim == 128) || (row->head_dim != 128 && with->set != set_nothing && with->set != set_dropout && !(row->head_dim == 256 && is_mask(with)));
+        if (row->head_dim == 128) /* dropout; pages with groups; 64 columns have windows */
+            return with->set == set_softcap || with->set == set_grouped || (row->tile_k != 64 && (with->set == set_paged || with->set == set_window));
+        return with->set != set_nothing && with->set != set_dropout && !(row->head_dim == 256 && is_mask(with));
     case FA_KERNEL_BACKWARD_SM90:
         return with->set == set_alibi || (row->head_dim == 64 ? is_mask(with) : with->set == set_softcap) || (row->head_dim == 256 && with->set == set_dropout && row->tile_k == 64);
     case FA_KERNEL_BACKWARD_SM80:
         if (row->head_dim == 64)
-            return with->set == set_uneven || with->set == set_alibi || is_mask(with);
+            return with->set == set_uneven || with->set == set_alibi || with->set == set_dropout || is_mask(with); /* softcap spills more than dropout */
         return with->set == set_odd || with->set == set_softcap || (row->head_dim > 128 && (with->set == set_bias || with->set == set_dbias));
     case FA_KERNEL_FORWARD_FEW_SM90: /* whole tiles with pages need most */
         return with->set == set_groups ? row->head_dim != 64 || row->tile_q == 64 : with->set == set_whole ? row->head_dim < 256 : row->head_dim != 64 && (with->set == set_split || with->set == set_paged);

@@ -106,6 +106,30 @@ static void a_batch_of_two_kinds_is_two_calls(void **state)
         }
 }
 
+/* Few tiles of few queries have 64 rows, more have 128; the parts of a sequence's keys are the same, and so is a step's number of keys. */
+static void few_tiles_are_small_and_have_the_parts_of_large_ones(void **state)
+{
+    (void)state;
+    static const int64_t most[2] = {8, 4}; /* sequences of one tile of 128 rows for each of two key heads; where the batch counts, half */
+    for (int d = 64; d <= 256; d *= 2)
+        for (int by_batch = 0; by_batch < 2; by_batch++)
+            for (int64_t keys = 300; keys < 200000; keys = 3 * keys + 1) {
+                fa_call call;
+                fa_plan plan[2];
+                for (int large = 0; large < 2; large++) {
+                    flash_attn_problem p = problem_of((shape){most[by_batch] + large, 32, keys, 8, 2, d}, FLASH_ATTN_BF16, FLASH_ATTN_CAUSAL);
+                    p.num_splits         = -by_batch;
+                    plan_it(&p, FLASH_ATTN_FORWARD, 90, &call, &plan[large]);
+                    if (main_of(&plan[large])->key.kernel != FA_KERNEL_FORWARD_FEW_SM90 || plan[large].row->tile_q != (large ? 128 : 64) || plan[large].args.tiles_q != (large ? 1 : 2))
+                        fail_msg("%d columns, %d keys, by batch %d, large %d: %s, tiles of %d", d, (int)keys, by_batch, large, fa_kernels[main_of(&plan[large])->key.kernel].name, plan[large].row->tile_q);
+                }
+                const fa_args *small = &plan[0].args, *large = &plan[1].args;
+                assert_int_equal(plan[0].row->tile_k, plan[1].row->tile_k);
+                if (!by_batch)
+                    assert_true(small->split_keys == large->split_keys && small->num_splits == large->num_splits && small->part_growth == large->part_growth && small->part_doublings == large->part_doublings);
+            }
+}
+
 /* Tiles of all heads of a key head, where tiles of one's queries would be empty by more; and from how many rows on they are forward_sm90's. */
 static void heads_of_a_key_head_share_tiles(void **state)
 {
@@ -120,7 +144,7 @@ static void heads_of_a_key_head_share_tiles(void **state)
         {210, 5000, 6, 2, 64, PLAIN, FA_KERNEL_FORWARD_SM90, 0}, {300, 1199, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 0}, {300, 1200, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 10}, {210, 5000, 8, 2, 64, PLAIN, FA_KERNEL_FORWARD_SM90, 5},
         {140, 500, 8, 2, 128, SLOPES, FA_KERNEL_FORWARD_SM90, 0},    {140, 500, 8, 2, 128, DROPOUT, FA_KERNEL_FORWARD_SM90, 0},
         {140, 500, 8, 2, 128, BIAS, FA_KERNEL_FORWARD_SM90, 0},     {140, 500, 8, 2, 128, WINDOW, FA_KERNEL_FORWARD_SM90, 0},    {140, 500, 8, 2, 128, FP8, FA_KERNEL_FORWARD_SM90, 0},
-        {72, 4096, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 3},    {72, 4095, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_FEW_SM90, 3}, {32, 4096, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_FEW_SM90, 1},
+        {72, 4096, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 3},    {72, 4095, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_FEW_SM90, 3}, {32, 4096, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_FEW_SM90, 2},
         {33, 4096, 8, 2, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 2},    {64, 4096, 32, 8, 128, PLAIN, FA_KERNEL_FORWARD_FEW_SM90, 2}, {65, 4096, 32, 8, 128, PLAIN, FA_KERNEL_FORWARD_SM90, 3},
         {72, 4096, 8, 2, 256, PLAIN, FA_KERNEL_FORWARD_FEW_SM90, 3}, {72, 4096, 8, 8, 128, PLAIN, FA_KERNEL_FORWARD_FEW_SM90, 1}, {65, 4096, 8, 2, 64, PLAIN, FA_KERNEL_FORWARD_SM90, 2},
     };
@@ -178,6 +202,7 @@ int main(void)
         cmocka_unit_test(pieces_of_a_prompt_are_split),
         cmocka_unit_test(a_batch_of_two_kinds_is_two_calls),
         cmocka_unit_test(heads_of_a_key_head_share_tiles),
+        cmocka_unit_test(few_tiles_are_small_and_have_the_parts_of_large_ones),
         cmocka_unit_test(rows_are_folded_by_as_many_blocks_as_they_fill),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

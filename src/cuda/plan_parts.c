@@ -23,8 +23,15 @@ int fa_plan_calls_of(const fa_call *call, fa_call calls[2])
 }
 
 /* Of rows that heads of a key head share. */
-static int64_t packed_tiles_of_one(const fa_call *call, const fa_tune_row *row) { return ceil_div(call->max_seqlen_q * call->group, row->tile_q) * call->heads_k; }
-static int64_t packed_tiles(const fa_call *call, const fa_tune_row *row) { return packed_tiles_of_one(call, row) * call->batch; }
+static int64_t packed_tiles_of_one(const fa_call *call, int64_t tile_q) { return ceil_div(call->max_seqlen_q * call->group, tile_q) * call->heads_k; }
+static int64_t packed_tiles(const fa_call *call, const fa_tune_row *row) { return packed_tiles_of_one(call, row->tile_q) * call->batch; }
+
+/* Rows of the tiles by which parts are planned. On Hopper a batch may have tiles of 64 rows where a larger one has 128 (tune.c), and the order of sums is the same in both. */
+static int64_t planned_rows(const fa_call *call, const fa_tune_row *row)
+{
+    enum { LARGE = 128 };
+    return row->only == FA_FOR_FEW_TMA && call->max_seqlen_q * call->group > row->tile_q ? LARGE : row->tile_q;
+}
 
 /* The most parts that a sequence of at most `keys` keys has, where parts grow with its own length (forward_work.cuh) beyond `before` of them. */
 static int64_t most_parts(const fa_args *args, int64_t part, int64_t keys, int64_t before)
@@ -238,7 +245,7 @@ void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
     enum { GROWTH = 32, GROWTH_OF_MANY_ROWS = 64, GROWTH_OF_MOST_ROWS = 256, GROWTH_OF_LATENT = 256, DOUBLINGS = 3, MANY_TILES = 8 };
     const fa_tune_row *row  = plan->row;
     fa_args           *args = &plan->args;
-    int64_t keys = args->max_seqlen_k, part = keys, heads = is_packed(row) ? call->heads_k : call->heads_q, tiles = packed_tiles_of_one(call, row);
+    int64_t keys = args->max_seqlen_k, part = keys, heads = is_packed(row) ? call->heads_k : call->heads_q, rows = planned_rows(call, row), tiles = packed_tiles_of_one(call, rows);
     bool    folds = row->only == FA_FOR_FEW_TMA, fastest = call->num_splits < 0 && (folds || row->only == FA_FOR_LATENT), by_shape = call->num_splits <= 0 && !fastest;
     if (keys == 0)
         return;
@@ -248,10 +255,10 @@ void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
         part = ceil_div(keys, call->num_splits);
     else if (call->num_splits < 0 && has_enough_tiles(call, plan))
         return;
-    else if (by_shape && call->max_seqlen_q <= row->tile_q)
+    else if (by_shape && call->max_seqlen_q <= rows)
         part = heads <= 8 ? 256 : heads >= 64 ? 2048 : 32 * heads;
     if (by_shape && is_packed(row)) {
-        args->part_growth    = row->only == FA_FOR_LATENT ? GROWTH_OF_LATENT : row->tile_q == 128 ? GROWTH_OF_MOST_ROWS : row->tile_q > 16 ? GROWTH_OF_MANY_ROWS : GROWTH;
+        args->part_growth    = row->only == FA_FOR_LATENT ? GROWTH_OF_LATENT : rows == 128 ? GROWTH_OF_MOST_ROWS : rows > 16 ? GROWTH_OF_MANY_ROWS : GROWTH;
         args->part_doublings = folds ? DOUBLINGS + 1 : DOUBLINGS;
         if (folds && tiles < MANY_TILES)
             args->part_growth = args->part_growth * (int)tiles / MANY_TILES;

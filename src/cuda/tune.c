@@ -91,8 +91,8 @@ const fa_tune_row fa_tune_rows[] = {
      "few queries, more rows: two consumers share each tile of keys (decision 0074)"},
     {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 64, 64, 8, 3, 2, 2, 16,
      "few queries: the heads of a key head in one tile, two blocks a multiprocessor (decision 0074)"},
-    {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 128, 128, 12, 3, 1, 2, 16,
-     "few queries, more rows: two consumers share each tile of keys (decision 0074)"},
+    {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 128, 64, 12, 6, 1, 2, 16,
+     "few queries, more rows: two consumers share each tile of keys, in steps of the row above (decision 0100)"},
     {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 64, 64, 8, 3, 1, 2, 24,
      "few queries: the heads of a key head in one tile (decision 0074)"},
     {90, 90, FA_KERNEL_FORWARD_FEW_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_FEW_TMA, 0, 128, 64, 12, 2, 1, 2, 16,
@@ -335,13 +335,22 @@ static bool takes_packed(const fa_tune_row *row, const fa_call *call, const fa_k
            (!key->has_paged || (call->k.shape[0] > 0 && fa_page_piece(call, row->tile_k) >= SWIZZLE_ROWS));
 }
 
+/* Rows of more than one tile of 64: in such tiles where they are too few for all multiprocessors, else in tiles of 128, which read keys half as often (decision 0100).
+ * Both have the same steps, so that the batch may choose. */
+static bool are_in_small_tiles(const fa_call *call)
+{
+    enum { SMALL = 64, LARGE = 128, FEW_TILES = 16, FEW_BY_BATCH = 8 };
+    int64_t rows = call->max_seqlen_q * call->group;
+    return rows <= SMALL || (rows + LARGE - 1) / LARGE * call->heads_k * call->batch <= (call->num_splits < 0 ? FEW_BY_BATCH : FEW_TILES);
+}
+
 /* What forward_few_sm90 asks for besides: queries that forward_sm90 leaves to others, more than eight rows, of which the kernel for any GPU leaves large results; up to 16
  * are faster there all the same where few blocks are busy, which only a call may count that lets the batch count (decision 0074, second round). */
 static bool takes_few(const fa_tune_row *row, const fa_call *call, const fa_key *key)
 {
     enum { FEW_ROWS = 8, ROWS_OF_ANY = 16, FEW_TILES = 32 };
     int64_t rows = call->max_seqlen_q * call->group, fewest = call->num_splits < 0 && call->batch * call->heads_k < FEW_TILES ? ROWS_OF_ANY : FEW_ROWS;
-    return (!fa_has_many_queries(call) || call->num_splits > 1) && rows > fewest && (row->tile_q > 64 || rows <= 64) && call->head_dim > 32 && call->head_dim_v > 32 &&
+    return (!fa_has_many_queries(call) || call->num_splits > 1) && rows > fewest && (row->tile_q > 64 || are_in_small_tiles(call)) && call->head_dim > 32 && call->head_dim_v > 32 &&
            fa_map_fits(&call->v) && takes_packed(row, call, key);
 }
 
