@@ -64,7 +64,7 @@ static flash_attn_status call_for(const fa_tune_row *row, flash_attn_dtype dtype
     bool               fitting = row->only == FA_FOR_FITTING_TMA;
     int64_t            most   = fitting ? (is_backward(row) ? 256 : 832) : row->only == FA_FOR_TMA ? row->max_queries / row->tile_q * row->tile_q : row->max_queries + (row->only == FA_FOR_LONG_TMA); /* of FA_FOR_LONG_TMA the fewest;
                                  whole tiles, or those of a fitting row cover less */
-    int64_t            seqlen = few ? row->tile_q / 4 : row->only == FA_FOR_FEW_KEYS ? 3 * row->tile_q : short_keys ? row->tile_q : row->max_queries ? most : many_queries(row, dtype), keys = short_keys ? row->tile_k : is_backward(row) ? 320 /* of tiles of 64 and of 80 */ : 256, d = row->head_dim, heads_q = few ? 16 : 4, batch = row->only == FA_FOR_FEW_TMA && row->tile_q > 64 ? 5 /* of fewer the tiles would be small */ : 2;
+    int64_t            seqlen = few ? row->tile_q / 4 : row->only == FA_FOR_FEW_KEYS ? 3 * row->tile_q : short_keys ? row->tile_q : row->max_queries ? most : many_queries(row, dtype), keys = short_keys ? row->tile_k : is_backward(row) ? 320 /* of tiles of 64 and of 80 */ : 256, d = row->head_dim, heads_q = few ? 16 : 4, batch = row->only == FA_FOR_FEW_TMA && row->tile_q > 64 ? 17 /* of fewer the tiles would be small */ : 2;
     if (row->only == FA_FOR_SHORT_TMA || fitting)
         keys = most;
     flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA},

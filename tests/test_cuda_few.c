@@ -6,7 +6,7 @@
 #define W FLASH_ATTN_WINDOW
 #define GROUP(q, k) .heads_q = (q), .heads_k = (k)
 #define D(d) .head_dim = (d), .head_dim_v = (d)
-/* More than eight rows of a key head, tiles of 64 and, where there would be more than 16, of 128; an even and an odd number of tiles of keys, tails, one part and several, rows of several heads and
+/* More than eight rows of a key head, tiles of 64 and, where there are more (at 64 columns more than 64 of 128, else 16), of 128; an even and an odd number of tiles of keys, tails, one part and several, rows of several heads and
  * queries in a tile, keys that are nobody's (NaN in the case's memory). head_dim 128 where a shape names none. */
 static const test_case shapes[] = {
     {.name = "16 queries", .batch = 2, .seqlen_q = 16, .seqlen_k = 256, GROUP(8, 2), .num_splits = 1},
@@ -22,7 +22,7 @@ static const test_case shapes[] = {
     {.name = "one head", .batch = 17, .seqlen_q = 100, .seqlen_k = 333, .heads_q = 1, .mask = C},
     {.name = "one head, 17 queries", .batch = 3, .seqlen_q = 17, .seqlen_k = 65, .heads_q = 1},
     {.name = "128 queries", .seqlen_q = 128, .seqlen_k = 400, GROUP(4, 2), .mask = C},
-    {.name = "128 queries, 64 columns, parts", .batch = 5, .seqlen_q = 128, .seqlen_k = 900, GROUP(4, 2), D(64), .mask = C},
+    {.name = "128 queries, 64 columns, parts", .batch = 17, .seqlen_q = 128, .seqlen_k = 900, GROUP(4, 2), D(64), .mask = C},
     {.name = "128 queries, 256 columns", .batch = 5, .seqlen_q = 128, .seqlen_k = 200, GROUP(4, 2), D(256)},
     {.name = "300 queries in parts", .batch = 4, .seqlen_q = 300, .seqlen_k = 500, GROUP(2, 1), .mask = C, .num_splits = 3},
     {.name = "as many tiles as there are stages", .batch = 5, .seqlen_q = 20, .seqlen_k = 192, GROUP(2, 1), .num_splits = 1},

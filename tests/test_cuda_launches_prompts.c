@@ -110,24 +110,28 @@ static void a_batch_of_two_kinds_is_two_calls(void **state)
 static void few_tiles_are_small_and_have_the_parts_of_large_ones(void **state)
 {
     (void)state;
-    static const int64_t most[2] = {8, 4}; /* sequences of one tile of 128 rows for each of two key heads; where the batch counts, half */
-    for (int d = 64; d <= 256; d *= 2)
-        for (int by_batch = 0; by_batch < 2; by_batch++)
-            for (int64_t keys = 300; keys < 200000; keys = 3 * keys + 1) {
-                fa_call call;
-                fa_plan plan[2];
-                for (int large = 0; large < 2; large++) {
-                    flash_attn_problem p = problem_of((shape){most[by_batch] + large, 32, keys, 8, 2, d}, FLASH_ATTN_BF16, FLASH_ATTN_CAUSAL);
-                    p.num_splits         = -by_batch;
-                    plan_it(&p, FLASH_ATTN_FORWARD, 90, &call, &plan[large]);
-                    if (main_of(&plan[large])->key.kernel != FA_KERNEL_FORWARD_FEW_SM90 || plan[large].row->tile_q != (large ? 128 : 64) || plan[large].args.tiles_q != (large ? 1 : 2))
-                        fail_msg("%d columns, %d keys, by batch %d, large %d: %s, tiles of %d", d, (int)keys, by_batch, large, fa_kernels[main_of(&plan[large])->key.kernel].name, plan[large].row->tile_q);
-                }
-                const fa_args *small = &plan[0].args, *large = &plan[1].args;
-                assert_int_equal(plan[0].row->tile_k, plan[1].row->tile_k);
-                if (!by_batch)
-                    assert_true(small->split_keys == large->split_keys && small->num_splits == large->num_splits && small->part_growth == large->part_growth && small->part_doublings == large->part_doublings);
+    static const struct {
+        int     d, num_splits;
+        int64_t tiles, keys; /* the most of small tiles, by 128 rows, and fewer keys of all than these; 0: any */
+    } limits[] = {{64, 0, 64, 0}, {64, -1, 64, 0}, {128, 0, 16, 1 << 19}, {128, -1, 8, 1 << 18}, {128, 3, 16, 1 << 19}, {256, 0, 16, 1 << 19}, {256, -1, 64, 0}};
+    for (size_t n = 0; n < sizeof limits / sizeof *limits; n++)
+        for (int64_t keys = 300; keys < 300000; keys = 3 * keys + 1) {
+            int64_t most = limits[n].tiles, by_keys = limits[n].keys ? (limits[n].keys - 1) / keys : most, sequences = (by_keys < most ? by_keys : most) / 2; /* each with a tile for each of two key heads */
+            fa_plan plan[2];
+            for (int large = sequences == 0; large < 2; large++) {
+                fa_call            call;
+                flash_attn_problem p = problem_of((shape){sequences + large, 32, keys, 8, 2, limits[n].d}, FLASH_ATTN_BF16, FLASH_ATTN_CAUSAL);
+                p.num_splits         = limits[n].num_splits;
+                plan_it(&p, FLASH_ATTN_FORWARD, 90, &call, &plan[large]);
+                if (main_of(&plan[large])->key.kernel != FA_KERNEL_FORWARD_FEW_SM90 || plan[large].row->tile_q != (large ? 128 : 64) || plan[large].args.tiles_q != (large ? 1 : 2))
+                    fail_msg("%zu, %d keys, %d sequences: %s, tiles of %d", n, (int)keys, (int)sequences + large, fa_kernels[main_of(&plan[large])->key.kernel].name, plan[large].row->tile_q);
             }
+            if (sequences == 0 || limits[n].num_splits < 0)
+                continue;
+            const fa_args *small = &plan[0].args, *large = &plan[1].args;
+            assert_int_equal(plan[0].row->tile_k, plan[1].row->tile_k);
+            assert_true(small->split_keys == large->split_keys && small->num_splits == large->num_splits && small->part_growth == large->part_growth && small->part_doublings == large->part_doublings);
+        }
 }
 
 /* Tiles of all heads of a key head, where tiles of one's queries would be empty by more; and from how many rows on they are forward_sm90's. */

@@ -459,7 +459,7 @@ static void short_calls_take_the_kernel_of_their_lengths(void **state)
             }
             if (fa_normalise(&p, calls[n].pass == BACKWARD ? &g : NULL, calls[n].pass, FA_PLAN, &call) != FLASH_ATTN_OK || fa_plan_make(&call, 90, NULL, NULL, &plan) != FLASH_ATTN_OK)
                 fail_msg("call %zu: %s", n, flash_attn_last_error());
-            int tile_q = calls[n].kernel == FEW_F && batch == 1 ? 64 : calls[n].tile_q; /* few tiles are small */
+            int tile_q = calls[n].kernel == FEW_F && (batch == 1 || (batch == 10 && calls[n].columns <= 64)) ? 64 : calls[n].tile_q; /* few tiles are small */
             if (plan.launch[plan.main].key.kernel != (int)calls[n].kernel || plan.row->tile_q != tile_q || (calls[n].tile_k && plan.row->tile_k != calls[n].tile_k))
                 fail_msg("call %zu, batch %d: %s, tiles of %d x %d", n, (int)batch, fa_kernels[plan.launch[plan.main].key.kernel].name, plan.row->tile_q, plan.row->tile_k);
             if ((calls[n].kernel == SHORT_F || calls[n].kernel == SHORT_B) && plan.args.group_blocks == 1 && (plan.num_launches != 1 || plan.workspace_bytes != 0))

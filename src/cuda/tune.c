@@ -335,13 +335,16 @@ static bool takes_packed(const fa_tune_row *row, const fa_call *call, const fa_k
            (!key->has_paged || (call->k.shape[0] > 0 && fa_page_piece(call, row->tile_k) >= SWIZZLE_ROWS));
 }
 
-/* Rows of more than one tile of 64: in such tiles where they are too few for all multiprocessors, else in tiles of 128, which read keys half as often (decision 0100).
- * Both have the same steps, so that the batch may choose. */
-static bool are_in_small_tiles(const fa_call *call)
+/* Rows of more than one tile of 64: in such tiles where they are few, else in tiles of 128, which read keys half as often. Both have the same steps, so that the batch may
+ * choose. Limits as measured on an H200 (decision 0100): tiles of 128, and where they read many keys their keys too. */
+static bool are_in_small_tiles(const fa_tune_row *row, const fa_call *call)
 {
-    enum { SMALL = 64, LARGE = 128, FEW_TILES = 16, FEW_BY_BATCH = 8 };
-    int64_t rows = call->max_seqlen_q * call->group;
-    return rows <= SMALL || (rows + LARGE - 1) / LARGE * call->heads_k * call->batch <= (call->num_splits < 0 ? FEW_BY_BATCH : FEW_TILES);
+    enum { SMALL = 64, LARGE = 128, NARROW = 64, WIDE = 256, MOST = 64, FEW = 16, FEW_BY_BATCH = 8, KEYS = 1 << 19, KEYS_BY_BATCH = 1 << 18 };
+    int64_t rows = call->max_seqlen_q * call->group, tiles = (rows + LARGE - 1) / LARGE * call->heads_k * call->batch;
+    bool    by_batch = call->num_splits < 0;
+    if (rows <= SMALL || row->head_dim == NARROW || (by_batch && row->head_dim == WIDE))
+        return rows <= SMALL || tiles <= MOST;
+    return tiles <= (by_batch ? FEW_BY_BATCH : FEW) && tiles * call->max_seqlen_k < (by_batch ? KEYS_BY_BATCH : KEYS);
 }
 
 /* What forward_few_sm90 asks for besides: queries that forward_sm90 leaves to others, more than eight rows, of which the kernel for any GPU leaves large results; up to 16
@@ -350,7 +353,7 @@ static bool takes_few(const fa_tune_row *row, const fa_call *call, const fa_key 
 {
     enum { FEW_ROWS = 8, ROWS_OF_ANY = 16, FEW_TILES = 32 };
     int64_t rows = call->max_seqlen_q * call->group, fewest = call->num_splits < 0 && call->batch * call->heads_k < FEW_TILES ? ROWS_OF_ANY : FEW_ROWS;
-    return (!fa_has_many_queries(call) || call->num_splits > 1) && rows > fewest && (row->tile_q > 64 || are_in_small_tiles(call)) && call->head_dim > 32 && call->head_dim_v > 32 &&
+    return (!fa_has_many_queries(call) || call->num_splits > 1) && rows > fewest && (row->tile_q > 64 || are_in_small_tiles(row, call)) && call->head_dim > 32 && call->head_dim_v > 32 &&
            fa_map_fits(&call->v) && takes_packed(row, call, key);
 }
 
