@@ -292,11 +292,11 @@ flash_attn_status fa_plan_add_combine(const fa_call *call, fa_plan *plan, const 
 
 flash_attn_status fa_plan_add_fold(const fa_call *call, fa_plan *plan, const fa_key *main)
 {
-    enum { WIDE = 128, FEW_ROWS = 264 /* two blocks on each of 132 multiprocessors, all at once */, WARPS = 2112 /* 16 on each */, FEW_RESULTS = 8 };
+    enum { WIDE = 128, FEW_ROWS = 264 /* two blocks on each of 132 multiprocessors, all at once */, FEWEST_ROWS = 132 /* one */, WARPS = 2112 /* 16 on each */, FEW_RESULTS = 8 };
     fa_args *args = &plan->args;
     fa_key   fold = fa_plan_helper_key(FA_KERNEL_FOLD, main);
     int64_t  rows = fa_plan_tokens_of_parts(call) * call->heads_q, results = ceil_div(args->num_splits, args->run_parts);
-    bool     parts = main->kernel == FA_KERNEL_FORWARD_FEW_SM90 && args->run_parts == 1, by_block = parts && rows <= FEW_ROWS && results > FEW_RESULTS;
+    bool     parts = main->kernel == FA_KERNEL_FORWARD_FEW_SM90 && args->run_parts == 1, by_block = parts && rows <= (results > FEW_RESULTS ? FEW_ROWS : FEWEST_ROWS);
     fold.dtype      = 0; /* it sees only partial results and o */
     fold.warps      = FA_COMBINE_WARPS;
     args->row_warps = by_block ? FA_COMBINE_WARPS : 1;
