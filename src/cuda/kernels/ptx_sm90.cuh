@@ -56,23 +56,25 @@ FA_DEVICE bool barrier_passed(unsigned barrier, unsigned parity)
     return passed != 0;
 }
 
-FA_DEVICE unsigned clock_now()
+/* In 2^32 cycles, some two seconds. */
+FA_DEVICE unsigned long_clock()
 {
     unsigned now;
-    asm volatile("mov.u32 %0, %%clock;" : "=r"(now)::"memory");
+    asm volatile("mov.u32 %0, %%clock_hi;" : "=r"(now)::"memory");
     return now;
 }
 
-/* Wait until the barrier's phase of this parity is over: phases alternate 0, 1, 0, ... A wait of more than a second (2^31
- * cycles) is a mistake in a kernel; a store to address 0 then ends it with an error instead of holding the GPU. (`trap` would
- * do, but costs registers: ptxas 13.0 spills beside it.) */
+/* Wait until the barrier's phase of this parity is over: phases alternate 0, 1, 0, ... A wait of more than 2^40 cycles, nine minutes, is a mistake in
+ * a kernel; a store to address 0 then ends it with an error instead of holding the GPU. (`trap` would do, but costs registers: ptxas 13.0 spills beside
+ * it.) A tile whose rows are far, or see Inf or NaN in V, takes seconds of many keys, and who waits for its block's next item waits as long (decision 0101). */
 FA_DEVICE void barrier_wait(unsigned barrier, unsigned parity)
 {
+    enum { TOO_LONG = 256 };
     if (barrier_passed(barrier, parity))
         return;
-    unsigned begin = clock_now();
+    unsigned begin = long_clock();
     while (!barrier_passed(barrier, parity))
-        if (clock_now() - begin > 0x80000000u)
+        if (long_clock() - begin > TOO_LONG)
             asm volatile("st.global.u32 [%0], %1;" ::"l"(0ull), "r"(barrier) : "memory");
 }
 
