@@ -53,13 +53,13 @@ static bool names_batch(const flash_attn_problem *p)
 
 /* Kernels are chosen by lengths too, by how much of a GPU the call fills, and by how the queries of all heads of a key
  * head fill tiles. Bounds of that are powers of two and three times such, so lengths on both sides of each meet all of
- * them (found by trying, 20,000 calls of each of 60 problems). What a length has no kernel for another may have. */
+ * them (found by trying, 20,000 calls of each of 180 problems). What a length has no kernel for another may have. */
 static flash_attn_status compile_lengths(flash_attn_context *context, flash_attn_problem problem,
                                          const compile_shapes *shapes, flash_attn_pass pass, int32_t arch,
                                          const char *folder)
 {
     enum { LONGEST = 8192, SIDES = 4 };
-    static const int64_t keys[] = {0 /* as queries */, 64, 128, 256, 1024, 3000, LONGEST, 131072}, batches[] = {0 /* as given */, 16, 64, 512};
+    static const int64_t keys[] = {0 /* as queries */, 64, 128, 256, 400, 1024, 3000, LONGEST, 131072}, batches[] = {0 /* as given */, 4, 16, 64, 512};
     const size_t         num_batches = shapes->all_batches ? sizeof batches / sizeof *batches : 1;
     flash_attn_status    result = FLASH_ATTN_UNSUPPORTED;
     if (!shapes->all_lengths)
