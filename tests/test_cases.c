@@ -82,13 +82,12 @@ static case_instance *build(const test_case *c, char *why, size_t why_bytes)
     return NULL;
 }
 
-static bool is_of_part(const test_case *c) { return (c - test_cases) % options.parts == options.part; }
-
 /* A file of expected values has all cases: those of other parts are read and left. */
 static void run_case(const test_case *c, group_run *group)
 {
     char why[300];
-    if (!is_of_part(c) && !expected)
+    bool of_part = (c - test_cases) % options.parts == options.part;
+    if (!of_part && !expected)
         return;
     case_instance *instance = build(c, why, sizeof why);
     if (!instance) {
@@ -96,7 +95,7 @@ static void run_case(const test_case *c, group_run *group)
         fail_line(c, "reference", 1, why);
         return;
     }
-    for (int n = 0; n < num_tiers() && is_of_part(c); n++)
+    for (int n = 0; of_part && n < num_tiers(); n++)
         if (options.tier ? strcmp(options.tier, tier_at(n)->name) == 0 : tier_differs(tier_at(n), options.dtype))
             run_one(instance, c, tier_at(n), group);
     case_free(instance);

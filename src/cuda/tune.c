@@ -342,8 +342,10 @@ static bool are_in_small_tiles(const fa_tune_row *row, const fa_call *call)
     enum { SMALL = 64, LARGE = 128, NARROW = 64, WIDE = 256, MOST = 64, FEW = 16, FEW_BY_BATCH = 8, KEYS = 1 << 19, KEYS_BY_BATCH = 1 << 18 };
     int64_t rows = call->max_seqlen_q * call->group, tiles = (rows + LARGE - 1) / LARGE * call->heads_k * call->batch;
     bool    by_batch = call->num_splits < 0;
-    if (rows <= SMALL || row->head_dim == NARROW || (by_batch && row->head_dim == WIDE))
-        return rows <= SMALL || tiles <= MOST;
+    if (rows <= SMALL)
+        return true;
+    if (row->head_dim == NARROW || (by_batch && row->head_dim == WIDE))
+        return tiles <= MOST;
     return tiles <= (by_batch ? FEW_BY_BATCH : FEW) && tiles * call->max_seqlen_k < (by_batch ? KEYS_BY_BATCH : KEYS);
 }
 
