@@ -119,7 +119,7 @@ static void every_short_forward_is_right(void **state)
 /* ---- Inf and NaN in V reach the rows that see them and no other ---- */
 
 enum { LENGTH = 300, HEAD_DIM = 256 /* from row to row */, COUNT = LENGTH * HEAD_DIM,
-       BIAS_ROW = 304, BIAS_AT = 4 * COUNT + 8, HOST_COUNT = BIAS_AT + LENGTH * BIAS_ROW /* Q, K, V, O, a sink, a bias */ };
+       BIAS_ROW = 304, BIAS_AT = 4 * COUNT + 8, STATS_AT = BIAS_AT + LENGTH * BIAS_ROW, HOST_COUNT = STATS_AT + 2 * LENGTH /* Q, K, V, O, a sink, a bias, LSE */ };
 
 static int columns_k = 64, columns_v = 64, length = LENGTH; /* that the tests below use */
 
@@ -151,21 +151,29 @@ static flash_attn_problem problem_at(char *at, flash_attn_mask mask)
     return p;
 }
 
-static void expect_output(const flash_attn_problem *want, const flash_attn_problem *p, uint16_t *host, char *device)
+static void expect_output(flash_attn_problem want, flash_attn_problem p, uint16_t *host, char *device)
 {
     static uint16_t got[COUNT];
+    static float    lse[LENGTH];
+    const float    *expected_lse = (float *)(host + STATS_AT);
+    want.lse.data = host + STATS_AT;
+    p.lse.data    = device + STATS_AT * 2;
     memset(host + 3 * COUNT, 0x55, COUNT * 2);
+    memset(host + STATS_AT, 0x55, sizeof lse);
     assert_true(gpu->to_device(device, host, HOST_COUNT * 2));
-    expect_ok(flash_attn_forward(NULL, want, NULL));
-    expect_ok(flash_attn_forward(length < LENGTH ? short_forward_context : context, p, NULL));
-    assert_true(gpu->to_host(got, device + 3 * COUNT * 2, sizeof got));
+    expect_ok(flash_attn_forward(NULL, &want, NULL));
+    expect_ok(flash_attn_forward(length < LENGTH ? short_forward_context : context, &p, NULL));
+    assert_true(gpu->to_host(got, device + 3 * COUNT * 2, sizeof got) && gpu->to_host(lse, device + STATS_AT * 2, sizeof lse));
+    for (int i = 0; i < length; i++)
+        if (lse[i] != expected_lse[i] && !(fabsf(lse[i] - expected_lse[i]) <= 1e-4f * (1 + fabsf(expected_lse[i]))))
+            fail_msg("%d rows, mask %d, %d parts, LSE of row %d: %g, expected %g", length, (int)p.mask, p.num_splits, i, (double)lse[i], (double)expected_lse[i]);
     for (int i = 0; i < COUNT; i++) {
         if (i % HEAD_DIM >= columns_v)
             continue;
         float expected = value_of(host[3 * COUNT + i]), x = value_of(got[i]);
         bool  same = isnan(expected) ? isnan(x) : isinf(expected) ? x == expected : fabsf(x - expected) <= 0.02f;
         if (!same)
-            fail_msg("%d rows, mask %d, %d parts, row %d, column %d: %g, expected %g", length, (int)p->mask, p->num_splits, i / HEAD_DIM, i % HEAD_DIM, (double)x, (double)expected);
+            fail_msg("%d rows, mask %d, %d parts, row %d, column %d: %g, expected %g", length, (int)p.mask, p.num_splits, i / HEAD_DIM, i % HEAD_DIM, (double)x, (double)expected);
     }
 }
 
@@ -174,12 +182,13 @@ static void expect_forward(const flash_attn_problem *want, const flash_attn_prob
 {
     flash_attn_problem split = *p;
     split.num_splits = 2;
-    expect_output(want, p, host, device);
+    expect_output(*want, *p, host, device);
     if (length == LENGTH && p->mask != FLASH_ATTN_WINDOW && !p->bias.data && p->slices.count == 0)
-        expect_output(want, &split, host, device);
+        expect_output(*want, split, host, device);
 }
 
-static void expect_nonfinite_values_where_they_are_seen(void)
+/* nan_key: a row of V of which nothing else is there, for then a row that sees it need not be computed again. */
+static void expect_nonfinite_values_where_they_are_seen(int nan_key)
 {
     static uint16_t host[HOST_COUNT];
     fill(host, 3 * COUNT, 5);
@@ -187,6 +196,8 @@ static void expect_nonfinite_values_where_they_are_seen(void)
     host[4 * COUNT] = 0x3F80; /* a sink of 1 */
     v[10 * HEAD_DIM + 3] = 0x7FC0, v[130 * HEAD_DIM + 5] = 0x7F80, v[131 * HEAD_DIM + 5] = 0xFF80; /* NaN, Inf, -Inf */
     v[200 * HEAD_DIM + 60] = 0x7F80, v[299 * HEAD_DIM] = 0x7FC0;
+    for (int c = 0; nan_key >= 0 && c < HEAD_DIM; c++)
+        v[nan_key * HEAD_DIM + c] = 0x7FC0;
     char *device = gpu->alloc(sizeof host);
     assert_non_null(device);
     fill(host + BIAS_AT, LENGTH * BIAS_ROW, 9);
@@ -212,6 +223,12 @@ static void expect_nonfinite_values_where_they_are_seen(void)
     gpu->free(device);
 }
 
+static void expect_some_nonfinite_values(void)
+{
+    expect_nonfinite_values_where_they_are_seen(-1);
+    expect_nonfinite_values_where_they_are_seen(length / 2 + 7);
+}
+
 static void with_lengths(void (*expect)(void))
 {
     need_hopper();
@@ -228,7 +245,7 @@ static void with_lengths(void (*expect)(void))
 static void nonfinite_values_reach_only_who_sees_them(void **state)
 {
     (void)state;
-    with_lengths(expect_nonfinite_values_where_they_are_seen);
+    with_lengths(expect_some_nonfinite_values);
 }
 
 /* Keys of which every query's score is -inf have no weight, also where a query meets none but such at first, and then some among others, or no other at all. */

@@ -12,17 +12,36 @@
 /* maximum * unit of such a row. Not +Inf: that is NaN, as it should be. */
 FA_DEVICE bool is_far(float top) { return fabsf(top) >= 0x1p28f && finite(top); }
 
+/* In the order of the columns. */
+FA_DEVICE double add_eight(double sum, uint4 a, uint4 b)
+{
+    unsigned x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        float2 u = unpack<FA_DTYPE>(x[n]), v = unpack<FA_DTYPE>(y[n]);
+        sum += (double)u.x * (double)v.x;
+        sum += (double)u.y * (double)v.y;
+    }
+    return sum;
+}
+
 /* A row's score with key j, in units of log2; -inf if it does not see the key. */
 template <typename WORK> FA_DEVICE double far_score(const fa_args &args, const WORK &w, int head, int i, int j)
 {
     if (!sees(args, w.seq, w.slices, i, j))
         return -infinity();
+    const fa_element *q = (const fa_element *)args.q.data + w.seq.q_entry * args.q.stride[0] + (w.seq.q_row + i) * args.q.stride[1] + head * args.q.stride[2];
     const fa_element *k = rows_from(args, w, w.k, args.k, j).row(0);
     double            dot = 0.0;
-    fa_i64 q = w.seq.q_entry * args.q.stride[0] + (w.seq.q_row + i) * args.q.stride[1] + head * args.q.stride[2];
-    for (int d = 0; d < args.head_dim; d++)
-        dot += (double)load_element(args.q.data, q + d * args.q.stride[3], FA_DTYPE) *
-               (double)load_element(k, d * args.k.stride[3], FA_DTYPE);
+    int               d = 0;
+    if constexpr (sizeof(fa_element) == 2) /* a lane has a key: each load is of 32 lines, however few bytes it takes of them */
+        if (args.q.stride[3] == 1 && args.k.stride[3] == 1 && ((fa_i64)q | (fa_i64)k) % 16 == 0)
+#pragma unroll 1
+            for (; d + 8 <= args.head_dim; d += 8)
+                dot = add_eight(dot, *(const uint4 *)(q + d), *(const uint4 *)(k + d));
+#pragma unroll 1
+    for (; d < args.head_dim; d++)
+        dot += (double)load_element(q, d * args.q.stride[3], FA_DTYPE) * (double)load_element(k, d * args.k.stride[3], FA_DTYPE);
     if constexpr (!MODIFIED)
         return dot * args.scale_log2 * descale_of_scores(args, w.b, w.kv_head);
     score_terms terms = score_terms_of(args, w.b, head);
@@ -42,13 +61,30 @@ FA_DEVICE double warp_max(double x)
     return x;
 }
 
-/* Query i by one warp: O (unscaled, this lane's columns), the row's largest score and its sum. */
+/* Query i sees key j, of which V is NaN in all columns. */
+template <typename WORK> FA_DEVICE bool sees_only_nan(const fa_args &args, const WORK &w, int head, int i, int j)
+{
+    bool              nan = sees(args, w.seq, w.slices, i, j) && (!FA_HAS_DROPOUT || fa_dropout_keeps(&args.dropout, w.b * args.heads_q + head, i, j));
+    const fa_element *v   = rows_from(args, w, w.v, args.v, j).row(0);
+#pragma unroll 1
+    for (int col = 0; col < args.head_dim_v && nan; col++) {
+        float value = load_element(v, col * args.v.stride[3], FA_DTYPE);
+        nan         = value != value;
+    }
+    return nan;
+}
+
+/* Query i by one warp: O (unscaled, this lane's columns), the row's largest score and its sum. may_stop: false, and none of these, where it sees a key of which V is NaN in
+ * all columns, for then so is O already. It mostly is among the last. */
 template <int COLS, typename WORK>
-FA_DEVICE void far_row(const fa_args &args, const WORK &w, int head, int i, double (&o)[COLS], double &peak, double &total)
+FA_DEVICE bool far_row(const fa_args &args, const WORK &w, int head, int i, double (&o)[COLS], double &peak, double &total, bool may_stop = false)
 {
     int lane = threadIdx.x % 32;
     peak     = -infinity();
-    for (int j = w.keys.begin + lane; j < w.keys.end; j += 32) {
+    for (int last = w.keys.end - 1; last >= w.keys.begin; last -= 32) {
+        int j = fa_max_int(last - lane, w.keys.begin);
+        if (may_stop && __any_sync(0xFFFFFFFFu, sees_only_nan(args, w, head, i, j)))
+            return false;
         double score = far_score(args, w, head, i, j);
         peak         = score > peak ? score : peak;
     }
@@ -75,6 +111,7 @@ FA_DEVICE void far_row(const fa_args &args, const WORK &w, int head, int i, doub
             }
         }
     }
+    return true;
 }
 
 /* The row with its sink, if there is one: LSE, and what O is to be multiplied by. Scores that are all -inf count as none. */

@@ -426,14 +426,14 @@ template <bool MASKED, bool BEGINS = false> FA_DEVICE void step(const fa_args &a
 /* What store_result could not know, when few registers are in use. */
 FA_DEVICE void store_rare(const fa_args &args, const work &w, far_rows far, int group, unsigned item)
 {
-    int first = w.first_row + 64 * group + threadIdx.x % 128 / 32 * 16;
+    int  first  = w.first_row + 64 * group + threadIdx.x % 128 / 32 * 16;
+    bool spoilt = false;
     if constexpr (FA_MASK != FA_MASK_NONE) {
         barrier_wait(inspected(item), filled<WORKS>(item));
-        if (w.spoilt)
-            far = {far.upper >> 1, far.lower >> 1};
+        spoilt = w.spoilt;
     }
-    if ((far.upper | far.lower) & 0x11111111u)
-        redo_far_rows(args, w, w.keys, first, far);
+    if ((far.upper | far.lower) & (spoilt ? 0x33333333u : 0x11111111u))
+        redo_far_rows(args, w, w.keys, first, far, spoilt);
 }
 
 /* A consumer's last steps may be blind ones. Inspectors wait for their V too, so it goes through them before it asks what these have found. */

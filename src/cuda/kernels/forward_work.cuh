@@ -277,17 +277,24 @@ template <class WHO = whole_block, bool PART = TO_PARTS> static __device__ __noi
 
 /*
  * Inf and NaN of V were cleared from edge tiles, for 0 * NaN would reach rows that do not see the key. Here the rows that
- * do see it get it, in what was just stored. Rare, slow, and kept out of the registers of the rest.
+ * do see it get it, in what was just stored. From a clean tile nothing was taken, and NaN stays what it is. Rare, slow, and
+ * kept out of the registers of the rest.
  */
 template <class WHO = whole_block> static __device__ __noinline__ void add_nonfinite(const fa_args &args, const work &w)
 {
+    constexpr bool SLICED = FA_HAS_SLICES || FA_MASK == FA_MASK_LISTED; /* which cut clean tiles too */
+    fa_range       clean  = {SLICED ? 0 : w.clean.begin * FA_TILE_K, SLICED ? 0 : w.clean.end * FA_TILE_K};
     WHO::sync();
     for (int n = WHO::thread(); n < w.rows * args.head_dim_v; n += 32 * WHO::WARPS) {
         int    row = n / args.head_dim_v, col = n % args.head_dim_v;
         int    i = query_of(args, w, row), head = head_of(args, w, row);
         float  total = 0.0f;
         fa_i64 at    = o_place(args, w, head, i, col);
-        for (int j = w.keys.begin; j < w.keys.end; j++) {
+        for (int j = w.keys.end - 1; j >= w.keys.begin && total == total; j--) {
+            if (j >= clean.begin && j < clean.end) {
+                j = clean.begin;
+                continue;
+            }
             float value = load_element(rows_from(args, w, w.v, args.v, j).row(0), col * args.v.stride[3], FA_DTYPE);
             if (!finite(value) && sees(args, w.seq, w.slices, i, j) &&
                 (!FA_HAS_DROPOUT || fa_dropout_keeps(&args.dropout, w.b * args.heads_q + head, i, j)))

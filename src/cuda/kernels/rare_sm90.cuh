@@ -97,8 +97,8 @@ FA_DEVICE void store_far_lse(const fa_args &args, const work &w, int row, row_ow
     store_lse(args, w, of, lse);
 }
 
-/* Far rows once more, or all of them where V spoilt O: with these of the item's keys. */
-static __device__ __noinline__ void redo_far_rows(const fa_args &args, const work &shared_work, fa_range keys, int first, far_rows far)
+/* Far rows once more, with these of the item's keys; where V spoilt O, also O of those that see something. */
+static __device__ __noinline__ void redo_far_rows(const fa_args &args, const work &shared_work, fa_range keys, int first, far_rows far, bool spoilt = false)
 {
     __syncwarp();
     plain_work w = plain_work_of(args, shared_work);
@@ -109,15 +109,18 @@ static __device__ __noinline__ void redo_far_rows(const fa_args &args, const wor
     for (int row = 0; row < 16; row++) {
         constexpr int COLS = FA_HEAD_DIM_V / 32;
         row_owner     of   = owner_of(args, shared_work, first + row);
-        if (!((row < 8 ? far.upper : far.lower) >> row % 8 * 4 & 1) || of.i >= w.seq.seqlen_q)
+        unsigned      bits = (row < 8 ? far.upper : far.lower) >> row % 8 * 4;
+        bool          only_o = !FA_HAS_SPLIT && !(bits & 1); /* a part's is stored by another scale, which LSE goes with */
+        if (!(bits & (spoilt ? 3 : 1)) || of.i >= w.seq.seqlen_q)
             continue;
         double o[COLS], peak, total;
         float  lse;
-        far_row<COLS>(args, w, of.head, of.i, o, peak, total);
+        if (!far_row<COLS>(args, w, of.head, of.i, o, peak, total, only_o))
+            continue;
         float scale = end_far_row(peak, total, WHOLE ? -infinity() : sink_log2_of(args, of.head), lse) * descale_of(args.descale_v, w.b, w.kv_head);
         if constexpr (FA_HAS_DROPOUT)
             scale *= args.dropout.keep_scale;
-        if (threadIdx.x % 32 == 0)
+        if (threadIdx.x % 32 == 0 && !only_o)
             store_far_lse(args, shared_work, first + row, of, lse);
         far_place to = place_of_far(args, shared_work, first + row, of);
         for (int c = 0, col = threadIdx.x % 32; c < COLS; c++, col += 32)
