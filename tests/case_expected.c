@@ -1,14 +1,17 @@
 #include "case_internal.h"
 
-/* One case's values on their way to or from a file, with the hash of all bytes so far. */
+/* One case's values on their way to or from a file, with the hash of all bytes so far; file NULL: they are counted only. */
 typedef struct record {
     FILE    *file;
     bool     write;
-    uint64_t hash;
+    uint64_t hash, bytes;
 } record;
 
 static bool transfer(record *r, void *data, size_t bytes)
 {
+    r->bytes += bytes;
+    if (!r->file)
+        return true;
     size_t done = r->write ? fwrite(data, 1, bytes, r->file) : fread(data, 1, bytes, r->file);
     r->hash     = case_hash(r->hash, data, done);
     return done == bytes;
@@ -44,11 +47,19 @@ static bool transfer_values(record *r, case_instance *x)
     return ok;
 }
 
+/* A record: how long what follows it is, key, values, hash. */
+static uint64_t length_of(case_instance *x)
+{
+    record r = {.bytes = 2 * sizeof(uint64_t)};
+    transfer_values(&r, x);
+    return r.bytes;
+}
+
 bool case_write_expected(case_instance *x, FILE *file)
 {
-    record   r   = {file, true, CASE_HASH_START};
-    uint64_t key = key_of(x);
-    if (!transfer(&r, &key, sizeof key) || !transfer_values(&r, x))
+    record   r   = {file, true, CASE_HASH_START, 0};
+    uint64_t key = key_of(x), length = length_of(x);
+    if (!transfer(&r, &length, sizeof length) || !transfer(&r, &key, sizeof key) || !transfer_values(&r, x))
         return false;
     uint64_t hash = r.hash;
     return transfer(&r, &hash, sizeof hash);
@@ -56,9 +67,9 @@ bool case_write_expected(case_instance *x, FILE *file)
 
 bool case_read_expected(case_instance *x, FILE *file, char *why, size_t why_bytes)
 {
-    record   r   = {file, false, CASE_HASH_START};
-    uint64_t key = 0, hash = 0;
-    bool     whole = transfer(&r, &key, sizeof key);
+    record   r   = {file, false, CASE_HASH_START, 0};
+    uint64_t key = 0, length = 0, hash = 0;
+    bool     whole = transfer(&r, &length, sizeof length) && transfer(&r, &key, sizeof key);
     if (whole && key != key_of(x)) {
         snprintf(why, why_bytes, "the file's next expected values are those of another case or of other inputs");
         return false;
@@ -67,11 +78,17 @@ bool case_read_expected(case_instance *x, FILE *file, char *why, size_t why_byte
         snprintf(why, why_bytes, "no memory for expected values");
         return false;
     }
-    whole         = whole && transfer_values(&r, x);
+    whole         = whole && length == length_of(x) && transfer_values(&r, x);
     uint64_t read = r.hash;
     if (!whole || !transfer(&r, &hash, sizeof hash) || hash != read) {
         snprintf(why, why_bytes, "the file of expected values ends here or is damaged");
         return false;
     }
     return true;
+}
+
+bool case_skip_expected(FILE *file)
+{
+    uint64_t length = 0;
+    return fread(&length, 1, sizeof length, file) == sizeof length && length <= INT32_MAX && fseek(file, (long)length, SEEK_CUR) == 0;
 }

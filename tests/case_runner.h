@@ -60,9 +60,10 @@ void           case_free(case_instance *instance);
 /* case_expected.c. One run keeps its expected values, and what they allow, in a file, and a slow one (an emulated
  * processor, sanitizers) reads them: the same cases in the same order. Each has a key, of the case and every byte of its
  * inputs, and a hash of its values. False: the file cannot be written; it ends, is damaged, or goes on with another case
- * or other inputs. */
+ * or other inputs. Skip: past one case's values, whichever's they are, without its inputs. */
 bool case_write_expected(case_instance *instance, FILE *file);
 bool case_read_expected(case_instance *instance, FILE *file, char *why, size_t why_bytes);
+bool case_skip_expected(FILE *file);
 
 /* The host memory problem: device CPU. Gradients are NULL if the case has none. Valid until case_free. */
 const flash_attn_problem *case_problem(const case_instance *instance);

@@ -185,6 +185,10 @@ static void expected_values_from_a_file_are_of_this_case_and_whole_or_refused(vo
     assert_true(kept_worst > 0);
     case_free(x);
     long bytes = ftell(file);
+    rewind(file);
+    assert_true(case_skip_expected(file));
+    assert_int_equal(ftell(file), bytes);
+    assert_false(case_skip_expected(file));
     assert_true(recalled(file, &shape, FLASH_ATTN_BF16, 5));
     assert_int_equal(ftell(file), bytes);
     assert_false(recalled(file, &shape, FLASH_ATTN_BF16, 6));
