@@ -17,8 +17,7 @@ static flash_attn_status run_on(flash_attn_context *context, flash_attn_device d
 {
     bool forward = call->pass == FLASH_ATTN_FORWARD;
     switch (device.type) {
-    case FLASH_ATTN_CPU:
-        return forward ? fa_cpu_forward(context->cpu, call, exec) : fa_cpu_backward(context->cpu, call, exec);
+    case FLASH_ATTN_CPU: return fa_cpu_run(context->cpu, call, exec);
     case FLASH_ATTN_REFERENCE: return forward ? fa_reference_forward(call) : fa_reference_backward(call);
     case FLASH_ATTN_CUDA: return fa_cuda_run(context, device.index, call, exec);
     }
@@ -204,7 +203,7 @@ flash_attn_status flash_attn_explain(flash_attn_context *context, const flash_at
     FA_TRY(fa_count_work(&call, &result.flops, &result.bytes));
     if (problem->device.type == FLASH_ATTN_CPU) {
         fa_exec how = {.num_threads = fa_cpu_num_threads(context->cpu)};
-        fa_cpu_explain(context->cpu, &call, &how, &result);
+        FA_TRY(fa_cpu_explain(context->cpu, &call, &how, &result));
     } else if (problem->device.type == FLASH_ATTN_REFERENCE) {
         snprintf(result.kernel, sizeof result.kernel, "%s_reference",
                  pass == FLASH_ATTN_FORWARD ? "forward" : "backward");

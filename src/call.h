@@ -63,6 +63,7 @@ typedef struct fa_call {
     bool           deterministic;
     int            of_length;  /* CUDA: FA_OF_ALL, or FA_OF_MANY or FA_OF_FEW, the sequences of more or no more than few_queries alone (fa_plan_calls_of) */
     int64_t        few_queries;
+    flash_attn_slices documents; /* count above 0: cu_seqlens are these documents' (fa_documents_pack), count rows of all entries, and are made when the call runs */
     bool           shares_gpu; /* CUDA: others, such as a ring's transfers, have some of its multiprocessors meanwhile (fa_run) */
 } fa_call;
 
@@ -76,18 +77,20 @@ typedef struct fa_sequence {
     int     diagonal;            /* seqlen_k - seqlen_q, for mask.h */
 } fa_sequence;
 
+static inline int64_t fa_entry_of(const flash_attn_tensor *t, int64_t row, int64_t count) { return t->shape[0] > 1 && count > 0 ? row / t->shape[1] : 0; }
+
 static inline fa_sequence fa_sequence_at(const fa_call *call, int64_t b)
 {
     fa_sequence s = {.q_entry = b, .kv_entry = b, .rows_q = (int)call->q.shape[1], .rows_k = (int)call->k.shape[1]};
     if (call->cu_seqlens_q) {
-        s.q_entry = 0;
-        s.q_row   = call->cu_seqlens_q[b];
         s.rows_q  = call->cu_seqlens_q[b + 1] - call->cu_seqlens_q[b];
+        s.q_entry = fa_entry_of(&call->q, call->cu_seqlens_q[b], s.rows_q);
+        s.q_row   = call->cu_seqlens_q[b] - s.q_entry * call->q.shape[1];
     }
     if (call->cu_seqlens_k) {
-        s.kv_entry = 0;
-        s.kv_row   = call->cu_seqlens_k[b];
         s.rows_k   = call->cu_seqlens_k[b + 1] - call->cu_seqlens_k[b];
+        s.kv_entry = fa_entry_of(&call->k, call->cu_seqlens_k[b], s.rows_k);
+        s.kv_row   = call->cu_seqlens_k[b] - s.kv_entry * call->k.shape[1];
     }
     if (call->cache_batch_idx)
         s.kv_entry = call->cache_batch_idx[b];
@@ -155,6 +158,16 @@ static inline bool fa_values_in_keys(const fa_call *call)
     return same;
 }
 
+/* ---- documents (documents.c) ---- */
+
+/* Whether the slices are documents, or chunks, beside each other, of so many queries on average: then `packed` is the same call with packed sequences in their place, of rows that are counted
+ * through all entries of the tensors. */
+bool fa_documents_pack(const fa_call *call, int64_t least_mean, fa_call *packed);
+
+/* Its cu_seqlens: batch + 1 of q, then as many of k; 0 bytes if it has none. */
+size_t fa_documents_bytes(const fa_call *packed);
+void   fa_documents_fill(const fa_call *packed, int32_t *cu_seqlens);
+
 /* ---- how to run ---- */
 
 typedef struct fa_cpu  fa_cpu;  /* cpu/: threads and the chosen micro-kernels */
@@ -196,10 +209,9 @@ void              fa_cpu_destroy(fa_cpu *cpu);
 void              fa_cpu_info(const fa_cpu *cpu, flash_attn_device_info *info);
 int               fa_cpu_num_threads(const fa_cpu *cpu);
 size_t            fa_cpu_workspace(const fa_cpu *cpu, const fa_call *call);
-void              fa_cpu_explain(const fa_cpu *cpu, const fa_call *call, const fa_exec *exec,
+flash_attn_status fa_cpu_explain(const fa_cpu *cpu, const fa_call *call, const fa_exec *exec,
                                  flash_attn_explanation *explanation);
-flash_attn_status fa_cpu_forward(fa_cpu *cpu, const fa_call *call, const fa_exec *exec);
-flash_attn_status fa_cpu_backward(fa_cpu *cpu, const fa_call *call, const fa_exec *exec);
+flash_attn_status fa_cpu_run(fa_cpu *cpu, const fa_call *call, const fa_exec *exec);
 /* flash_attn_tune with its arguments checked. */
 flash_attn_status fa_cpu_tune(const flash_attn_context *context, const char *file, double seconds,
                               flash_attn_tune_report report, void *user);

@@ -192,6 +192,11 @@ static int make_slice_list(slice_pattern pattern, int nq, int nk, flash_attn_sli
                     list[count++] = (flash_attn_slice){i * 32, i * 32 + 32 < nq ? i * 32 + 32 : nq, j * 32,
                                                        j * 32 + 32 < nk ? j * 32 + 32 : nk, FLASH_ATTN_SLICE_FULL};
         return count;
+    case SLICES_LONG: return 0; /* make_long_documents */
+    case SLICES_BLOCKS:
+        list[count++] = (flash_attn_slice){0, nq * 2 / 5, 0, nk * 2 / 5, FLASH_ATTN_SLICE_FULL};
+        list[count++] = (flash_attn_slice){nq * 2 / 5, nq, nk * 2 / 5, nk, FLASH_ATTN_SLICE_FULL};
+        return count;
     case SLICES_KINDS:
     case SLICES_OWN:
         list[count++] = (flash_attn_slice){nq / 7, nq / 2, 0, nk / 3, FLASH_ATTN_SLICE_CAUSAL};
@@ -201,6 +206,20 @@ static int make_slice_list(slice_pattern pattern, int nq, int nk, flash_attn_sli
         return count;
     }
     return 0;
+}
+
+/* Two that fill the sequence; two with some queries before and behind and keys between; one. By turns. */
+static int make_long_documents(case_instance *x, int32_t *offsets, flash_attn_slice *list)
+{
+    int count = 0;
+    for (int b = 0; b < x->shape.batch; b++) {
+        int nq = x->sequences[b].rows_q, nk = x->sequences[b].rows_k, gap = b % 3 == 1 ? 7 : 0, middle_q = b % 3 == 2 ? nq : nq * 9 / 20, middle_k = b % 3 == 2 ? nk : nk * 9 / 20;
+        offsets[b] = count;
+        list[count++] = (flash_attn_slice){gap, middle_q, 0, middle_k, FLASH_ATTN_SLICE_CAUSAL};
+        list[count++] = (flash_attn_slice){middle_q, nq - gap, b % 3 == 2 ? nk : middle_k + gap, nk, FLASH_ATTN_SLICE_CAUSAL};
+    }
+    offsets[x->shape.batch] = count;
+    return count;
 }
 
 static void make_slices(case_instance *x)
@@ -220,6 +239,14 @@ static void make_slices(case_instance *x)
         longest_k              = s->rows_k > longest_k ? s->rows_k : longest_k;
     }
     int count = make_slice_list(c->slices, longest_q, longest_k, list, CAPACITY);
+    if (c->slices == SLICES_LONG) {
+        int32_t *offsets = int_array(x, c->batch + 1);
+        if (x->failed)
+            return;
+        x->buffers[x->num_buffers - 1].is_host_list = true;
+        x->problem.slices.offsets = offsets;
+        count                     = make_long_documents(x, offsets, list);
+    }
     if (c->slices == SLICES_OWN) { /* sequence 0 has none, the others share out the list, the last one the rest */
         int32_t *offsets = int_array(x, c->batch + 1);
         if (x->failed)

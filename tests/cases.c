@@ -166,6 +166,8 @@ const test_case test_cases[] = {
     {"slices", "own lists",    .slices = SLICES_OWN, .seqlen_q = 100, .seqlen_k = 90, .batch = 3, .heads_q = 2},
     {"slices", "no queries",   .slices = SLICES_DOCUMENTS, .seqlen_q = 90, .seqlen_k = 100, .batch = 3, .seqused_q = LENGTHS_HOLES},
     {"slices", "pages",        .slices = SLICES_SHARED, .seqlen_q = 110, .seqlen_k = 130, .batch = 2, .heads_q = 2, .page_size = 8, .seqused_k = LENGTHS_MIXED, .mask = C, .forward_only = true},
+    {"slices", "long documents", .slices = SLICES_LONG, .seqlen_q = 80, .seqlen_k = 95, .batch = 3, .heads_q = 2, .sinks = true},
+    {"slices", "blocks, heads first", .slices = SLICES_BLOCKS, .seqlen_q = 70, .seqlen_k = 70, .batch = 2, .heads_q = 2, .heads_k = 1, .layout = LAYOUT_HEADS_FIRST, .mask = W, .window_left = 20, .window_right = 9},
     {"slices", "own lists, varlen", .slices = SLICES_OWN, .seqlen_q = 100, .seqlen_k = 90, .batch = 3, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_MIXED},
 
     {"varlen", "mixed",        .batch = 4, .heads_q = 2, .seqlen_q = 70, .seqlen_k = 90, .varlen_q = LENGTHS_MIXED, .varlen_k = LENGTHS_MIXED},

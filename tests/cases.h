@@ -37,7 +37,9 @@ typedef enum slice_pattern {
     SLICES_SHARED    = 2, /* a question that all answers see, answers that do not see one another */
     SLICES_SPARSE    = 3, /* a checkerboard of full blocks; some queries see nothing */
     SLICES_KINDS     = 4, /* one slice of each kind, overlapping, cut at odd places */
-    SLICES_OWN       = 5  /* by offsets: each sequence its own list, the first one's empty */
+    SLICES_OWN       = 5, /* by offsets: each sequence its own list, the first one's empty */
+    SLICES_LONG      = 6, /* by offsets: each sequence its own two causal documents or one, between which rows may be nobody's */
+    SLICES_BLOCKS    = 7  /* two full blocks along the diagonal */
 } slice_pattern;
 
 /* How tensors lie in memory. */

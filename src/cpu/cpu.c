@@ -120,7 +120,40 @@ void fa_cpu_info(const fa_cpu *cpu, flash_attn_device_info *info)
     info->memory_bytes = pages > 0 && page_bytes > 0 ? (int64_t)pages * page_bytes : 0;
 }
 
-size_t fa_cpu_workspace(const fa_cpu *cpu, const fa_call *call)
+/* ---- calls ---- */
+
+enum { LEAST_MEAN = 1 }; /* queries of a document: packed sequences are faster at any (decision 0102) */
+
+/* The call that is to run: *call, or where that shows documents *packed, whose lengths are to be freed. */
+static flash_attn_status begin_call(const fa_call **call, fa_call *packed, int32_t **cu_seqlens)
+{
+    *cu_seqlens = NULL;
+    if (!fa_documents_pack(*call, LEAST_MEAN, packed))
+        return FLASH_ATTN_OK;
+    size_t bytes = fa_documents_bytes(packed);
+    *call        = packed;
+    if (bytes == 0)
+        return FLASH_ATTN_OK;
+    *cu_seqlens = malloc(bytes);
+    if (!*cu_seqlens)
+        return fa_fail(FLASH_ATTN_NO_MEMORY, "no memory for the ends of %lld documents", (long long)packed->batch);
+    fa_documents_fill(packed, *cu_seqlens);
+    packed->cu_seqlens_q = *cu_seqlens;
+    packed->cu_seqlens_k = *cu_seqlens + packed->batch + 1;
+    return FLASH_ATTN_OK;
+}
+
+flash_attn_status fa_cpu_run(fa_cpu *cpu, const fa_call *call, const fa_exec *exec)
+{
+    fa_call  packed;
+    int32_t *cu_seqlens;
+    FA_TRY(begin_call(&call, &packed, &cu_seqlens));
+    flash_attn_status status = call->pass == FLASH_ATTN_FORWARD ? fa_cpu_forward(cpu, call, exec) : fa_cpu_backward(cpu, call, exec);
+    free(cu_seqlens);
+    return status;
+}
+
+static size_t workspace_of(const fa_cpu *cpu, const fa_call *call)
 {
     size_t bytes = call->pass == FLASH_ATTN_FORWARD ? fa_forward_bytes(cpu, call, cpu->num_threads)
                                                     : fa_backward_bytes(cpu, call, cpu->num_threads);
@@ -140,15 +173,31 @@ size_t fa_cpu_workspace(const fa_cpu *cpu, const fa_call *call)
     return bytes + FA_ALIGN_SLACK;
 }
 
-void fa_cpu_explain(const fa_cpu *cpu, const fa_call *call, const fa_exec *exec, flash_attn_explanation *explanation)
+size_t fa_cpu_workspace(const fa_cpu *cpu, const fa_call *call)
+{
+    fa_call packed;
+    return workspace_of(cpu, fa_documents_pack(call, LEAST_MEAN, &packed) ? &packed : call);
+}
+
+static void explain_of(const fa_cpu *cpu, const fa_call *call, const fa_exec *exec, flash_attn_explanation *explanation)
 {
     int threads                  = fa_min_int(exec->num_threads, cpu->num_threads);
     explanation->num_splits      = 1;
     explanation->num_tasks       = 0;
     explanation->num_threads     = threads;
-    explanation->workspace_bytes = (int64_t)fa_cpu_workspace(cpu, call);
+    explanation->workspace_bytes = (int64_t)workspace_of(cpu, call);
     if (call->pass == FLASH_ATTN_FORWARD)
         fa_forward_explain(cpu, call, threads, explanation);
     else
         fa_backward_explain(cpu, call, threads, explanation);
+}
+
+flash_attn_status fa_cpu_explain(const fa_cpu *cpu, const fa_call *call, const fa_exec *exec, flash_attn_explanation *explanation)
+{
+    fa_call  packed;
+    int32_t *cu_seqlens;
+    FA_TRY(begin_call(&call, &packed, &cu_seqlens));
+    explain_of(cpu, call, exec, explanation);
+    free(cu_seqlens);
+    return FLASH_ATTN_OK;
 }

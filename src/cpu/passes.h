@@ -8,6 +8,10 @@
 size_t fa_forward_bytes(const fa_cpu *cpu, const fa_call *call, int threads);
 size_t fa_backward_bytes(const fa_cpu *cpu, const fa_call *call, int threads);
 
+/* Run it. */
+flash_attn_status fa_cpu_forward(fa_cpu *cpu, const fa_call *call, const fa_exec *exec);
+flash_attn_status fa_cpu_backward(fa_cpu *cpu, const fa_call *call, const fa_exec *exec);
+
 /* Fill kernel, reason, tiles, splits, tasks and scratch. */
 void fa_forward_explain(const fa_cpu *cpu, const fa_call *call, int threads, flash_attn_explanation *explanation);
 void fa_backward_explain(const fa_cpu *cpu, const fa_call *call, int threads, flash_attn_explanation *explanation);

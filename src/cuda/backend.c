@@ -8,9 +8,22 @@
 
 /* ---- the two passes ---- */
 
+static flash_attn_status upload_documents(const fa_place *place, const fa_call *call, const fa_plan *plan, const fa_kernel *upload)
+{
+    int32_t *cu_seqlens = malloc(plan->documents_bytes);
+    if (!cu_seqlens)
+        return fa_fail(FLASH_ATTN_NO_MEMORY, "no memory for the ends of %lld documents", (long long)call->batch);
+    fa_documents_fill(call, cu_seqlens);
+    flash_attn_status status = fa_upload(place, upload, (void *)plan->args.cu_seqlens_q, cu_seqlens, plan->documents_bytes);
+    free(cu_seqlens);
+    return status;
+}
+
 static flash_attn_status upload_lists(const fa_place *place, const fa_call *call, const fa_plan *plan,
                                       const fa_kernel *upload)
 {
+    if (plan->documents_bytes > 0)
+        return upload_documents(place, call, plan, upload);
     FA_TRY(fa_upload(place, upload, (void *)plan->args.slices, call->slices.list, plan->slices_bytes));
     return fa_upload(place, upload, (void *)plan->args.slice_offsets, call->slices.offsets, plan->offsets_bytes);
 }
@@ -73,7 +86,7 @@ static CUmemoryPool pool_of(const fa_place *place)
 /* What does a call: mostly one plan (fa_plan_calls_of). */
 typedef struct work {
     const fa_call *call[2];
-    fa_call        parts[2];
+    fa_call        packed, parts[2];
     fa_plan        plan[2];
     int            count;
     size_t         workspace_bytes; /* of all, from an address on that 256 divides */
@@ -136,8 +149,16 @@ static flash_attn_status make_plan(const fa_cuda *cuda, const fa_device *device,
     return fa_plan_make(call, device->built_for, &device->chip, name, plan);
 }
 
+/* Documents as packed sequences, unless a kernel is asked for by its name. Of shorter ones several share a tile, which lists of tiles do faster (decision 0102). */
+static const fa_call *as_packed(const fa_cuda *cuda, const fa_call *call, fa_call *packed)
+{
+    enum { LEAST_MEAN = 256 };
+    return !forced_kernel(cuda, call) && fa_documents_pack(call, LEAST_MEAN, packed) ? packed : call;
+}
+
 static flash_attn_status make_work(const fa_cuda *cuda, const fa_device *device, const fa_call *call, work *w)
 {
+    call               = as_packed(cuda, call, &w->packed);
     w->count           = forced_kernel(cuda, call) ? 1 : fa_plan_calls_of(call, w->parts);
     w->workspace_bytes = 0;
     for (int n = 0; n < w->count; n++) {
@@ -323,10 +344,10 @@ static flash_attn_status export_kernel(fa_cuda *cuda, const fa_key *key, const c
 static flash_attn_status compile_plans(fa_cuda *cuda, const fa_call *call, int arch, const char *folder)
 {
     fa_plan plan;
-    fa_call variants[MOST_VARIANTS];
+    fa_call packed, variants[MOST_VARIANTS];
     int     count = variants_of(call, variants);
     for (int v = 0; v < count; v++) {
-        FA_TRY(fa_plan_make(&variants[v], arch, NULL, forced_kernel(cuda, call), &plan));
+        FA_TRY(fa_plan_make(as_packed(cuda, &variants[v], &packed), arch, NULL, forced_kernel(cuda, call), &plan));
         for (int i = 0; i < plan.num_launches; i++)
             FA_TRY(export_kernel(cuda, &plan.launch[i].key, folder));
     }

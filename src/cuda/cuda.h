@@ -39,6 +39,7 @@ typedef struct fa_plan {
     void              *zero; /* part of the workspace to be zeroed before the first launch */
     size_t             zero_bytes;
     size_t             slices_bytes, offsets_bytes; /* host lists to be uploaded to args.slices, args.slice_offsets */
+    size_t             documents_bytes;             /* likewise to args.cu_seqlens_q, and cu_seqlens_k behind */
     size_t             workspace_bytes;
 } fa_plan;
 

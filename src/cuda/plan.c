@@ -166,6 +166,8 @@ static void fill_sizes(const fa_call *call, const fa_tune_row *row, fa_args *arg
     args->q_rows        = (int)call->q.shape[1];
     args->kv_entries    = (int)call->k.shape[0];
     args->kv_rows       = (int)call->k.shape[1];
+    args->all_rows_q    = (int)fa_plan_rows(&call->q);
+    args->all_rows_k    = (int)fa_plan_rows(&call->k);
     args->pages_per_seq = call->pages.pages_per_seq;
     args->num_slices    = call->slices.count;
     args->max_seqlen_q  = (int)call->max_seqlen_q;
@@ -246,8 +248,8 @@ flash_attn_status fa_plan_add_planes(const fa_call *call, fa_plan *plan, const f
 {
     bool    backward = call->pass == FLASH_ATTN_BACKWARD;
     fa_key  planes   = fa_plan_helper_key(FA_KERNEL_PLANES_SM90, main);
-    int64_t tiles_q  = fa_plan_tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], main->tile_q, plan->args.tiles_q);
-    int64_t tiles_k  = fa_plan_tiles_of_all(call, call->cu_seqlens_k, call->k.shape[1], main->tile_k, plan->args.tiles_k);
+    int64_t tiles_q  = fa_plan_tiles_of_all(call, call->cu_seqlens_q, fa_plan_rows(&call->q), main->tile_q, plan->args.tiles_q);
+    int64_t tiles_k  = fa_plan_tiles_of_all(call, call->cu_seqlens_k, fa_plan_rows(&call->k), main->tile_k, plan->args.tiles_k);
     planes.dtype_o   = 0;
     planes.even_d    = 0;
     planes.tile_q    = main->tile_q;
@@ -276,7 +278,7 @@ static flash_attn_status plan_forward_sm90(const fa_call *call, fa_plan *plan, f
             key->dtype_o = FA_F32;
     }
     bool     parted = key->has_split && !key->one_launch; /* over blocks */
-    int64_t  tiles  = args->tiles_q, heads = call->heads_q / each * (parted ? args->num_splits : 1), all = fa_plan_tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1] * each, key->tile_q, tiles);
+    int64_t  tiles  = args->tiles_q, heads = call->heads_q / each * (parted ? args->num_splits : 1), all = fa_plan_tiles_of_all(call, call->cu_seqlens_q, fa_plan_rows(&call->q) * each, key->tile_q, tiles);
     int64_t  blocks = tiles * heads * call->batch, items = all * heads;
     bool     planes = key->kernel == FA_KERNEL_FORWARD_F32_SM90;
     plan->has_maps   = !planes;
@@ -465,7 +467,7 @@ static void take_lists(const fa_call *call, fa_plan *plan, arena *a)
 /* Sums of dK and dV that backward_convert_sm90 adds up. */
 static void take_shares(const fa_call *call, const fa_key *key, fa_args *args, arena *a)
 {
-    int64_t kv_rows = call->k.shape[0] * call->k.shape[1] * call->heads_k * args->group_blocks;
+    int64_t kv_rows = fa_plan_rows(&call->k) * call->heads_k * args->group_blocks;
     if (args->group_blocks <= 1)
         return;
     args->dk_stored.data = take(a, call->dk.data ? kv_rows * key->head_dim : 0, sizeof(float));
@@ -477,10 +479,15 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
     const fa_key *key    = &plan->launch[plan->main].key;
     fa_args      *args   = &plan->args;
     arena         a      = {base, 0};
-    int64_t       tokens = call->q.shape[0] * call->q.shape[1];
+    int64_t       tokens = fa_plan_rows(&call->q);
     plan->zero_bytes    = 0; /* of the time before */
     args->slices        = take(&a, plan->slices_bytes > 0 ? call->slices.count : 0, sizeof(fa_slice));
     args->slice_offsets = take(&a, plan->offsets_bytes > 0 ? call->batch + 1 : 0, sizeof(int));
+    if (plan->documents_bytes > 0) {
+        const int *ends    = take(&a, 2 * (call->batch + 1), sizeof(int));
+        args->cu_seqlens_q = ends;
+        args->cu_seqlens_k = ends ? ends + call->batch + 1 : NULL;
+    }
     if (key->has_split) {
         bool             few = key->kernel == FA_KERNEL_FORWARD_FEW_SM90, folds = few || key->kernel == FA_KERNEL_FORWARD_SM90; /* these have a maximum and a sum */
         const fa_launch *main = &plan->launch[plan->main];
@@ -532,7 +539,7 @@ void fa_plan_place(const fa_call *call, fa_plan *plan, char *base)
         args->delta  = take(&a, key->one_launch ? 0 : call->heads_q * tokens, sizeof(float));
         args->dq_accum = take(&a, call->heads_q * tokens * key->head_dim, sizeof(float));
         size_t begin   = a.used; /* kernels clear what lies before */
-        int64_t kv_rows   = key->has_kv_accum ? call->heads_k * call->k.shape[0] * call->k.shape[1] : 0;
+        int64_t kv_rows   = key->has_kv_accum ? call->heads_k * fa_plan_rows(&call->k) : 0;
         args->dk_accum   = take(&a, kv_rows * key->head_dim, sizeof(float));
         args->dv_accum   = take(&a, kv_rows * key->head_dim_v, sizeof(float));
         args->dbias.data = take(&a, floats_of_dbias(key, args), sizeof(float));
@@ -584,7 +591,8 @@ flash_attn_status fa_plan_make(const fa_call *call, int arch, const fa_chip *chi
     fill_dbias(call, &key, &plan->args);
     plan->slices_bytes  = (size_t)call->slices.count * sizeof(fa_slice);
     plan->offsets_bytes = call->slices.count > 0 && call->slices.offsets ? (size_t)(call->batch + 1) * sizeof(int) : 0;
-    if (plan->slices_bytes > 0) {
+    plan->documents_bytes = fa_documents_bytes(call);
+    if (plan->slices_bytes + plan->documents_bytes > 0) {
         fa_key upload = fa_plan_small_key(FA_KERNEL_UPLOAD, arch);
         FA_TRY(fa_plan_add(plan, &upload, 1));
     }

@@ -7,6 +7,8 @@
 #define LOG2_E 1.4426950408889634f
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+/* Of all entries. */
+static inline int64_t fa_plan_rows(const flash_attn_tensor *t) { return t->shape[0] * t->shape[1]; }
 static inline int64_t largest(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Tiles whose rows are queries of all heads that share a key head. */

@@ -82,7 +82,7 @@ typedef struct load {
 static load load_of(const fa_call *call, const fa_key *key, const fa_args *args)
 {
     int64_t tiles = args->tiles_k < args->all_tiles_k ? args->tiles_k : args->all_tiles_k, all = 0, longest = 0;
-    double  part  = call->cu_seqlens_q ? (double)call->q.shape[1] / ((double)call->batch * (double)call->max_seqlen_q) : 1; /* an average sequence's, of the longest */
+    double  part  = call->cu_seqlens_q ? (double)fa_plan_rows(&call->q) / ((double)call->batch * (double)call->max_seqlen_q) : 1; /* an average sequence's, of the longest */
     for (int64_t tile = 0; tile < tiles; tile++) {
         int64_t steps = steps_of_tile(call, key, tile);
         all += steps;
@@ -172,7 +172,7 @@ static int64_t share_keys(const fa_call *call, const fa_key *key, fa_args *args)
     if (args->group_blocks <= 1)
         return 0;
     args->apart_dk = args->apart_dv = -1;
-    return ceil_div(call->k.shape[0] * call->k.shape[1], FA_SHARED_ROWS) * call->heads_k;
+    return ceil_div(fa_plan_rows(&call->k), FA_SHARED_ROWS) * call->heads_k;
 }
 
 /* Causal tiles in pairs alone would end with a round that some blocks have no pair for: the last heads' tiles, one and a half for each of 132
@@ -209,8 +209,8 @@ static flash_attn_status plan_backward_sm90(const fa_call *call, fa_plan *plan, 
 {
     fa_key   rowsum = fa_plan_helper_key(FA_KERNEL_BACKWARD_ROWSUM, key), convert = fa_plan_helper_key(FA_KERNEL_BACKWARD_CONVERT_SM90, key);
     fa_args *args = &plan->args;
-    int64_t  all_q = fa_plan_tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], key->tile_q, args->tiles_q);
-    int64_t  all_k = fa_plan_tiles_of_all(call, call->cu_seqlens_k, call->k.shape[1], key->tile_k, args->tiles_k);
+    int64_t  all_q = fa_plan_tiles_of_all(call, call->cu_seqlens_q, fa_plan_rows(&call->q), key->tile_q, args->tiles_q);
+    int64_t  all_k = fa_plan_tiles_of_all(call, call->cu_seqlens_k, fa_plan_rows(&call->k), key->tile_k, args->tiles_k);
     int64_t  tiles_q = all_q * call->heads_q;
     if (all_q > INT32_MAX || all_k > INT32_MAX)
         return fa_fail(FLASH_ATTN_UNSUPPORTED, "the sequences have over 2^31 - 1 tiles, expected fewer of them in a backward");
@@ -283,9 +283,9 @@ static flash_attn_status plan_few_keys(const fa_call *call, fa_plan *plan, const
 /* Rows of float sums that become the caller's gradients. */
 static int64_t rows_to_convert(const fa_call *call, const fa_key *key, const fa_args *args)
 {
-    int64_t rows = call->q.shape[0] * call->q.shape[1] * call->heads_q;
+    int64_t rows = fa_plan_rows(&call->q) * call->heads_q;
     if (key->has_kv_accum)
-        rows += call->k.shape[0] * call->k.shape[1] * call->heads_k;
+        rows += fa_plan_rows(&call->k) * call->heads_k;
     return rows + rows_of_dbias(key, args);
 }
 

@@ -34,12 +34,12 @@ static int64_t cut_by_slice(const flash_attn_slice *slice, const fa_call *call, 
 
 static int64_t tiles_of_queries(const fa_call *call, const fa_tune_row *row)
 {
-    return fa_plan_tiles_of_all(call, call->cu_seqlens_q, call->q.shape[1], row->tile_q, ceil_div(call->max_seqlen_q, row->tile_q));
+    return fa_plan_tiles_of_all(call, call->cu_seqlens_q, fa_plan_rows(&call->q), row->tile_q, ceil_div(call->max_seqlen_q, row->tile_q));
 }
 
 static int64_t tiles_of_keys(const fa_call *call, const fa_tune_row *row)
 {
-    return fa_plan_tiles_of_all(call, call->cu_seqlens_k, call->k.shape[1], row->tile_k, ceil_div(call->max_seqlen_k, row->tile_k));
+    return fa_plan_tiles_of_all(call, call->cu_seqlens_k, fa_plan_rows(&call->k), row->tile_k, ceil_div(call->max_seqlen_k, row->tile_k));
 }
 
 int64_t fa_masks_of(const fa_call *call, const fa_tune_row *row)

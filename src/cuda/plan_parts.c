@@ -7,7 +7,7 @@
 int fa_plan_calls_of(const fa_call *call, fa_call calls[2])
 {
     enum { MOST = 16, WIDE = 256 };
-    int64_t few = 1, rest = call->batch - 1, others = call->q.shape[1] - call->max_seqlen_q;
+    int64_t few = 1, rest = call->batch - 1, others = fa_plan_rows(&call->q) - call->max_seqlen_q;
     bool    by_batch = call->num_splits < 0, cache = call->pages.table || call->seqused_k;
     bool    some     = by_batch ? others > 0 && others <= MOST * rest : cache && others <= rest * call->max_seqlen_q - (call->max_seqlen_q - few); /* else none is so short */
     bool    plain = !(call->bias.data || call->alibi_slopes.data || call->dropout.threshold || call->slices.count > 0) && call->q.dtype != FLASH_ATTN_F32 && call->head_dim <= WIDE && call->head_dim_v <= WIDE;
@@ -186,7 +186,7 @@ static int64_t fastest_parts(const fa_call *call, const fa_plan *plan, int64_t t
 /* Tiles of all sequences, of which one has so many at most. */
 static int64_t tiles_of_batch(const fa_call *call, const fa_tune_row *row, int64_t tiles, int64_t heads)
 {
-    return call->cu_seqlens_q ? ceil_div(call->q.shape[1] * (call->heads_q / heads), row->tile_q) * heads : tiles * call->batch;
+    return call->cu_seqlens_q ? ceil_div(fa_plan_rows(&call->q) * (call->heads_q / heads), row->tile_q) * heads : tiles * call->batch;
 }
 
 static int64_t heads_of_tiles(const fa_call *call, const fa_key *key) { return key->has_groups ? call->heads_k : call->heads_q; }
@@ -270,7 +270,7 @@ void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
     args->num_splits = (int)most_parts(args, part, keys, folds ? FA_FOLD_PARTS : 0);
 }
 
-int64_t fa_plan_tokens_of_parts(const fa_call *call) { return call->of_length == FA_OF_FEW ? call->batch * call->few_queries : call->q.shape[0] * call->q.shape[1]; }
+int64_t fa_plan_tokens_of_parts(const fa_call *call) { return call->of_length == FA_OF_FEW ? call->batch * call->few_queries : fa_plan_rows(&call->q); }
 
 /* The launch that merges the parts of `main`; its bits are the same by one warp a row or by eight. A warp has one row where that makes one wave of
  * blocks, two on each of 132 multiprocessors, else up to four. */

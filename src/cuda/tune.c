@@ -179,16 +179,16 @@ const fa_tune_row fa_tune_rows[] = {
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 64, 128, 12, 2, 1, 0, 336, "bias: likewise (decision 0083)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_BIAS_TMA, 0, 64, 80, 12, 2, 1, 0, 480,
      "bias: a stage of it, so dQ leaves in smaller pieces (decision 0083)"},
-    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 0, 408,
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 0, 468,
      "two consumers of 64 keys; dQ by TMA; the producer spills, and under a softcap the consumers a dozen registers (decision 0055)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 96, FA_ON_NONE, FA_FOR_LONG_TMA, 512, 80, 128, 12, 2, 1, 0, 304, "as at 128"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 96, FA_ON_CAUSAL, FA_FOR_LONG_TMA, 2048, 80, 128, 12, 2, 1, 0, 304, "as at 128"},
-    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 96, FA_ON_ANY, FA_FOR_TMA, 0, 64, 128, 12, 2, 1, 0, 240, "as at 128"},
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 96, FA_ON_ANY, FA_FOR_TMA, 0, 64, 128, 12, 2, 1, 0, 268, "as at 128"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_NONE, FA_FOR_LONG_TMA, 512, 80, 128, 12, 2, 1, 0, 304,
      "long: 80 queries, for which shared memory reads less than for 64 (decision 0056)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_CAUSAL, FA_FOR_LONG_TMA, 2048, 80, 128, 12, 2, 1, 0, 304,
      "causal: they waste more at the diagonal; no registers for options (decisions 0056, 0079)"},
-    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_TMA, 0, 64, 128, 12, 2, 1, 0, 240,
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_TMA, 0, 64, 128, 12, 2, 1, 0, 268,
      "two consumers of 64 keys; dQ by TMA; the producer's thread spills (decision 0055)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 192, FA_ON_ANY, FA_FOR_NARROW_V_TMA, 0, 48, 128, 12, 2, 1, 0, 336,
      "DeepSeek's: dK and dV leave registers for S and dP of 48 queries, and for no options (decision 0077)"},
@@ -297,7 +297,7 @@ bool fa_own_splits_fit(const fa_call *call)
 static bool may_group_heads(const fa_call *call, int tile_q)
 {
     bool plain = !(call->alibi_slopes.data || call->dropout.threshold) && fa_own_splits_fit(call) && call->q.dtype != FLASH_ATTN_F8E4M3;
-    return plain && call->group > 1 && (call->group & (call->group - 1)) == 0 && tile_q % call->group == 0 && call->q.shape[1] <= INT32_MAX / 2 / call->group;
+    return plain && call->group > 1 && (call->group & (call->group - 1)) == 0 && tile_q % call->group == 0 && call->q.shape[0] * call->q.shape[1] <= INT32_MAX / 2 / call->group;
 }
 
 bool fa_has_many_queries(const fa_call *call)

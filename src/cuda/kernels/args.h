@@ -132,6 +132,7 @@ typedef struct fa_args {
     int apart_o, apart_dq;                 /* forward_short_sm90, backward_short_sm90: as apart_q; apart_dq -1: it is not wanted, as apart_dk and apart_dv are there */
     int few_queries;                       /* FA_OF_LENGTH: of how many queries at most the sequences are that have a call of their own */
     int fold_rows;                         /* fold: a warp's rows, 4 of up to 4 results, 2 of up to 8, else 1; 0: one, groups of whose results, neighbours, are folded first */
+    int all_rows_q, all_rows_k; /* q_entries * q_rows, kv_entries * kv_rows: sequences of cu_seqlens are counted through them. A call's own have one entry; documents of several (documents.c) do not go from one to the next */
 } fa_args;
 
 /*

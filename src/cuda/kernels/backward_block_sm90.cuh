@@ -221,7 +221,7 @@ FA_DEVICE bool dealt_place(const fa_args &args, bool first_of_all, grid_place &a
     if (number >= tiles * heads)
         return false;
     if (args.cu_seqlens_k) {
-        tile_place of = place_of_tile<FA_TILE_K>(args.cu_seqlens_k, args.kv_rows, 0, args.batch, at.tile);
+        tile_place of = place_of_tile<FA_TILE_K>(args.cu_seqlens_k, args.all_rows_k, 0, args.batch, at.tile);
         at            = {(unsigned)of.tile, of.b * args.heads_k * args.group_blocks + at.other};
     }
     return true;

@@ -9,7 +9,7 @@
 FA_DEVICE float2 delta_and_lse(const fa_args &args, const sequence &s, int head, int b, int i)
 {
 #if FA_VARIANT == 1
-    int number = head * args.all_tiles_q + first_tile<FA_TILE_Q>(args.cu_seqlens_q, args.q_rows, args.tiles_q, b) + i / FA_TILE_Q;
+    int number = head * args.all_tiles_q + first_tile<FA_TILE_Q>(args.cu_seqlens_q, args.all_rows_q, args.tiles_q, b) + i / FA_TILE_Q;
     const float *lse = args.row_stats + (fa_i64)number * (2 * FA_TILE_Q) + i % FA_TILE_Q;
     return {lse[FA_TILE_Q], lse[0]};
 #else

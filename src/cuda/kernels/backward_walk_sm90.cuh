@@ -26,7 +26,7 @@ FA_DEVICE walk start_walk(const fa_args &args, const work &w)
     at.count = at.left = w.tiles.end - w.tiles.begin;
     at.place = w.list + w.tiles.begin;
     at.head  = w.first_head;
-    at.base  = w.first_head * args.all_tiles_q + first_tile<FA_TILE_Q>(args.cu_seqlens_q, args.q_rows, args.tiles_q, w.b);
+    at.base  = w.first_head * args.all_tiles_q + first_tile<FA_TILE_Q>(args.cu_seqlens_q, args.all_rows_q, args.tiles_q, w.b);
     if (at.count > 0)
         look_up(at);
     return at;
@@ -68,7 +68,7 @@ FA_DEVICE walk start_walk(const fa_args &args, const work &w)
     int  start   = upwards ? w.tiles.begin : w.tiles.end - 1;
     if (FA_MASK == FA_MASK_NONE && apart && w.tiles.end > w.tiles.begin)
         start += w.first_k / FA_TILE_Q % (w.tiles.end - w.tiles.begin);
-    int first = w.first_head * args.all_tiles_q + first_tile<FA_TILE_Q>(args.cu_seqlens_q, args.q_rows, args.tiles_q, w.b);
+    int first = w.first_head * args.all_tiles_q + first_tile<FA_TILE_Q>(args.cu_seqlens_q, args.all_rows_q, args.tiles_q, w.b);
     return {w.tiles.begin, w.tiles.end, start, start, first + start, w.first_head, upwards ? 1 : -1};
 }
 

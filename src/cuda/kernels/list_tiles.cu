@@ -171,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) list_tiles(const __grid_co
         write_turns(args, near, number - lists);
         return;
     }
-    tile_place at   = OF_KEYS ? place_of_tile<FA_TILE_K>(args.cu_seqlens_k, args.kv_rows, args.tiles_k, args.batch, number) : place_of_queries(args, number);
+    tile_place at   = OF_KEYS ? place_of_tile<FA_TILE_K>(args.cu_seqlens_k, args.all_rows_k, args.tiles_k, args.batch, number) : place_of_queries(args, number);
     fa_listed *list = list_of_tile(args, number);
     own_tile   own  = {sequence_at(args, at.b), slices_of(args, at.b), at.tile};
     fa_range   keys = {own.seq.key_begin, own.seq.seqlen_k}, queries = {0, own.seq.seqlen_q};

@@ -18,10 +18,10 @@ FA_DEVICE fa_listed *list_of_tile(const fa_args &args, int n) { return args.tile
 
 FA_DEVICE int number_of_queries(const fa_args &args, int b, int tile)
 {
-    return first_tile<FA_TILE_Q>(args.cu_seqlens_q, args.q_rows, args.tiles_q, b) + tile;
+    return first_tile<FA_TILE_Q>(args.cu_seqlens_q, args.all_rows_q, args.tiles_q, b) + tile;
 }
 
-FA_DEVICE int number_of_keys(const fa_args &args, int b, int tile) { return first_tile<FA_TILE_K>(args.cu_seqlens_k, args.kv_rows, args.tiles_k, b) + tile; }
+FA_DEVICE int number_of_keys(const fa_args &args, int b, int tile) { return first_tile<FA_TILE_K>(args.cu_seqlens_k, args.all_rows_k, args.tiles_k, b) + tile; }
 
 /* Of a tile of queries, so many tiles of keys meet it before this one (a backward in a fixed order). */
 FA_DEVICE int &turn_of_keys(const fa_args &args, int queries, int tile_k) { return args.tile_turns[(fa_i64)queries * args.tiles_k + tile_k]; }

@@ -21,17 +21,20 @@ FA_DEVICE sequence sequence_at(const fa_args &args, int b)
 {
     sequence s = {b, 0, b, 0, args.q_rows, 0, 0, 0, 0, args.kv_rows};
     if (args.cu_seqlens_q) {
-        s.q_entry = 0;
-        s.q_row   = clamp_int(args.cu_seqlens_q[b], 0, args.q_rows);
-        s.rows_q  = clamp_int(args.cu_seqlens_q[b + 1], s.q_row, args.q_rows) - s.q_row;
+        s.q_row  = clamp_int(args.cu_seqlens_q[b], 0, args.all_rows_q);
+        s.rows_q = clamp_int(args.cu_seqlens_q[b + 1], s.q_row, args.all_rows_q) - s.q_row;
+#pragma unroll 1 /* a division would need registers that a producer has not; mostly there is one entry */
+        for (s.q_entry = 0; args.q_entries > 1 && s.q_row >= args.q_rows; s.q_entry++)
+            s.q_row -= args.q_rows;
         if (!has_length(args, s.rows_q))
             s.rows_q = 0;
-        s.rows_q  = fa_min_int(s.rows_q, args.max_seqlen_q);
+        s.rows_q = fa_min_int(s.rows_q, args.max_seqlen_q);
     }
     if (args.cu_seqlens_k) {
-        s.kv_entry = 0;
-        s.kv_row   = clamp_int(args.cu_seqlens_k[b], 0, args.kv_rows);
-        s.rows_k   = clamp_int(args.cu_seqlens_k[b + 1], s.kv_row, args.kv_rows) - s.kv_row;
+        s.kv_entry = args.cu_seqlens_q ? s.q_entry : 0; /* of documents the same */
+        s.kv_row   = clamp_int(args.cu_seqlens_k[b], 0, args.all_rows_k);
+        s.rows_k   = clamp_int(args.cu_seqlens_k[b + 1], s.kv_row, args.all_rows_k) - s.kv_row;
+        s.kv_row -= s.kv_entry * args.kv_rows;
     }
     if (args.cache_batch_idx)
         s.kv_entry = args.cache_batch_idx[b];

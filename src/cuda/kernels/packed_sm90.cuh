@@ -9,7 +9,7 @@ struct tile_place {
     int b, tile; /* the sequence's tile; below 0 or past its rows: none */
 };
 
-/* tiles: of a sequence that is not packed; rows: of the tensor, each of which is `each` rows of a tile. */
+/* tiles: of a sequence that is not packed; rows: of all entries, each of which is `each` rows of a tile. */
 template <int TILE> FA_DEVICE int first_tile(const int *cu_seqlens, int rows, int tiles, int b, int each = 1)
 {
     return cu_seqlens ? clamp_int(cu_seqlens[b], 0, rows) * each / TILE + b : b * tiles;
@@ -33,7 +33,7 @@ template <int TILE> FA_DEVICE tile_place place_of_tile(const int *cu_seqlens, in
 
 FA_DEVICE tile_place place_of_queries(const fa_args &args, int n, int each = 1)
 {
-    return place_of_tile<FA_TILE_Q>(args.cu_seqlens_q, args.q_rows, args.tiles_q, args.batch, n, each);
+    return place_of_tile<FA_TILE_Q>(args.cu_seqlens_q, args.all_rows_q, args.tiles_q, args.batch, n, each);
 }
 
 /* By the window and, where there are slices, by one of them. */

@@ -161,7 +161,7 @@ template <class TILE, int COLS> FA_DEVICE bool cut_queries_of(const fa_args &arg
 template <class TILE, int COLS> FA_DEVICE bool cut_keys_of(const fa_args &args, const fa_view &view, int cols, unsigned char *to, unsigned n, unsigned *largest)
 {
     piece      p  = {view};
-    tile_place at = place_of_tile<FA_TILE_K>(args.cu_seqlens_k, args.kv_rows, args.tiles_k, args.batch, n % args.all_tiles_k);
+    tile_place at = place_of_tile<FA_TILE_K>(args.cu_seqlens_k, args.all_rows_k, args.tiles_k, args.batch, n % args.all_tiles_k);
     sequence   s  = sequence_at(args, at.b);
     p.b           = at.b;
     p.head        = n / args.all_tiles_k;

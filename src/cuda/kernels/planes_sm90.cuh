@@ -37,8 +37,8 @@ FA_DEVICE void cut_two(unsigned &high, unsigned &low, float a, float b)
 }
 
 /* The number of a sequence's first tile among a head's. */
-FA_DEVICE int first_tile_of_queries(const fa_args &args, int b) { return first_tile<FA_TILE_Q>(args.cu_seqlens_q, args.q_rows, args.tiles_q, b); }
-FA_DEVICE int first_tile_of_keys(const fa_args &args, int b) { return first_tile<FA_TILE_K>(args.cu_seqlens_k, args.kv_rows, args.tiles_k, b); }
+FA_DEVICE int first_tile_of_queries(const fa_args &args, int b) { return first_tile<FA_TILE_Q>(args.cu_seqlens_q, args.all_rows_q, args.tiles_q, b); }
+FA_DEVICE int first_tile_of_keys(const fa_args &args, int b) { return first_tile<FA_TILE_K>(args.cu_seqlens_k, args.all_rows_k, args.tiles_k, b); }
 
 /* Tile `number` of those at `tiles`, and so much of its note, by one thread. */
 template <class TILE> FA_DEVICE void fetch(unsigned to, unsigned note, int note_bytes, const unsigned char *tiles, fa_i64 number, unsigned full)

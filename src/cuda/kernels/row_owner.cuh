@@ -10,6 +10,7 @@ FA_DEVICE int sequence_of(const fa_args &args, int entry, int row)
     if (!args.cu_seqlens_q)
         return entry;
     int low = 0, high = args.batch; /* cu_seqlens_q[low] <= row < cu_seqlens_q[high] */
+    row += entry * args.q_rows;
     while (high - low > 1) {
         int middle = (low + high) / 2;
         if (args.cu_seqlens_q[middle] <= row)
@@ -33,11 +34,11 @@ FA_DEVICE bool find_row(const fa_args &args, int token, int &entry, int &row, bo
         if (row >= s.q_row + s.rows_q)
             return false;
     }
-    if (args.cu_seqlens_q && row >= args.cu_seqlens_q[args.batch])
+    if (args.cu_seqlens_q && entry * args.q_rows + row >= args.cu_seqlens_q[args.batch])
         return false;
     if (args.seqused_q) {
         int b = sequence_of(args, entry, row);
-        counts = row - (args.cu_seqlens_q ? args.cu_seqlens_q[b] : 0) < args.seqused_q[b];
+        counts = row - (args.cu_seqlens_q ? args.cu_seqlens_q[b] : 0) < args.seqused_q[b]; /* documents have none */
     }
     return true;
 }
