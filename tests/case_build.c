@@ -213,7 +213,8 @@ static int make_long_documents(case_instance *x, int32_t *offsets, flash_attn_sl
 {
     int count = 0;
     for (int b = 0; b < x->shape.batch; b++) {
-        int nq = x->sequences[b].rows_q, nk = x->sequences[b].rows_k, gap = b % 3 == 1 ? 7 : 0, middle_q = b % 3 == 2 ? nq : nq * 9 / 20, middle_k = b % 3 == 2 ? nk : nk * 9 / 20;
+        int nq = x->sequences[b].rows_q, nk = x->sequences[b].rows_k, quarter = (nq < nk ? nq : nk) / 4, gap = b % 3 != 1 ? 0 : quarter < 7 ? quarter : 7;
+        int middle_q = b % 3 == 2 ? nq : nq * 9 / 20, middle_k = b % 3 == 2 ? nk : nk * 9 / 20;
         offsets[b] = count;
         list[count++] = (flash_attn_slice){gap, middle_q, 0, middle_k, FLASH_ATTN_SLICE_CAUSAL};
         list[count++] = (flash_attn_slice){middle_q, nq - gap, b % 3 == 2 ? nk : middle_k + gap, nk, FLASH_ATTN_SLICE_CAUSAL};

@@ -80,6 +80,8 @@ static void take_scores(bytes *b, test_case *c)
         c->dropout = (float)(1 + below(b, 95)) / 100;
     if (one_in(b, 4))
         c->slices = (slice_pattern)below(b, 6);
+    if (c->slices == SLICES_DOCUMENTS && c->seqlen_q % 3 > 0) /* more of these, for they may be packed */
+        c->slices = c->seqlen_q % 3 == 1 ? SLICES_LONG : SLICES_BLOCKS;
 }
 
 static void take_lengths(bytes *b, test_case *c)
