@@ -7,3 +7,4 @@ from ._native import (CompileError, FlashAttnError, InvalidError, LaunchError, N
 from ._native import version as __version__
 from .interface import (flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
                         flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func, flash_attn_with_kvcache)
+from .masks import BlockMask, flash_attn_masked_func

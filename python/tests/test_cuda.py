@@ -16,6 +16,7 @@ import test_clients
 import test_float8
 import test_interface
 import test_kvcache
+import test_masks
 import test_parity
 import test_passes
 import test_ring
@@ -268,6 +269,16 @@ def test_chunks_see_their_own_keys(pair, options):
 
 def test_chunks_have_gradients():
     test_variants.test_chunks_have_gradients()
+
+
+@pytest.mark.parametrize("name", ["own documents", "shared question", "sinks", "blocks", "own, one nothing"])
+def test_block_masks(name):
+    test_masks.test_attention_is_of_the_pairs_that_are_shown(name, {})
+
+
+@pytest.mark.parametrize("options", [{}, dict(window_size=(100, 0))], ids=str)
+def test_long_documents_of_several_sequences(options):
+    test_masks.check(test_masks.masks.documents([[300, 347], [647]]), 647, options, 64, BF16)
 
 
 @pytest.mark.parametrize("used", [False, True])

@@ -22,4 +22,4 @@ def test_a_recipe_runs(block):
 
 
 def test_the_page_has_its_recipes():
-    assert len(BLOCKS) == 10
+    assert len(BLOCKS) == 11
