@@ -215,7 +215,7 @@ typedef struct flash_attn_slice {
 } flash_attn_slice;
 
 /* A block mask: a pair is visible iff some slice holds it and `mask` allows it. For packed documents, shared questions,
- * block-sparse patterns. Host memory for every device. */
+ * block-sparse patterns. Documents beside each other run as packed sequences do. Host memory for every device. */
 typedef struct flash_attn_slices {
     const flash_attn_slice *list;
     int32_t                 count;   /* 0: no block mask */

@@ -62,7 +62,9 @@ static ends ends_of(const fa_call *call, const flash_attn_slices *documents, int
 typedef struct documents {
     int64_t count, queries;
     int32_t kind;
-    bool    ordered, aligned, left_keys; /* left_keys: behind an entry's last query are keys that no query sees. aligned: the last query and the last key of each lie as those of the tensors do, so that distances between them are the same */
+    bool    ordered;
+    bool    aligned;   /* the last query and the last key of each lie to one another as the tensors' do, so that distances are the same */
+    bool    left_keys; /* behind an entry's last query are keys that no query sees */
 } documents;
 
 static documents find_documents(const fa_call *call)
@@ -103,22 +105,24 @@ bool fa_documents_pack(const fa_call *call, int64_t least_mean, fa_call *packed)
 {
     if (!may_be_packed(call))
         return false;
-    documents d       = find_documents(call);
+    documents d        = find_documents(call);
     bool      by_place = call->window.left < FA_UNLIMITED || call->window.right < FA_UNLIMITED || call->alibi_slopes.data;
     bool      causal   = d.kind == FLASH_ATTN_SLICE_CAUSAL;
-    if (!d.ordered || (d.left_keys && call->batch > 1) || d.queries < least_mean * d.count || d.count == 0 || (d.kind != FLASH_ATTN_SLICE_FULL && !causal) || (by_place && !d.aligned))
+    if (d.count == 0 || !d.ordered || d.queries < least_mean * d.count || (d.kind != FLASH_ATTN_SLICE_FULL && !causal))
         return false;
-    ends all              = ends_of(call, &call->slices, NULL, NULL);
-    *packed               = *call;
-    packed->slices        = (flash_attn_slices){0};
-    packed->window.right  = causal ? fa_min_int(call->window.right, 0) : call->window.right;
+    if ((by_place && !d.aligned) || (d.left_keys && call->batch > 1))
+        return false;
+    ends all             = ends_of(call, &call->slices, NULL, NULL);
+    *packed              = *call;
+    packed->slices       = (flash_attn_slices){0};
+    packed->window.right = causal ? fa_min_int(call->window.right, 0) : call->window.right;
     if (all.count == call->batch) /* each is its sequence's only one */
         return true;
-    packed->documents     = call->slices;
-    packed->batch         = all.count;
-    packed->max_seqlen_q  = all.longest_q;
-    packed->max_seqlen_k  = all.longest_k;
-    packed->cu_seqlens_q  = packed->cu_seqlens_k = (const int32_t *)call->slices.list; /* there will be some */
+    packed->documents    = call->slices;
+    packed->batch        = all.count;
+    packed->max_seqlen_q = all.longest_q;
+    packed->max_seqlen_k = all.longest_k;
+    packed->cu_seqlens_q = packed->cu_seqlens_k = (const int32_t *)call->slices.list; /* there will be some */
     flash_attn_tensor *by_head[] = {&packed->alibi_slopes, &packed->sinks, &packed->dsinks};
     for (int n = 0; n < 3; n++) {
         by_head[n]->shape[0]  = packed->batch;
