@@ -42,11 +42,14 @@ def test_masks_are_timed_and_a_wrong_answer_is_told(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["masks_cpu.py", "--dtypes", "float32", "--head-dims", "64", "--seqlens", "96", "--seconds", "0"])
     assert masks.main() == 0
     said = capsys.readouterr().out
-    assert all(f" {name} " in said for name in ("none", "heads", "all", "row", "bool", "padding")) and "WRONG" not in said
-    assert "backward float32   masks   : " in said and ", 5 cells)" in said
+    assert all(f" {name} " in said for name in masks.MASKS) and "WRONG" not in said
+    assert "backward float32   masks    : " in said and ", 5 cells)" in said and "forward  float32   documents: " in said
     monkeypatch.setattr(masks, "ours", lambda q, k, v, attn_mask: masks.sdpa(q, k, v))  # forgets the mask
     assert masks.main() == 1
     assert capsys.readouterr().out.count("WRONG") == 5
+    monkeypatch.setattr(sys, "argv", ["masks_cpu.py", "--masks", "documents,none,rows"])
+    with pytest.raises(SystemExit):
+        masks.main()
 
 
 # ---- models_cpu.py ----
