@@ -86,6 +86,22 @@ static void a_document_that_is_all_needs_no_lengths(void **state)
     assert_int_equal(fa_documents_bytes(&packed), 0);
 }
 
+/* FlashAttention-3's attention_chunk of 512, causal: full slices and a mask, whose diagonal stays. */
+static void chunks_become_packed_sequences(void **state)
+{
+    (void)state;
+    static const documents chunks = {3, {{0, 412, 0, 512, FULL}, {412, 924, 512, 1024, FULL}, {924, 1000, 1024, 1100, FULL}}};
+    flash_attn_problem     p      = problem_of(&chunks);
+    int32_t                got[14];
+    p.mask       = FLASH_ATTN_CAUSAL;
+    fa_call call = call_of(&p), packed;
+    assert_true(fa_documents_pack(&call, 256, &packed));
+    assert_int_equal(packed.batch, 6);
+    assert_int_equal(packed.window.right, 0);
+    fa_documents_fill(&packed, got);
+    assert_memory_equal(got, ((int32_t[]){0, 412, 924, 1000, 1412, 1924, 2000, 0, 512, 1024, 1100, 1612, 2124, 2200}), sizeof got);
+}
+
 /* Each sequence's own; a window and ALiBi, where distances stay. */
 static void what_is_said_of_pairs_stays(void **state)
 {
@@ -205,7 +221,7 @@ int main(int argc, char **argv)
     }
     memory = case_gpu_memory(0, why_not, sizeof why_not);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(documents_become_packed_sequences), cmocka_unit_test(a_document_that_is_all_needs_no_lengths), cmocka_unit_test(what_is_said_of_pairs_stays),
+        cmocka_unit_test(documents_become_packed_sequences), cmocka_unit_test(a_document_that_is_all_needs_no_lengths), cmocka_unit_test(chunks_become_packed_sequences), cmocka_unit_test(what_is_said_of_pairs_stays),
         cmocka_unit_test(other_masks_keep_their_slices),     cmocka_unit_test(documents_are_right),
     };
     return cmocka_run_group_tests_name("cuda_documents", tests, NULL, NULL);
