@@ -131,9 +131,22 @@ enum { ROWS_OF_DIAGONAL = 48 };
 int fa_rows_at_once(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, fa_visible visible,
                     float scale)
 {
-    bool plain = !call->slices.count && !call->dropout.threshold && !fa_has_options(call, scale);
+    bool plain = !call->dropout.threshold && !fa_has_options(call, scale);
     return visible == FA_VISIBLE_SOME && kernels->panel && tile->heads == 1 && plain ? ROWS_OF_DIAGONAL
                                                                                      : fa_tile_rows(tile);
+}
+
+/* Behind the last key that a slice shows to some of these queries. */
+static int end_of_slices(const fa_call *call, const fa_tile *tile, fa_range queries)
+{
+    int end = tile->keys.begin;
+    for (int n = 0; n < tile->num_slices; n++) {
+        const flash_attn_slice *s    = &call->slices.list[tile->slices[n]];
+        int                     last = fa_min_int(queries.end, s->q_end) - 1;
+        if (last >= fa_max_int(queries.begin, s->q_begin))
+            end = fa_max_int(end, fa_keys_of_slice(s->q_begin, s->q_end, s->k_begin, s->k_end, s->kind, last).end);
+    }
+    return end;
 }
 
 fa_visible fa_part_of_tile(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, fa_visible visible,
@@ -145,7 +158,9 @@ fa_visible fa_part_of_tile(const fa_kernels *kernels, const fa_call *call, const
     part->queries.begin += row;
     part->queries.end = fa_min_int(part->queries.begin + at_once, tile->queries.end);
     fa_range seen     = fa_keys_seen(call->window, tile->seq.diagonal, part->queries, tile->keys);
-    int      keys     = (int)fa_round_up(fa_max_int(seen.end - tile->keys.begin, 0), kernels->panel);
+    if (call->slices.count)
+        seen.end = fa_min_int(seen.end, end_of_slices(call, tile, part->queries));
+    int keys          = (int)fa_round_up(fa_max_int(seen.end - tile->keys.begin, 0), kernels->panel);
     part->keys.end    = fa_min_int(tile->keys.begin + keys, tile->keys.end);
     return fa_tile_visible(call, part);
 }
