@@ -77,6 +77,7 @@ typedef struct fa_sequence {
     int     diagonal;            /* seqlen_k - seqlen_q, for mask.h */
 } fa_sequence;
 
+/* Of `count` rows that begin at `row`, counted through all entries (documents.c). */
 static inline int64_t fa_entry_of(const flash_attn_tensor *t, int64_t row, int64_t count) { return t->shape[0] > 1 && count > 0 ? row / t->shape[1] : 0; }
 
 static inline fa_sequence fa_sequence_at(const fa_call *call, int64_t b)
@@ -122,12 +123,12 @@ static inline char *fa_kv_at(const fa_call *call, const flash_attn_tensor *kv, c
 }
 
 /* The block-mask slices of sequence b. */
-static inline fa_range fa_slices_of(const fa_call *call, int64_t b)
+static inline fa_range fa_slices_of(const flash_attn_slices *slices, int64_t b)
 {
-    fa_range all = {0, call->slices.count};
-    if (call->slices.offsets) {
-        all.begin = call->slices.offsets[b];
-        all.end   = call->slices.offsets[b + 1];
+    fa_range all = {0, slices->count};
+    if (slices->offsets) {
+        all.begin = slices->offsets[b];
+        all.end   = slices->offsets[b + 1];
     }
     return all;
 }
@@ -139,7 +140,7 @@ static inline bool fa_sees(const fa_call *call, const fa_sequence *s, int64_t b,
         return false;
     if (call->slices.count == 0)
         return true;
-    fa_range own = fa_slices_of(call, b);
+    fa_range own = fa_slices_of(&call->slices, b);
     for (int n = own.begin; n < own.end; n++) {
         const flash_attn_slice *slice = &call->slices.list[n];
         if (fa_slice_sees(slice->q_begin, slice->q_end, slice->k_begin, slice->k_end, slice->kind, i, j))
@@ -164,9 +165,10 @@ static inline bool fa_values_in_keys(const fa_call *call)
  * through all entries of the tensors. */
 bool fa_documents_pack(const fa_call *call, int64_t least_mean, fa_call *packed);
 
-/* Its cu_seqlens: batch + 1 of q, then as many of k; 0 bytes if it has none. */
-size_t fa_documents_bytes(const fa_call *packed);
-void   fa_documents_fill(const fa_call *packed, int32_t *cu_seqlens);
+/* Its cu_seqlens: batch + 1 of q, then as many of k; 0 bytes if it has none. Make: in memory that is to be freed. */
+size_t            fa_documents_bytes(const fa_call *packed);
+void              fa_documents_fill(const fa_call *packed, int32_t *cu_seqlens);
+flash_attn_status fa_documents_make(const fa_call *packed, int32_t **cu_seqlens);
 
 /* ---- how to run ---- */
 

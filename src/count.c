@@ -61,7 +61,7 @@ static int64_t union_size(const flash_attn_slice *const *active, int count, int 
 /* Queries from first to last, with the slices that hold each. */
 static flash_attn_status slice_pairs(const fa_call *call, const fa_sequence *s, int64_t b, int64_t *pairs)
 {
-    fa_range                 own    = fa_slices_of(call, b);
+    fa_range                 own    = fa_slices_of(&call->slices, b);
     size_t                   count  = (size_t)(own.end - own.begin);
     flash_attn_slice        *sorted = calloc(count + 1, sizeof *sorted);
     const flash_attn_slice **active = calloc(count + 1, sizeof *active);

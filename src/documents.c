@@ -1,6 +1,7 @@
 /* Block masks that show documents beside each other. Packed sequences are the same problem without slices, and their tiles begin where a document does (decision 0102). */
 #include "call.h"
 
+#include <stdlib.h>
 
 /* Where sequences end, in rows of all entries; q NULL: they are counted only. */
 typedef struct ends {
@@ -32,13 +33,6 @@ static void add_gap(ends *e, int64_t to_q, int64_t to_k)
 
 static bool is_empty(const flash_attn_slice *slice) { return slice->q_begin == slice->q_end || slice->k_begin == slice->k_end; }
 
-static fa_range slices_of(const flash_attn_slices *all, int64_t b)
-{
-    if (all->offsets)
-        return (fa_range){all->offsets[b], all->offsets[b + 1]};
-    return (fa_range){0, all->count};
-}
-
 static ends ends_of(const fa_call *call, const flash_attn_slices *documents, int32_t *q, int32_t *k)
 {
     int64_t rows_q = call->q.shape[1], rows_k = call->k.shape[1];
@@ -46,7 +40,7 @@ static ends ends_of(const fa_call *call, const flash_attn_slices *documents, int
     if (q)
         q[0] = k[0] = 0;
     for (int64_t b = 0; b < call->q.shape[0]; b++) {
-        fa_range own = slices_of(documents, b);
+        fa_range own = fa_slices_of(documents, b);
         for (int n = own.begin; n < own.end; n++) {
             const flash_attn_slice *slice = &documents->list[n];
             if (is_empty(slice))
@@ -72,7 +66,7 @@ static documents find_documents(const fa_call *call)
     documents d     = {.kind = FLASH_ATTN_SLICE_FULL, .ordered = true, .aligned = true};
     int64_t   shift = call->k.shape[1] - call->q.shape[1];
     for (int64_t b = 0; b < call->batch && d.ordered; b++) {
-        fa_range own = slices_of(&call->slices, b);
+        fa_range own = fa_slices_of(&call->slices, b);
         int32_t  end_q = 0, end_k = 0;
         for (int n = own.begin; n < own.end && d.ordered; n++) {
             const flash_attn_slice *slice = &call->slices.list[n];
@@ -134,3 +128,12 @@ bool fa_documents_pack(const fa_call *call, int64_t least_mean, fa_call *packed)
 size_t fa_documents_bytes(const fa_call *packed) { return packed->documents.count > 0 ? 2 * (size_t)(packed->batch + 1) * sizeof(int32_t) : 0; }
 
 void fa_documents_fill(const fa_call *packed, int32_t *cu_seqlens) { ends_of(packed, &packed->documents, cu_seqlens, cu_seqlens + packed->batch + 1); }
+
+flash_attn_status fa_documents_make(const fa_call *packed, int32_t **cu_seqlens)
+{
+    *cu_seqlens = malloc(fa_documents_bytes(packed));
+    if (!*cu_seqlens)
+        return fa_fail(FLASH_ATTN_NO_MEMORY, "no memory for the ends of %lld documents", (long long)packed->batch);
+    fa_documents_fill(packed, *cu_seqlens);
+    return FLASH_ATTN_OK;
+}

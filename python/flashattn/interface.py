@@ -30,7 +30,7 @@ def _attend(q, k, v, dropout_p, return_attn_probs, **options):
     if is_torch(q):
         out, lse, _ = (_attention or _torch_attention())(q, k, v, dropout_p=dropout_p, want_lse=return_attn_probs, **options)
     else:
-        if options["alibi_slopes"] is None and not dropout_p and "cu_seqlens_q" not in options:
+        if options["alibi_slopes"] is None and not dropout_p and "cu_seqlens_q" not in options and "slices" not in options:
             done = short_numpy(q, k, v, options["scale"], options["causal"], options["window"], options["softcap"],
                                return_attn_probs)
             if done is not None:

@@ -8,11 +8,13 @@ A mask is made once, on the host, and costs nothing to keep. `a | b` shows what 
 from it. Tensors may be PyTorch's (differentiable), NumPy's or anything with DLPack.
 """
 
+import sys
+
 import numpy as np
 
 from . import _native
 from ._arrays import is_torch
-from ._call import Call
+from .interface import _attend
 
 FULL, CAUSAL, INVERSE_CAUSAL, BOTH = range(4)  # kinds: all pairs of a slice; j - k_end <= i - q_end; j - k_begin >= i - q_begin; both
 
@@ -170,16 +172,6 @@ def flash_attn_masked_func(q, k, v, mask, dropout_p=0.0, softmax_scale=None, cau
         raise _native.InvalidError(f"mask is {type(mask).__name__}: expected a BlockMask")
     if mask.own and len(mask.lists) != q.shape[0]:
         raise _native.InvalidError(f"the mask is of {len(mask.lists)} sequences but q has {q.shape[0]}")
-    options = dict(scale=softmax_scale, causal=causal, window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic)
-    if is_torch(q):
-        import torch
-
-        from .torch_ops import attention
-
-        slices, offsets = mask.arrays(torch)
-        out, lse, _ = attention(q, k, v, slices=slices, slice_offsets=offsets, dropout_p=dropout_p, want_lse=return_attn_probs, **options)
-    else:
-        slices, offsets = mask.arrays()
-        seed = int(np.random.randint(0, 2**62)) if dropout_p else 0
-        out, lse = Call(q, k, v, slices=slices, slice_offsets=offsets, dropout_p=dropout_p, seed=seed, **options).forward(want_lse=return_attn_probs)
-    return (out, lse, None) if return_attn_probs else out
+    slices, offsets = mask.arrays(sys.modules["torch"] if is_torch(q) else None)
+    return _attend(q, k, v, dropout_p, return_attn_probs, slices=slices, slice_offsets=offsets, scale=softmax_scale, causal=causal, window=window_size,
+                   softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic)

@@ -130,14 +130,10 @@ static flash_attn_status begin_call(const fa_call **call, fa_call *packed, int32
     *cu_seqlens = NULL;
     if (!fa_documents_pack(*call, LEAST_MEAN, packed))
         return FLASH_ATTN_OK;
-    size_t bytes = fa_documents_bytes(packed);
-    *call        = packed;
-    if (bytes == 0)
+    *call = packed;
+    if (fa_documents_bytes(packed) == 0)
         return FLASH_ATTN_OK;
-    *cu_seqlens = malloc(bytes);
-    if (!*cu_seqlens)
-        return fa_fail(FLASH_ATTN_NO_MEMORY, "no memory for the ends of %lld documents", (long long)packed->batch);
-    fa_documents_fill(packed, *cu_seqlens);
+    FA_TRY(fa_documents_make(packed, cu_seqlens));
     packed->cu_seqlens_q = *cu_seqlens;
     packed->cu_seqlens_k = *cu_seqlens + packed->batch + 1;
     return FLASH_ATTN_OK;

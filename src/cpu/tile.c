@@ -169,7 +169,7 @@ int fa_slices_touching(const fa_call *call, int64_t b, fa_range queries, fa_rang
 {
     if (call->slices.count == 0)
         return 0;
-    fa_range own   = fa_slices_of(call, b);
+    fa_range own   = fa_slices_of(&call->slices, b);
     int      count = 0;
     for (int n = own.begin; n < own.end; n++) {
         if (slice_visible(&call->slices.list[n], queries, keys) != FA_VISIBLE_NONE)

@@ -10,10 +10,8 @@
 
 static flash_attn_status upload_documents(const fa_place *place, const fa_call *call, const fa_plan *plan, const fa_kernel *upload)
 {
-    int32_t *cu_seqlens = malloc(plan->documents_bytes);
-    if (!cu_seqlens)
-        return fa_fail(FLASH_ATTN_NO_MEMORY, "no memory for the ends of %lld documents", (long long)call->batch);
-    fa_documents_fill(call, cu_seqlens);
+    int32_t *cu_seqlens;
+    FA_TRY(fa_documents_make(call, &cu_seqlens));
     flash_attn_status status = fa_upload(place, upload, (void *)plan->args.cu_seqlens_q, cu_seqlens, plan->documents_bytes);
     free(cu_seqlens);
     return status;
