@@ -26,13 +26,15 @@ static void set_nothing(flash_attn_problem *p, flash_attn_grads *g)
 static void set_full(flash_attn_problem *p, flash_attn_grads *g)
 {
     (void)g;
-    p->mask = FLASH_ATTN_NONE;
+    p->mask        = FLASH_ATTN_NONE;
+    p->window_left = p->window_right = 0; /* rows of windows alone begin with one */
 }
 static void set_window(flash_attn_problem *p, flash_attn_grads *g)
 {
     (void)g;
-    p->mask        = FLASH_ATTN_WINDOW;
-    p->window_left = 100;
+    p->mask         = FLASH_ATTN_WINDOW;
+    p->window_left  = 100;
+    p->window_right = 0;
 }
 static void set_softcap(flash_attn_problem *p, flash_attn_grads *g)
 {

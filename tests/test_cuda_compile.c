@@ -62,7 +62,7 @@ static flash_attn_status call_for(const fa_tune_row *row, flash_attn_dtype dtype
     flash_attn_dtype   wide   = dtype == FLASH_ATTN_F8E4M3 ? FLASH_ATTN_BF16 : dtype;
     bool               few = row->only == FA_FOR_FEW || row->only == FA_FOR_FEW_TMA || row->only == FA_FOR_LATENT /* then a tile has the queries of four heads */, short_keys = fa_has_one_tile(row);
     bool               fitting = row->only == FA_FOR_FITTING_TMA;
-    int64_t            most   = fitting ? (is_backward(row) ? 256 : 832) : row->only == FA_FOR_TMA ? row->max_queries / row->tile_q * row->tile_q : row->max_queries + (row->only == FA_FOR_LONG_TMA); /* of FA_FOR_LONG_TMA the fewest;
+    int64_t            most   = fitting ? (is_backward(row) && row->masks != FA_ON_WINDOW ? 256 : 832) : row->only == FA_FOR_TMA ? row->max_queries / row->tile_q * row->tile_q : row->max_queries + (row->only == FA_FOR_LONG_TMA); /* of FA_FOR_LONG_TMA the fewest;
                                  whole tiles, or those of a fitting row cover less */
     int64_t            seqlen = few ? row->tile_q / 4 : row->only == FA_FOR_FEW_KEYS ? 3 * row->tile_q : short_keys ? row->tile_q : row->max_queries ? most : many_queries(row, dtype), keys = short_keys ? row->tile_k : is_backward(row) ? 320 /* of tiles of 64 and of 80 */ : 256, d = row->head_dim, heads_q = few ? 16 : 4, batch = row->only == FA_FOR_FEW_TMA && row->tile_q > 64 ? 17 /* of fewer the tiles would be small */ : 2;
     if (row->only == FA_FOR_SHORT_TMA || fitting)
@@ -78,7 +78,7 @@ static flash_attn_status call_for(const fa_tune_row *row, flash_attn_dtype dtype
     if (!(row->masks & FA_ON_CAUSAL))
         p.mask = row->masks & FA_ON_NONE ? FLASH_ATTN_NONE : FLASH_ATTN_WINDOW;
     if (p.mask == FLASH_ATTN_WINDOW)
-        p.window_left = 100;
+        p.window_left = p.window_right = 64; /* which fitting rows fit */
     if (row->only == FA_FOR_BIAS_TMA)
         set_bias(&p, &grads);
     if (row->only == FA_FOR_CUT_TMA)

@@ -467,9 +467,44 @@ static void short_calls_take_the_kernel_of_their_lengths(void **state)
         }
 }
 
+/* A window that shows few of a larger tile's pairs; of lists of tiles, and where the sequence is no longer than the window, lengths alone say it (decision 0104). */
+static void narrow_windows_take_smaller_tiles(void **state)
+{
+    (void)state;
+    static const struct {
+        flash_attn_pass pass;
+        int64_t         queries, keys, columns;
+        int             left, right, tile_q, tile_k;
+        bool            slices;
+    } calls[] = {
+        {FORWARD, 4096, 4096, 64, 127, 0, 128, 64, false},    {FORWARD, 4096, 4096, 64, 64, 64, 128, 64, false},     {FORWARD, 4096, 4096, 64, 511, 0, 128, 64, false},
+        {FORWARD, 4096, 4096, 64, 1023, 0, 192, 128, false},  {FORWARD, 4096, 4096, 64, 4095, 0, 192, 128, false},   {FORWARD, 4096, 4096, 64, 127, -1, 192, 128, false},
+        {FORWARD, 4096, 4096, 64, -1, -1, 192, 128, true},    {FORWARD, 1000, 4000, 64, 200, 10, 128, 64, false},    {FORWARD, 4000, 1000, 64, 200, 10, 128, 64, false},
+        {BACKWARD, 4096, 4096, 256, 255, 0, 64, 64, false},   {BACKWARD, 4096, 4096, 256, 128, 128, 64, 64, false},  {BACKWARD, 4096, 4096, 256, 127, 0, 64, 64, false},
+        {BACKWARD, 4096, 4096, 256, 511, 0, 64, 80, false},   {BACKWARD, 4096, 4096, 256, 1023, 0, 64, 80, false},   {BACKWARD, 4096, 4096, 128, 127, 0, 64, 128, false},
+    };
+    for (size_t n = 0; n < sizeof calls / sizeof *calls; n++) {
+        fa_call            call;
+        fa_plan            plan;
+        flash_attn_tensor  like = {.dtype = FLASH_ATTN_BF16};
+        flash_attn_grads   g    = {.dout = like, .dq = like, .dk = like, .dv = like};
+        flash_attn_problem p    = {.device = {.type = FLASH_ATTN_CUDA}, .o = like, .mask = calls[n].slices ? FLASH_ATTN_NONE : FLASH_ATTN_WINDOW, .window_left = calls[n].left, .window_right = calls[n].right};
+        flash_attn_slice   all  = {0, (int32_t)calls[n].queries, 0, (int32_t)calls[n].keys, FLASH_ATTN_SLICE_FULL};
+        p.q       = of(FLASH_ATTN_BF16, 2, calls[n].queries, 4, calls[n].columns);
+        p.k = p.v = of(FLASH_ATTN_BF16, 2, calls[n].keys, 4, calls[n].columns);
+        if (calls[n].slices)
+            p.slices = (flash_attn_slices){.list = &all, .count = 1};
+        if (fa_normalise(&p, calls[n].pass == BACKWARD ? &g : NULL, calls[n].pass, FA_PLAN, &call) != FLASH_ATTN_OK || fa_plan_make(&call, 90, NULL, NULL, &plan) != FLASH_ATTN_OK)
+            fail_msg("call %zu: %s", n, flash_attn_last_error());
+        if (plan.row->tile_q != calls[n].tile_q || plan.row->tile_k != calls[n].tile_k)
+            fail_msg("call %zu: tiles of %d x %d", n, plan.row->tile_q, plan.row->tile_k);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(narrow_windows_take_smaller_tiles),
         cmocka_unit_test(short_calls_take_the_kernel_of_their_lengths),
         cmocka_unit_test(hoppers_own_kernels_take_the_calls_that_they_have_options_for),
         cmocka_unit_test(a_bias_of_all_heads_leaves_few_queries_in_one_tile),

@@ -46,6 +46,8 @@ const fa_tune_row fa_tune_rows[] = {
      "short: two stages of Q, so that the walk does not stop between tiles of queries; dropout spills (decision 0047)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_NONE, FA_FOR_TMA, 0, 192, 128, 16, 3, 1, 0, 0,
      "three consumers of 64 rows share each tile of K and V; a third stage helps short ones (decision 0047)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_WINDOW, FA_FOR_FITTING_TMA, 107, 128, 64, 12, 4, 2, 1, 16,
+     "narrow: smaller tiles waste less at a window's ends (decision 0104)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 64, FA_ON_CAUSAL | FA_ON_WINDOW, FA_FOR_TMA, 0, 192, 128, 16, 2, 1, 0, 0,
      "three consumers of 64 rows share each tile of K and V (decision 0047)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 96, FA_ON_NONE, FA_FOR_FITTING_TMA, 87, 192, 112, 16, 2, 1, 0, 40,
@@ -193,7 +195,7 @@ const fa_tune_row fa_tune_rows[] = {
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 192, FA_ON_ANY, FA_FOR_NARROW_V_TMA, 0, 48, 128, 12, 2, 1, 0, 336,
      "DeepSeek's: dK and dV leave registers for S and dP of 48 queries, and for no options (decision 0077)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 256, FA_ON_NONE, FA_FOR_FITTING_TMA, 112, 64, 64, 12, 2, 1, 0, 304, "as with 80 keys, of which 256 fill four tiles badly (decision 0093)"},
-    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 256, FA_ON_CAUSAL | FA_ON_WINDOW, FA_FOR_FITTING_TMA, 106, 64, 64, 12, 2, 1, 0, 304, "likewise; they waste less of the diagonal (decision 0093)"},
+    {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 256, FA_ON_CAUSAL | FA_ON_WINDOW, FA_FOR_FITTING_TMA, 106, 64, 64, 12, 2, 1, 0, 304, "likewise; they waste less of the diagonal, and of a narrow window (decisions 0093 and 0104)"},
     {90, 90, FA_KERNEL_BACKWARD_SM90, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_TMA, 0, 64, 80, 12, 2, 1, 0, 304,
      "two consumers of the same 80 keys, each some of the columns; one makes P, one dS (decision 0076)"},
     {80, 129, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 64, FA_ON_ANY, FA_FOR_ANY, 0, 64, 128, 4, 2, 2, 0, 512,
@@ -443,18 +445,37 @@ static const fa_tune_row *row_behind(const fa_tune_row *row)
     return plain;
 }
 
-/* A sequence's queries and keys, up to the ends of the row's tiles. */
-static int64_t covered_by(const fa_tune_row *row, const fa_call *call)
+static bool is_banded(fa_window window) { return window.left < FA_UNLIMITED && window.right < FA_UNLIMITED; }
+
+/* How many of a row's tiles of queries see keys of one of its tiles under a window, on average and in hundredths. */
+static int64_t tiles_met(const fa_tune_row *row, const fa_call *call)
 {
-    int64_t q = (call->max_seqlen_q + row->tile_q - 1) / row->tile_q, k = (call->max_seqlen_k + row->tile_k - 1) / row->tile_k;
-    return q * row->tile_q * (k * row->tile_k);
+    int64_t first = row->tile_q - (call->window.right + call->max_seqlen_k - call->max_seqlen_q) % row->tile_q; /* the query that sees key 0, but for whole tiles */
+    int64_t span = row->tile_k - 1 + call->window.left + call->window.right, met = 0, n = 0;
+    do
+        met += (first + n * row->tile_k + span) / row->tile_q - (first + n * row->tile_k) / row->tile_q + 1;
+    while (++n * row->tile_k % row->tile_q); /* both kinds meet in the same way again */
+    return met * 100 / n;
 }
 
-/* Of packed sequences the longest says little of the others, which larger tiles may fit worse. */
+/* A sequence's queries and keys, up to the ends of the row's tiles; under a window those that it shows, were the sequence long. */
+static int64_t covered_by(const fa_tune_row *row, const fa_call *call)
+{
+    int64_t q = (call->max_seqlen_q + row->tile_q - 1) / row->tile_q, k = (call->max_seqlen_k + row->tile_k - 1) / row->tile_k, all = q * k;
+    if (is_banded(call->window)) {
+        int64_t shown = k * tiles_met(row, call) / 100;
+        all           = shown < all ? shown : all;
+    }
+    return all * row->tile_q * row->tile_k;
+}
+
+/* Of packed sequences the longest says little of the others, which larger tiles may fit worse. Under a window a tile has few steps, beside which more is done for each tile (decision 0104). */
 static bool fits_better(const fa_tune_row *row, const fa_call *call)
 {
+    enum { FOR_FEW_STEPS = 8 };
     const fa_tune_row *behind = row_behind(row);
-    return covered_by(row, call) / 100 * row->max_queries <= covered_by(behind, call) && !(call->cu_seqlens_q && row->tile_q > behind->tile_q);
+    int64_t            least  = row->max_queries + (is_banded(call->window) ? FOR_FEW_STEPS : 0);
+    return covered_by(row, call) / 100 * least <= covered_by(behind, call) && !(call->cu_seqlens_q && row->tile_q > behind->tile_q);
 }
 
 /* What Hopper's own ask of slices: no bias and no pages, and lists of tiles. */
@@ -483,7 +504,7 @@ static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *ke
         return false;
     if (row->only == FA_FOR_SHORT_TMA && call->max_seqlen_k > row->max_queries)
         return false;
-    if (row->only == FA_FOR_FITTING_TMA && !fits_better(row, call))
+    if (row->only == FA_FOR_FITTING_TMA && (!fits_better(row, call) || (key->has_slices && row->masks == FA_ON_WINDOW /* theirs are FA_FOR_CUT_TMA */)))
         return false;
     if (row->only == FA_FOR_LONG_TMA && (call->max_seqlen_q <= row->max_queries || call->cache_batch_idx || (call->cu_seqlens_k && !fa_is_backward(row->kernel))))
         return false; /* values_sm90 counts entries' tiles */
