@@ -23,7 +23,7 @@ static fa_rows listed(const fa_rows *rows, const void **row)
 {
     fa_rows all = *rows;
     for (int n = 0; n < rows->count; n++)
-        row[n] = few_row(rows, n);
+        row[n] = fa_row_of(rows, n);
     all.row  = row;
     all.step = 0;
     return all;
@@ -72,7 +72,7 @@ FA_AMX_INLINE void cut_quarter(const few_cut *cut, int quarter, const int tiles)
     ask_for(&cut->ahead, quarter, tiles);
     for (int n = 4 * quarter; n < 4 * quarter + 4; n++) {
         bool            there = cut->first + n < cut->rows->count;
-        const uint16_t *row   = there ? (const uint16_t *)few_row(cut->rows, cut->first + n) + cut->col : NULL;
+        const uint16_t *row   = there ? (const uint16_t *)fa_row_of(cut->rows, cut->first + n) + cut->col : NULL;
         for (int c = 0; c < tiles; c++) {
             char *at = cut->out + 2 * FA_AMX_TILE * c + 64 * n;
             if (there) {

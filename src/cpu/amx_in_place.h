@@ -108,21 +108,16 @@ typedef struct few_block {
     int64_t     stride; /* bytes */
 } few_block;
 
-FA_AMX_INLINE const char *few_row(const fa_rows *rows, int n)
-{
-    return rows->step ? (const char *)rows->row[0] + n * rows->step : rows->row[n];
-}
-
 /* Rows `first` to first + 15, where they lie or in `copy`; zeros beyond the end. */
 FA_AMX_INLINE few_block block_of(const fa_rows *rows, int first, char *copy, int64_t copy_stride)
 {
     int     count = rows->count - first;
     int64_t step  = !rows->step ? fa_amx_equal_steps(rows, first) : count < BLOCK ? 0 : rows->step;
     if (step)
-        return (few_block){few_row(rows, first), step};
+        return (few_block){fa_row_of(rows, first), step};
     for (int n = 0; n < BLOCK; n++) {
         if (n < count)
-            memcpy(copy + n * copy_stride, few_row(rows, first + n), (size_t)rows->cols * 2);
+            memcpy(copy + n * copy_stride, fa_row_of(rows, first + n), (size_t)rows->cols * 2);
         else
             memset(copy + n * copy_stride, 0, (size_t)rows->cols * 2);
     }
@@ -161,7 +156,7 @@ FA_AMX_INLINE few_ahead ahead_from(const fa_rows *rows, int first, int lag)
         return none_ahead;
     if (!rows->step)
         return (few_ahead){rows, first, apart, lines, NULL, 0, 0};
-    return (few_ahead){rows, first, apart, lines, few_row(rows, first), rows->step, apart * rows->step};
+    return (few_ahead){rows, first, apart, lines, fa_row_of(rows, first), rows->step, apart * rows->step};
 }
 
 FA_AMX_INLINE few_ahead ahead_of(const fa_rows *rows, const fa_soon *soon, int n)
@@ -178,7 +173,7 @@ FA_AMX_INLINE few_ahead ahead_of(const fa_rows *rows, const fa_soon *soon, int n
 static __attribute__((noinline)) void ask_for_any(const few_ahead *ahead, int row)
 {
     for (int j = 0; j < STREAMS; j++) {
-        const char *at = few_row(ahead->rows, j * ahead->apart + ahead->first + row);
+        const char *at = fa_row_of(ahead->rows, j * ahead->apart + ahead->first + row);
         for (int line = 0; line < ahead->lines; line++)
             __builtin_prefetch(at + 64 * line);
     }

@@ -30,27 +30,7 @@ V const char *row_soon(const fa_rows *rows, const fa_soon *soon, int n, int ahea
 {
     const fa_rows *of = soon->each || n + ahead >= rows->count ? &soon->rows : rows;
     int            at = soon->each ? n : of == rows ? n + ahead : n + ahead - rows->count;
-    return at < of->count ? of->row[at] : rows->row[n];
-}
-
-/* Lane n: the sum of vector n, each added up as v_reduce_add does. */
-V vf sums16(const vf of[16])
-{
-    vf two[8], four[4], pair[2];
-    FEW_UNROLL
-    for (int n = 0; n < 8; n++) { /* rows n % 4 + 8 (n / 4), and four rows further on: halves, ... */
-        vf a = of[n % 4 + n / 4 * 8], b = of[n % 4 + n / 4 * 8 + 4];
-        two[n] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
-    }
-    FEW_UNROLL
-    for (int n = 0; n < 4; n++) /* ... quarters, ... */
-        four[n] = _mm512_add_ps(_mm512_shuffle_f32x4(two[n], two[n + 4], 0x88),
-                                _mm512_shuffle_f32x4(two[n], two[n + 4], 0xDD));
-    FEW_UNROLL
-    for (int n = 0; n < 2; n++) /* ... and what is left of each quarter */
-        pair[n] = _mm512_add_ps(_mm512_shuffle_ps(four[2 * n], four[2 * n + 1], 0x44),
-                                _mm512_shuffle_ps(four[2 * n], four[2 * n + 1], 0xEE));
-    return _mm512_add_ps(_mm512_shuffle_ps(pair[0], pair[1], 0x88), _mm512_shuffle_ps(pair[0], pair[1], 0xDD));
+    return fa_row_of(at < of->count ? of : rows, at < of->count ? at : n);
 }
 
 /* ---- S = Q K^T ---- */
@@ -62,12 +42,15 @@ V void few_dots(float *s, int lds, const uint16_t *q, int ldq, const fa_rows *k,
     vf          sum[FEW_BLOCK * FEW_AT_ONCE];
     FEW_UNROLL
     for (int j = 0; j < keys; j++) {
-        row[j]  = k->row[key + j];
+        row[j]  = fa_row_of(k, key + j);
         next[j] = ask ? row_soon(k, soon, key + j, ahead) : NULL;
     }
     FEW_UNROLL
     for (int n = 0; n < FEW_BLOCK * FEW_AT_ONCE; n++)
         sum[n] = v_zero();
+    FEW_UNROLL
+    for (int j = 0; j < keys && ask; j++)
+        fa_ask_for_end(next[j], 2 * k->cols, soon->far);
     for (int col = 0; col < k->cols; col += 32) {
         vf x[FEW_AT_ONCE];
         FEW_UNROLL
@@ -86,7 +69,7 @@ V void few_dots(float *s, int lds, const uint16_t *q, int ldq, const fa_rows *k,
         }
     }
     if (rows == FEW_BLOCK && keys == FEW_AT_ONCE) {
-        vf all = sums16(sum);
+        vf all = v_sums16(sum);
         _mm_storeu_ps(s + key, _mm512_castps512_ps128(all));
         _mm_storeu_ps(s + lds + key, _mm512_extractf32x4_ps(all, 1));
         _mm_storeu_ps(s + 2 * lds + key, _mm512_extractf32x4_ps(all, 2));
@@ -140,9 +123,14 @@ static void scores_few(float *s, int lds, const void *q, const fa_rows *k, int r
 V void interleave_two(vf *x, const fa_rows *v, const fa_soon *soon, int key, int end, int col, const int vectors,
                       int ahead, const bool ask)
 {
-    const uint16_t *a = v->row[key], *b = key + 1 < end ? v->row[key + 1] : NULL;
+    const uint16_t *a = (const uint16_t *)fa_row_of(v, key);
+    const uint16_t *b = key + 1 < end ? (const uint16_t *)fa_row_of(v, key + 1) : NULL;
     const char     *next  = ask ? row_soon(v, soon, key, ahead) : NULL;
     const char     *other = ask && b ? row_soon(v, soon, key + 1, ahead) : next;
+    if (ask && col == 0) {
+        fa_ask_for_end(next, 2 * v->cols, soon->far);
+        fa_ask_for_end(other, 2 * v->cols, soon->far);
+    }
     FEW_UNROLL
     for (int c = 0; c < vectors; c += 2) {
         vh low = _mm512_loadu_si512(a + col + c * VL);

@@ -14,6 +14,8 @@ typedef __m512 vf;
 
 #define V static inline __attribute__((always_inline))
 #define V_KEEP(x) __asm__("" : "+v"(x))
+/* sum += a * b in sum's own register. */
+#define V_ADD_PRODUCT(sum, a, b) __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b))
 
 V vf    v_zero(void) { return _mm512_setzero_ps(); }
 V vf    v_set1(float x) { return _mm512_set1_ps(x); }
@@ -80,6 +82,57 @@ V void v_store_sums4(float *out, const vf *of)
     all    = _mm512_add_ps(all, _mm512_permute_ps(all, 0xB1));
     all    = _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), all);
     _mm_storeu_ps(out, _mm512_castps512_ps128(all));
+}
+/* Lane n: the sum of vector n, each added up as v_reduce_add does. */
+V vf v_sums16(const vf of[16])
+{
+    vf two[8], four[4], pair[2];
+    _Pragma("GCC unroll 8")
+    for (int n = 0; n < 8; n++) { /* rows n % 4 + 8 (n / 4), and four rows further on: halves, ... */
+        vf a = of[n % 4 + n / 4 * 8], b = of[n % 4 + n / 4 * 8 + 4];
+        two[n] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+    }
+    _Pragma("GCC unroll 8")
+    for (int n = 0; n < 4; n++) /* ... quarters, ... */
+        four[n] = _mm512_add_ps(_mm512_shuffle_f32x4(two[n], two[n + 4], 0x88),
+                                _mm512_shuffle_f32x4(two[n], two[n + 4], 0xDD));
+    _Pragma("GCC unroll 8")
+    for (int n = 0; n < 2; n++) /* ... and what is left of each quarter */
+        pair[n] = _mm512_add_ps(_mm512_shuffle_ps(four[2 * n], four[2 * n + 1], 0x44),
+                                _mm512_shuffle_ps(four[2 * n], four[2 * n + 1], 0xEE));
+    return _mm512_add_ps(_mm512_shuffle_ps(pair[0], pair[1], 0x88), _mm512_shuffle_ps(pair[0], pair[1], 0xDD));
+}
+#define V_SUMS16
+/* few[4 n + j] = the sum of vector 4 n + j. */
+V void v_store_sums16(float few[16], const vf sum[16], const int rows)
+{
+    if (rows == 1)
+        v_store_sums4(few, sum);
+    else
+        v_store(few, v_sums16(sum));
+}
+/* s[n * lds + j * part + i] = few[i][4 n + j], of up to four i. */
+V void v_store_turned(float *s, int lds, int part, float few[][16], const int rows, int count)
+{
+    if (rows == 1 || count < 4) {
+        for (int n = 0; n < 4 * rows; n++)
+            for (int i = 0; i < 4 && i < count; i++)
+                s[(int64_t)(n / 4) * lds + n % 4 * part + i] = few[i][n];
+        return;
+    }
+    vf a = v_load(few[0]), b = v_load(few[1]), c = v_load(few[2]), d = v_load(few[3]);
+    vf ab[2] = {_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)};
+    vf cd[2] = {_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)};
+    _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++)
+    {
+        vf     x  = j % 2 ? _mm512_shuffle_ps(ab[j / 2], cd[j / 2], 0xEE) : _mm512_shuffle_ps(ab[j / 2], cd[j / 2], 0x44);
+        float *at = s + j * part;
+        _mm_storeu_ps(at, _mm512_castps512_ps128(x));
+        _mm_storeu_ps(at + lds, _mm512_extractf32x4_ps(x, 1));
+        _mm_storeu_ps(at + 2 * lds, _mm512_extractf32x4_ps(x, 2));
+        if (rows == 4)
+            _mm_storeu_ps(at + 3 * lds, _mm512_extractf32x4_ps(x, 3));
+    }
 }
 /* fa_bf16_of_float on 16 lanes. */
 V void v_store_bf16(uint16_t *p, vf x)

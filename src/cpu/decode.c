@@ -117,6 +117,7 @@ bool fa_walk_turns(const block *b, int heads, fa_range keys)
     int  step = is_f32 && kernels->few_keys_f32           ? kernels->few_keys_f32
                 : !is_f32 && far && kernels->few_keys_far ? kernels->few_keys_far
                                                           : kernels->few_keys;
+    int ahead = far ? 2 : 1; /* turns whose rows are asked for: the next one's are not there in time (0103) */
     for (int h = 0; h < heads; h++)
         b[h].s->tiles[0].keys = keys;
     if (fa_tile_visible(call, s->tiles) != FA_VISIBLE_ALL)
@@ -131,7 +132,7 @@ bool fa_walk_turns(const block *b, int heads, fa_range keys)
     for (int n = 0; n < t.count; n++) {
         const scratch *one  = b[n % heads].s;
         fa_rows        k    = rows_of_turn(&t, n, s->row_turn[0]);
-        fa_soon        soon = {rows_of_turn(&t, n + 1, s->row_turn[1]), true, far};
+        fa_soon        soon = {rows_of_turn(&t, n + ahead, s->row_turn[1]), true, far};
         kernels->scores_few(one->s + n / heads * step, lds, one->q, &k, rows, &soon);
     }
     for (int h = 0; h < heads; h++)
@@ -139,7 +140,7 @@ bool fa_walk_turns(const block *b, int heads, fa_range keys)
     for (int n = 0; n < t.count; n++) {
         const scratch *one  = b[n % heads].s;
         fa_rows        v    = rows_of_turn(&t, t.count + n, s->row_turn[0]);
-        fa_soon        soon = {rows_of_turn(&t, t.count + n + 1, s->row_turn[1]), true, far};
+        fa_soon        soon = {rows_of_turn(&t, t.count + n + ahead, s->row_turn[1]), true, far};
         if (n == heads) /* O has been rescaled */
             for (int h = 0; h < heads; h++)
                 for (int r = 0; r < rows; r++)
