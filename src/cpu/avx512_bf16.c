@@ -252,18 +252,18 @@ static void prepare_row(float *s, int keys, float *lse)
 }
 
 /* P^T in the place of the first of two rows of S, dS^T in that of the second, dS in that of dP. */
-static void gradient_packed(float *s, float *dp, int ld, int rows, int keys, int all_keys, float scale,
+static void gradient_packed(float *s, float *dp, int ld, int rows, fa_range keys, int all_keys, float scale,
                             const float *lse, const float *delta)
 {
-    int      padded = (int)fa_round_up(keys, VL), all = (int)fa_round_up(all_keys, VL);
+    int      padded = (int)fa_round_up(keys.end, VL), all = (int)fa_round_up(all_keys, VL);
     const vf factor = v_set1(scale), to_log2 = v_set1(FA_LOG2_E);
     for (int r = 0; r < rows; r += 2, s += 2 * (int64_t)ld, dp += 2 * (int64_t)ld) {
         int   count    = fa_min_int(2, rows - r);
         float of[2]    = {lse[r], count == 2 ? lse[r + 1] : INFINITY};
         vf    minus[2] = {v_set1(delta[r]), v_set1(count == 2 ? delta[r + 1] : 0.0f)};
         for (int n = 0; n < count; n++)
-            prepare_row(s + (int64_t)n * ld, keys, &of[n]);
-        for (int col = 0; col < padded; col += VL) {
+            prepare_row(s + (int64_t)n * ld + keys.begin, keys.end - keys.begin, &of[n]);
+        for (int col = keys.begin; col < padded; col += VL) {
             vf p[2] = {v_zero(), v_zero()}, ds[2] = {v_zero(), v_zero()};
             for (int n = 0; n < count; n++) {
                 int64_t at = (int64_t)n * ld + col;
@@ -276,6 +276,8 @@ static void gradient_packed(float *s, float *dp, int ld, int rows, int keys, int
             v_store(s + ld + col, turned(ds[0], ds[1]));
         }
         for (int n = 0; n < 2; n++) {
+            memset(s + (int64_t)n * ld, 0, sizeof(float) * (size_t)keys.begin);
+            memset(dp + (int64_t)n * ld, 0, sizeof(uint16_t) * (size_t)keys.begin);
             memset(s + (int64_t)n * ld + padded, 0, sizeof(float) * (size_t)(all - padded));
             memset((uint16_t *)(dp + (int64_t)n * ld) + padded, 0, sizeof(uint16_t) * (size_t)(all - padded));
         }

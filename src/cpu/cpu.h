@@ -188,8 +188,8 @@ typedef struct fa_kernels {
     const char    *name; /* "avx512" */
     flash_attn_isa isa;
     int            key_step; /* see S above: 1 .. 64 */
-    int            panel;    /* `scores` and `accumulate` may be called for the first keys of a packed tile alone, in
-                                multiples of this. 0: they may not */
+    int            panel;    /* `scores` and `accumulate` may be called for some keys of a packed tile alone, from a
+                                multiple of this to one. 0: they may not */
 
     /* Bytes of a packed operand of up to `rows` rows and exactly `cols` columns; a multiple of 64. 0: this role needs
      * no copy of its own, Q's (or DO's) packed form serves (only for Q_RIGHT, DO_RIGHT). */
@@ -225,9 +225,9 @@ typedef struct fa_kernels {
     /* dS = P (dP - delta[r]) in place of dP; exactly 0 where P is 0, whatever dP and delta hold. */
     void (*gradient)(const float *p, float *dp, int ld, int rows, int keys, const float *delta);
     /* probabilities and gradient, with P and dS as the products take them: P^T and dS^T in the place of S, the second
-     * beginning a row behind the first, and dS in that of dP, as softmax_packed leaves P. Keys from `keys` up to all_keys
+     * beginning a row behind the first, and dS in that of dP, as softmax_packed leaves P. Of all_keys those outside `keys`
      * become 0. accumulate_t_packed is accumulate_t of the first or second. NULL: not there. */
-    void (*gradient_packed)(float *s, float *dp, int ld, int rows, int keys, int all_keys, float scale,
+    void (*gradient_packed)(float *s, float *dp, int ld, int rows, fa_range keys, int all_keys, float scale,
                             const float *lse, const float *delta);
     void (*accumulate_t_packed)(float *c, int ldc, const float *p, int ldp, const void *right, int rows, int keys,
                                 int cols);

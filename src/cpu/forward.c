@@ -90,22 +90,24 @@ static void composed_step(const step *t, const scratch *s)
     for (int row = 0; row < all; row += at_once) {
         fa_tile     tile;
         fa_visible  visible = fa_part_of_tile(k, call, t->tile, t->visible, row, at_once, &tile);
-        int         rows = fa_tile_rows(&tile), keys = fa_tile_keys(&tile);
-        const void *q = fa_packed_part(k, FA_ROLE_Q, t->q, row, call->head_dim);
-        float      *o = t->o + (int64_t)row * t->ldo;
+        int         rows = fa_tile_rows(&tile), keys = fa_tile_keys(&tile), first = tile.keys.begin - t->tile->keys.begin;
+        const void *q        = fa_packed_part(k, FA_ROLE_Q, t->q, row, call->head_dim);
+        const void *packed_k = fa_packed_part(k, FA_ROLE_K, s->keys.k, first, call->head_dim);
+        const void *packed_v = fa_packed_part(k, FA_ROLE_V, s->keys.v, first, call->head_dim_v);
+        float      *o        = t->o + (int64_t)row * t->ldo;
         if (visible == FA_VISIBLE_NONE)
             continue;
         if (t->in_place)
             k->scores_few(s->s, t->lds, q, &s->k_rows, rows, &s->k_soon);
         else
-            k->scores(s->s, t->lds, q, s->keys.k, rows, keys, (int)call->head_dim);
+            k->scores(s->s, t->lds, q, packed_k, rows, keys, (int)call->head_dim);
         fa_apply_options(k, call, &tile, visible, t->scale, s->s, NULL, t->lds);
         if (packed) {
             k->softmax_packed(s->s, t->lds, rows, keys, fa_multiplier(call, t->scale), t->m + row, t->l + row, s->rescale);
             if (few)
                 k->accumulate_few_packed(o, t->ldo, s->rescale, s->s, t->lds, &s->v_rows, rows, &s->v_soon, s->fused);
             else
-                k->accumulate_packed(o, t->ldo, s->rescale, s->s, t->lds, s->keys.v, rows, keys, (int)call->head_dim_v);
+                k->accumulate_packed(o, t->ldo, s->rescale, s->s, t->lds, packed_v, rows, keys, (int)call->head_dim_v);
             continue;
         }
         k->softmax(s->s, t->lds, rows, keys, fa_multiplier(call, t->scale), t->m + row, t->l + row, s->rescale);
@@ -114,7 +116,7 @@ static void composed_step(const step *t, const scratch *s)
         if (t->in_place)
             k->accumulate_few(o, t->ldo, s->rescale, s->s, t->lds, &s->v_rows, rows, &s->v_soon, s->fused);
         else
-            k->accumulate(o, t->ldo, s->rescale, s->s, t->lds, s->keys.v, rows, keys, (int)call->head_dim_v, s->fused);
+            k->accumulate(o, t->ldo, s->rescale, s->s, t->lds, packed_v, rows, keys, (int)call->head_dim_v, s->fused);
     }
     if (num_bad > 0)
         fa_add_bad_rows(k, t->o, t->ldo, all, s->s, t->lds, 1, &s->v_rows, s->keys.bad, num_bad, s->temp);

@@ -24,6 +24,13 @@ void fa_gather_rows(const fa_call *call, float *delta, const fa_tile *tile, floa
     }
 }
 
+/* All of [0, count) but `keys` numbers from `first` on. */
+static void clear_but(float *row, int first, int keys, int count)
+{
+    memset(row, 0, sizeof(float) * (size_t)first);
+    memset(row + first + keys, 0, sizeof(float) * (size_t)(count - first - keys));
+}
+
 /* Keys that no row of a part sees are left out of its products, and 0 in P and dS. */
 const float *fa_score_gradient(const fa_tile_gradient *t)
 {
@@ -36,16 +43,17 @@ const float *fa_score_gradient(const fa_tile_gradient *t)
     for (int row = 0; row < all; row += at_once) {
         fa_tile     tile;
         fa_visible  visible = fa_part_of_tile(k, call, t->tile, t->visible, row, at_once, &tile);
+        int         first = tile.keys.begin - t->tile->keys.begin;
         int         rows = fa_tile_rows(&tile), keys = visible == FA_VISIBLE_NONE ? 0 : fa_tile_keys(&tile);
         const void *q    = fa_packed_part(k, FA_ROLE_Q, t->q, row, call->head_dim);
         const void *dout = fa_packed_part(k, FA_ROLE_DO, t->dout, row, call->head_dim_v);
-        float      *p = t->p + (int64_t)row * t->ld, *ds = t->ds + (int64_t)row * t->ld;
+        float      *p = t->p + (int64_t)row * t->ld + first, *ds = t->ds + (int64_t)row * t->ld + first;
         if (keys > 0) {
-            k->scores(p, t->ld, q, t->k, rows, keys, (int)call->head_dim);
+            k->scores(p, t->ld, q, fa_packed_part(k, FA_ROLE_K, t->k, first, call->head_dim), rows, keys, (int)call->head_dim);
             fa_apply_options(k, call, &tile, visible, t->scale, p, t->slope, t->ld);
             if (!t->packed)
                 k->probabilities(p, t->ld, rows, keys, scale, t->lse + row);
-            k->scores(ds, t->ld, dout, t->v_t, rows, keys, (int)call->head_dim_v);
+            k->scores(ds, t->ld, dout, fa_packed_part(k, FA_ROLE_V_T, t->v_t, first, call->head_dim_v), rows, keys, (int)call->head_dim_v);
             if (call->dropout.threshold) { /* the whole tile at once */
                 memcpy(t->dropped, p, sizeof(float) * (size_t)rows * (size_t)t->ld);
                 fa_apply_dropout(k, call, &tile, t->dropped, ds, t->ld);
@@ -55,10 +63,10 @@ const float *fa_score_gradient(const fa_tile_gradient *t)
                 k->gradient(p, ds, t->ld, rows, keys, t->delta + row);
         }
         if (t->packed)
-            k->gradient_packed(p, ds, t->ld, rows, keys, all_keys, scale, t->lse + row, t->delta + row);
+            k->gradient_packed(p - first, ds - first, t->ld, rows, (fa_range){first, first + keys}, all_keys, scale, t->lse + row, t->delta + row);
         for (int r = 0; r < rows && keys < all_keys && !t->packed; r++) {
-            memset(p + (int64_t)r * t->ld + keys, 0, sizeof(float) * (size_t)(padded - keys));
-            memset(ds + (int64_t)r * t->ld + keys, 0, sizeof(float) * (size_t)(padded - keys));
+            clear_but(p - first + (int64_t)r * t->ld, first, keys, padded);
+            clear_but(ds - first + (int64_t)r * t->ld, first, keys, padded);
         }
     }
     return p_of_dv;

@@ -136,17 +136,24 @@ int fa_rows_at_once(const fa_kernels *kernels, const fa_call *call, const fa_til
                                                                                      : fa_tile_rows(tile);
 }
 
-/* Behind the last key that a slice shows to some of these queries. */
-static int end_of_slices(const fa_call *call, const fa_tile *tile, fa_range queries)
+/* The tile's keys from the first to the last that some slice shows to some of these queries. */
+static fa_range keys_of_slices(const fa_call *call, const fa_tile *tile, fa_range queries)
 {
-    int end = tile->keys.begin;
+    fa_range seen = {tile->keys.end, tile->keys.begin};
     for (int n = 0; n < tile->num_slices; n++) {
-        const flash_attn_slice *s    = &call->slices.list[tile->slices[n]];
-        int                     last = fa_min_int(queries.end, s->q_end) - 1;
-        if (last >= fa_max_int(queries.begin, s->q_begin))
-            end = fa_max_int(end, fa_keys_of_slice(s->q_begin, s->q_end, s->k_begin, s->k_end, s->kind, last).end);
+        const flash_attn_slice *s     = &call->slices.list[tile->slices[n]];
+        int                     first = fa_max_int(queries.begin, s->q_begin), last = fa_min_int(queries.end, s->q_end) - 1;
+        if (last < first)
+            continue;
+        fa_range of_first = fa_keys_of_slice(s->q_begin, s->q_end, s->k_begin, s->k_end, s->kind, first);
+        fa_range of_last  = fa_keys_of_slice(s->q_begin, s->q_end, s->k_begin, s->k_end, s->kind, last);
+        int      begin = fa_max_int(of_first.begin, tile->keys.begin), end = fa_min_int(of_last.end, tile->keys.end);
+        if (begin < end) { /* neither ever falls from one query to the next */
+            seen.begin = fa_min_int(seen.begin, begin);
+            seen.end   = fa_max_int(seen.end, end);
+        }
     }
-    return end;
+    return seen;
 }
 
 fa_visible fa_part_of_tile(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, fa_visible visible,
@@ -158,10 +165,17 @@ fa_visible fa_part_of_tile(const fa_kernels *kernels, const fa_call *call, const
     part->queries.begin += row;
     part->queries.end = fa_min_int(part->queries.begin + at_once, tile->queries.end);
     fa_range seen     = fa_keys_seen(call->window, tile->seq.diagonal, part->queries, tile->keys);
-    if (call->slices.count)
-        seen.end = fa_min_int(seen.end, end_of_slices(call, tile, part->queries));
-    int keys          = (int)fa_round_up(fa_max_int(seen.end - tile->keys.begin, 0), kernels->panel);
-    part->keys.end    = fa_min_int(tile->keys.begin + keys, tile->keys.end);
+    if (call->slices.count) {
+        fa_range of_slices = keys_of_slices(call, tile, part->queries);
+        seen.begin         = fa_max_int(seen.begin, of_slices.begin);
+        seen.end           = fa_min_int(seen.end, of_slices.end);
+    }
+    if (seen.begin >= seen.end)
+        return FA_VISIBLE_NONE;
+    int first        = (seen.begin - tile->keys.begin) / kernels->panel * kernels->panel;
+    int keys         = (int)fa_round_up(seen.end - tile->keys.begin, kernels->panel);
+    part->keys.begin = tile->keys.begin + first;
+    part->keys.end   = fa_min_int(tile->keys.begin + keys, tile->keys.end);
     return fa_tile_visible(call, part);
 }
 

@@ -89,7 +89,7 @@ int fa_rows_at_once(const fa_kernels *kernels, const fa_call *call, const fa_til
 /* Rows [row, row + at_once) of `tile`, and what they see of its keys where the tile sees `visible`. */
 fa_visible fa_part_of_tile(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, fa_visible visible,
                            int row, int at_once, fa_tile *part);
-/* Its rows of an operand packed by `tile`. A packed operand of no rows may still have bytes. */
+/* Its rows, or keys, of an operand packed by `tile`. A packed operand of no rows may still have bytes. */
 static inline const void *fa_packed_part(const fa_kernels *kernels, fa_role role, const void *packed, int row,
                                          int64_t cols)
 {
