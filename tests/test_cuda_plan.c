@@ -480,6 +480,7 @@ static void narrow_windows_take_smaller_tiles(void **state)
         {FORWARD, 4096, 4096, 64, 127, 0, 128, 64, false},    {FORWARD, 4096, 4096, 64, 64, 64, 128, 64, false},     {FORWARD, 4096, 4096, 64, 511, 0, 128, 64, false},
         {FORWARD, 4096, 4096, 64, 1023, 0, 192, 128, false},  {FORWARD, 4096, 4096, 64, 4095, 0, 192, 128, false},   {FORWARD, 4096, 4096, 64, 127, -1, 192, 128, false},
         {FORWARD, 4096, 4096, 64, -1, -1, 192, 128, true},    {FORWARD, 1000, 4000, 64, 200, 10, 128, 64, false},    {FORWARD, 4000, 1000, 64, 200, 10, 128, 64, false},
+        {FORWARD, 4096, 4096, 128, 64, 64, 128, 64, false},   {FORWARD, 4096, 4096, 128, 127, 0, 128, 128, false},   {FORWARD, 4096, 4096, 128, 256, 256, 128, 128, false},
         {BACKWARD, 4096, 4096, 256, 255, 0, 64, 64, false},   {BACKWARD, 4096, 4096, 256, 128, 128, 64, 64, false},  {BACKWARD, 4096, 4096, 256, 127, 0, 64, 64, false},
         {BACKWARD, 4096, 4096, 256, 511, 0, 64, 80, false},   {BACKWARD, 4096, 4096, 256, 1023, 0, 64, 80, false},   {BACKWARD, 4096, 4096, 128, 127, 0, 64, 128, false},
     };

@@ -58,6 +58,8 @@ const fa_tune_row fa_tune_rows[] = {
      "short: keys past the last are masked in a tile of 64, not of 128 (decision 0089)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 128, FA_ON_NONE, FA_FOR_FITTING_TMA, 104, 128, 64, 12, 4, 1, 1, 16,
      "half of the last 128 keys would be nobody's (decisions 0089 and 0091)"},
+    {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 128, FA_ON_WINDOW, FA_FOR_FITTING_TMA, 104, 128, 64, 12, 4, 1, 1, 16,
+     "likewise, at both ends of a window (decision 0104)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 128, FA_ON_ANY, FA_FOR_TMA, 0, 128, 128, 12, 2, 1, 1, 0,
      "two consumers; two stages of Q, so that the walk does not stop between tiles of queries (decision 0047)"},
     {90, 90, FA_KERNEL_FORWARD_SM90, FA_IN_16_BIT, 192, FA_ON_ANY, FA_FOR_NARROW_V_TMA, 0, 128, 128, 12, 2, 1, 0, 0,
