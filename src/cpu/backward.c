@@ -97,6 +97,7 @@ typedef struct step {
     fa_tile    tile;
     query_tile query;
     fa_visible visible;
+    fa_range   shown; /* keys of the tile outside of which P and dS are 0; for all but fused steps */
     float      scale;
     fa_scales  times; /* of fused sums */
 } step;
@@ -115,11 +116,12 @@ static void add_dkv_packed(const step *t)
     const plan       *p    = &t->run->plan;
     const fa_kernels *k    = p->kernels;
     const scratch    *s    = t->s;
-    int               rows = fa_tile_rows(&t->tile), keys = fa_tile_keys(&t->tile), ld = fa_score_ld(p->tile.k);
+    int               rows = fa_tile_rows(&t->tile), first = t->shown.begin, keys = t->shown.end - first, ld = fa_score_ld(p->tile.k);
+    const float      *at = s->p + first;
     if (p->call->dv.data)
-        k->accumulate_t_packed(s->dv, p->ldv, s->p, ld, t->query.dout_right, rows, keys, (int)p->call->head_dim_v);
+        k->accumulate_t_packed(s->dv + first * p->ldv, p->ldv, at, ld, t->query.dout_right, rows, keys, (int)p->call->head_dim_v);
     if (p->call->dk.data)
-        k->accumulate_t_packed(s->dk, p->ldq, s->p + ld, ld, t->query.q_right, rows, keys, (int)p->call->head_dim);
+        k->accumulate_t_packed(s->dk + first * p->ldq, p->ldq, at + ld, ld, t->query.q_right, rows, keys, (int)p->call->head_dim);
 }
 
 static void add_dkv(const step *t, const float *p_of_dv)
@@ -129,8 +131,9 @@ static void add_dkv(const step *t, const float *p_of_dv)
     const fa_kernels *k    = p->kernels;
     scratch          *s    = t->s;
     int               rows = fa_tile_rows(&t->tile), keys = fa_tile_keys(&t->tile), ld = fa_score_ld(p->tile.k);
+    int               first = t->shown.begin, shown = t->shown.end - first;
     if (call->dv.data) {
-        k->accumulate_t(s->dv, p->ldv, p_of_dv, ld, t->query.dout_right, rows, keys, (int)call->head_dim_v, s->fused);
+        k->accumulate_t(s->dv + first * p->ldv, p->ldv, p_of_dv + first, ld, t->query.dout_right, rows, shown, (int)call->head_dim_v, s->fused);
         if (t->query.num_bad[1] > 0) {
             fa_rows source = fa_query_rows(call, &call->dout, &t->tile, s->row);
             fa_add_bad_rows(k, s->dv, p->ldv, keys, p_of_dv, 1, ld, &source, t->query.bad_dout, t->query.num_bad[1],
@@ -138,7 +141,7 @@ static void add_dkv(const step *t, const float *p_of_dv)
         }
     }
     if (call->dk.data) {
-        k->accumulate_t(s->dk, p->ldq, s->ds, ld, t->query.q_right, rows, keys, (int)call->head_dim, s->fused);
+        k->accumulate_t(s->dk + first * p->ldq, p->ldq, s->ds + first, ld, t->query.q_right, rows, shown, (int)call->head_dim, s->fused);
         if (t->query.num_bad[0] > 0) {
             fa_rows source = fa_query_rows(call, &call->q, &t->tile, s->row);
             fa_add_bad_rows(k, s->dk, p->ldq, keys, s->ds, 1, ld, &source, t->query.bad_q, t->query.num_bad[0],
@@ -152,12 +155,13 @@ static void add_dq(const step *t)
     const plan       *p    = &t->run->plan;
     const fa_kernels *k    = p->kernels;
     scratch          *s    = t->s;
-    int               rows = fa_tile_rows(&t->tile), keys = fa_tile_keys(&t->tile), ld = fa_score_ld(p->tile.k);
-    if (is_packed(t)) {
-        k->accumulate_packed(t->query.dq, p->ldq, NULL, s->ds, ld, s->k_right, rows, keys, (int)p->call->head_dim);
+    int               rows = fa_tile_rows(&t->tile), first = t->shown.begin, keys = t->shown.end - first, ld = fa_score_ld(p->tile.k);
+    const void       *right = fa_packed_part(k, FA_ROLE_K_RIGHT, s->k_right, first, p->call->head_dim);
+    if (is_packed(t)) { /* dS is 16 bits */
+        k->accumulate_packed(t->query.dq, p->ldq, NULL, s->ds + first / 2, ld, right, rows, keys, (int)p->call->head_dim);
         return;
     }
-    k->accumulate(t->query.dq, p->ldq, NULL, s->ds, ld, s->k_right, rows, keys, (int)p->call->head_dim, s->fused);
+    k->accumulate(t->query.dq, p->ldq, NULL, s->ds + first, ld, right, rows, keys, (int)p->call->head_dim, s->fused);
     fa_add_bad_rows(k, t->query.dq, p->ldq, rows, s->ds, ld, 1, &s->k_rows, s->bad_k, s->num_bad_k, s->temp);
 }
 
@@ -294,7 +298,9 @@ static void run_step(step *t, int64_t pair, int64_t head_in_group, int number, i
     query_state *state = state_of(t->run, pair, head_in_group, number);
     t->query           = tile_in_slot(t->run, pair, head_in_group, number);
     t->visible         = fa_tile_visible(p->call, &t->tile);
-    if (t->visible != FA_VISIBLE_NONE) {
+    t->shown           = t->visible == FA_VISIBLE_SOME ? fa_keys_shown(p->kernels, p->call, &t->tile, t->tile.queries)
+                                                       : (fa_range){0, fa_tile_keys(&t->tile)};
+    if (t->visible != FA_VISIBLE_NONE && t->shown.begin < t->shown.end) {
         need_packed(t->run, &t->tile, &t->query, state, t->s);
         run_parts(t, state, turns, key_tile);
     } else if (p->call->dq.data) {

@@ -156,6 +156,23 @@ static fa_range keys_of_slices(const fa_call *call, const fa_tile *tile, fa_rang
     return seen;
 }
 
+fa_range fa_keys_shown(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, fa_range queries)
+{
+    fa_range seen = fa_keys_seen(call->window, tile->seq.diagonal, queries, tile->keys);
+    if (!kernels->panel)
+        return (fa_range){0, fa_tile_keys(tile)};
+    if (call->slices.count) {
+        fa_range of_slices = keys_of_slices(call, tile, queries);
+        seen.begin         = fa_max_int(seen.begin, of_slices.begin);
+        seen.end           = fa_min_int(seen.end, of_slices.end);
+    }
+    if (seen.begin >= seen.end)
+        return (fa_range){0, 0};
+    int first = (seen.begin - tile->keys.begin) / kernels->panel * kernels->panel;
+    int end   = (int)fa_round_up(seen.end - tile->keys.begin, kernels->panel);
+    return (fa_range){first, fa_min_int(end, fa_tile_keys(tile))};
+}
+
 fa_visible fa_part_of_tile(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, fa_visible visible,
                            int row, int at_once, fa_tile *part)
 {
@@ -164,18 +181,10 @@ fa_visible fa_part_of_tile(const fa_kernels *kernels, const fa_call *call, const
         return visible;
     part->queries.begin += row;
     part->queries.end = fa_min_int(part->queries.begin + at_once, tile->queries.end);
-    fa_range seen     = fa_keys_seen(call->window, tile->seq.diagonal, part->queries, tile->keys);
-    if (call->slices.count) {
-        fa_range of_slices = keys_of_slices(call, tile, part->queries);
-        seen.begin         = fa_max_int(seen.begin, of_slices.begin);
-        seen.end           = fa_min_int(seen.end, of_slices.end);
-    }
-    if (seen.begin >= seen.end)
+    fa_range shown    = fa_keys_shown(kernels, call, tile, part->queries);
+    if (shown.begin >= shown.end)
         return FA_VISIBLE_NONE;
-    int first        = (seen.begin - tile->keys.begin) / kernels->panel * kernels->panel;
-    int keys         = (int)fa_round_up(seen.end - tile->keys.begin, kernels->panel);
-    part->keys.begin = tile->keys.begin + first;
-    part->keys.end   = fa_min_int(tile->keys.begin + keys, tile->keys.end);
+    part->keys = (fa_range){tile->keys.begin + shown.begin, tile->keys.begin + shown.end};
     return fa_tile_visible(call, part);
 }
 

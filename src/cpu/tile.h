@@ -82,6 +82,10 @@ typedef enum fa_visible { FA_VISIBLE_NONE, FA_VISIBLE_SOME, FA_VISIBLE_ALL } fa_
 /* Which pairs of a tile are seen: none: skip it; all: no mask. */
 fa_visible fa_tile_visible(const fa_call *call, const fa_tile *tile);
 
+/* Which of the tile's keys, from its first on, some of these queries see, out to the ends of panels that a kernel can
+ * leave out; none: {0, 0}. */
+fa_range fa_keys_shown(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, fa_range queries);
+
 /* A tile of which a diagonal shows a part is worked on by so many rows at once, each with the keys that they see; others
  * as a whole. Bits are the same. */
 int fa_rows_at_once(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, fa_visible visible,
