@@ -117,7 +117,7 @@ bool fa_walk_turns(const block *b, int heads, fa_range keys)
     int  step = is_f32 && kernels->few_keys_f32           ? kernels->few_keys_f32
                 : !is_f32 && far && kernels->few_keys_far ? kernels->few_keys_far
                                                           : kernels->few_keys;
-    int ahead = far ? 2 : 1; /* turns whose rows are asked for: the next one's are not there in time (0103) */
+    int ahead = far && kernels->few_keys_far ? 2 : 1; /* turns: by far asks the next one comes too late (0103) */
     for (int h = 0; h < heads; h++)
         b[h].s->tiles[0].keys = keys;
     if (fa_tile_visible(call, s->tiles) != FA_VISIBLE_ALL)
