@@ -298,8 +298,7 @@ static void run_step(step *t, int64_t pair, int64_t head_in_group, int number, i
     query_state *state = state_of(t->run, pair, head_in_group, number);
     t->query           = tile_in_slot(t->run, pair, head_in_group, number);
     t->visible         = fa_tile_visible(p->call, &t->tile);
-    t->shown           = t->visible == FA_VISIBLE_SOME ? fa_keys_shown(p->kernels, p->call, &t->tile, t->tile.queries)
-                                                       : (fa_range){0, fa_tile_keys(&t->tile)};
+    t->shown           = fa_keys_shown(p->kernels, p->call, &t->tile, t->tile.queries);
     if (t->visible != FA_VISIBLE_NONE && t->shown.begin < t->shown.end) {
         need_packed(t->run, &t->tile, &t->query, state, t->s);
         run_parts(t, state, turns, key_tile);

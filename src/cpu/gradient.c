@@ -47,26 +47,26 @@ const float *fa_score_gradient(const fa_tile_gradient *t)
         int         rows = fa_tile_rows(&tile), keys = visible == FA_VISIBLE_NONE ? 0 : fa_tile_keys(&tile);
         const void *q    = fa_packed_part(k, FA_ROLE_Q, t->q, row, call->head_dim);
         const void *dout = fa_packed_part(k, FA_ROLE_DO, t->dout, row, call->head_dim_v);
-        float      *p = t->p + (int64_t)row * t->ld + first, *ds = t->ds + (int64_t)row * t->ld + first;
+        float      *p = t->p + (int64_t)row * t->ld, *ds = t->ds + (int64_t)row * t->ld;
         if (keys > 0) {
-            k->scores(p, t->ld, q, fa_packed_part(k, FA_ROLE_K, t->k, first, call->head_dim), rows, keys, (int)call->head_dim);
-            fa_apply_options(k, call, &tile, visible, t->scale, p, t->slope, t->ld);
+            k->scores(p + first, t->ld, q, fa_packed_part(k, FA_ROLE_K, t->k, first, call->head_dim), rows, keys, (int)call->head_dim);
+            fa_apply_options(k, call, &tile, visible, t->scale, p + first, t->slope, t->ld);
             if (!t->packed)
-                k->probabilities(p, t->ld, rows, keys, scale, t->lse + row);
-            k->scores(ds, t->ld, dout, fa_packed_part(k, FA_ROLE_V_T, t->v_t, first, call->head_dim_v), rows, keys, (int)call->head_dim_v);
+                k->probabilities(p + first, t->ld, rows, keys, scale, t->lse + row);
+            k->scores(ds + first, t->ld, dout, fa_packed_part(k, FA_ROLE_V_T, t->v_t, first, call->head_dim_v), rows, keys, (int)call->head_dim_v);
             if (call->dropout.threshold) { /* the whole tile at once */
                 memcpy(t->dropped, p, sizeof(float) * (size_t)rows * (size_t)t->ld);
                 fa_apply_dropout(k, call, &tile, t->dropped, ds, t->ld);
                 p_of_dv = t->dropped;
             }
             if (!t->packed)
-                k->gradient(p, ds, t->ld, rows, keys, t->delta + row);
+                k->gradient(p + first, ds + first, t->ld, rows, keys, t->delta + row);
         }
         if (t->packed)
-            k->gradient_packed(p - first, ds - first, t->ld, rows, (fa_range){first, first + keys}, all_keys, scale, t->lse + row, t->delta + row);
+            k->gradient_packed(p, ds, t->ld, rows, (fa_range){first, first + keys}, all_keys, scale, t->lse + row, t->delta + row);
         for (int r = 0; r < rows && keys < all_keys && !t->packed; r++) {
-            clear_but(p - first + (int64_t)r * t->ld, first, keys, padded);
-            clear_but(ds - first + (int64_t)r * t->ld, first, keys, padded);
+            clear_but(p + (int64_t)r * t->ld, first, keys, padded);
+            clear_but(ds + (int64_t)r * t->ld, first, keys, padded);
         }
     }
     return p_of_dv;

@@ -158,9 +158,9 @@ static fa_range keys_of_slices(const fa_call *call, const fa_tile *tile, fa_rang
 
 fa_range fa_keys_shown(const fa_kernels *kernels, const fa_call *call, const fa_tile *tile, fa_range queries)
 {
-    fa_range seen = fa_keys_seen(call->window, tile->seq.diagonal, queries, tile->keys);
     if (!kernels->panel)
         return (fa_range){0, fa_tile_keys(tile)};
+    fa_range seen = fa_keys_seen(call->window, tile->seq.diagonal, queries, tile->keys);
     if (call->slices.count) {
         fa_range of_slices = keys_of_slices(call, tile, queries);
         seen.begin         = fa_max_int(seen.begin, of_slices.begin);

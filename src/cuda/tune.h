@@ -84,7 +84,8 @@ enum fa_row_for {
     FA_FOR_TMA,     /* and with what forward_sm90 asks for besides: fa_tune_takes_tma */
     FA_FOR_SHORT_TMA, /* and with no more keys than max_queries */
     FA_FOR_FITTING_TMA, /* as FA_FOR_TMA, where it is faster than the row behind: that takes 100 for a pair where this one takes max_queries, and both count the longest
-                           queries and keys up to the ends of their tiles, of a window those that it shows */
+                           queries and keys up to the ends of their tiles, of a window those that it shows,
+                           and then 8 in a hundred more (fits_better) */
     FA_FOR_LONG_TMA,  /* as FA_FOR_TMA, with more queries than max_queries, neither packed nor with a cache index */
     FA_FOR_SOFTCAP_TMA, /* as FA_FOR_TMA, with softcap */
     FA_FOR_BIAS_TMA,    /* as FA_FOR_TMA, with a bias (takes_bias) */
