@@ -216,6 +216,15 @@ const fa_tune_row fa_tune_rows[] = {
      "217 KB of shared memory; four warps share 32 keys (decision 0042)"},
     {86, 89, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 4, 1, 1, 1, 512, "70 KB of shared memory"},
     {120, 129, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 4, 1, 1, 1, 512, "70 KB of shared memory"},
+    {80, 80, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 512, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 8, 1, 1, 3, 0,
+     "158 KB of shared memory; four warps share keys and queries, each with a quarter of the columns (decision 0105)"},
+    {80, 80, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 576, FA_ON_ANY, FA_FOR_ANY, 0, 16, 32, 8, 2, 1, 3, 0, "160 KB of shared memory"},
+    {90, 119, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 512, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 8, 2, 1, 3, 160, "223 KB of shared memory"},
+    {90, 119, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 576, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 8, 1, 1, 3, 160, "174 KB of shared memory"},
+    {86, 89, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 384, FA_ON_ANY, FA_FOR_ANY, 0, 16, 32, 8, 1, 1, 3, 0, "87 KB of shared memory"},
+    {120, 129, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 384, FA_ON_ANY, FA_FOR_ANY, 0, 16, 32, 8, 1, 1, 3, 0, "87 KB of shared memory"},
+    {86, 89, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 576, FA_ON_ANY, FA_FOR_ANY, 0, 16, 16, 4, 1, 1, 3, 0, "80 KB of shared memory"},
+    {120, 129, FA_KERNEL_BACKWARD_SM80, FA_IN_16_BIT, 576, FA_ON_ANY, FA_FOR_ANY, 0, 16, 16, 4, 1, 1, 3, 0, "80 KB of shared memory"},
 
     /* float32 is two planes of float16, three products for one */
     {90, 90, FA_KERNEL_FORWARD_F32_SM90, FA_IN_F32, 64, FA_ON_ANY, FA_FOR_PLANES, 0, 128, 128, 12, 2, 1, 0, 0, "two consumers; 161 KB of shared memory (decision 0085)"},
@@ -253,6 +262,8 @@ const fa_tune_row fa_tune_rows[] = {
      "153 KB of shared memory; spills at head_dim 256, where nothing smaller divides the work"},
     {90, 119, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 256, FA_ON_ANY, FA_FOR_ANY, 0, 32, 32, 4, 1, 1, 1, 4096,
      "210 KB of shared memory; sums apart from dK and dV spill (decision 0043)"},
+    {80, 80, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 384, FA_ON_ANY, FA_FOR_ANY, 0, 16, 16, 4, 1, 1, 3, 0, "155 KB of shared memory, which do not hold more columns (decision 0105)"},
+    {90, 119, FA_KERNEL_BACKWARD_SM80, FA_IN_F32, 576, FA_ON_ANY, FA_FOR_ANY, 0, 16, 16, 4, 1, 1, 3, 2304, "227 KB of shared memory"},
 };
 const int fa_num_tune_rows = sizeof fa_tune_rows / sizeof *fa_tune_rows;
 

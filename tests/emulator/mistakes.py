@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Puts mistakes into the texts of Hopper's own kernels and of merge.cu, one at a time, and sees that the emulated GPU finds each.
+"""Puts mistakes into the texts of Hopper's own kernels, of merge.cu and of the backward above 256 columns, one at a time, and sees that the emulated GPU finds each.
 
     mistakes.py TEST EMULATOR_FOLDER KERNEL_FOLDER [WORDS]
 
-TEST: test_cuda_sm90, beside which test_cuda_latent, test_cuda_few, test_cuda_f32, test_cuda_merge and test_cuda_prompts lie; WORDS: only mistakes whose names hold them. Exit status 1 if one is not found, or a text no longer
+TEST: test_cuda_sm90, beside which test_cuda_latent, test_cuda_few, test_cuda_f32, test_cuda_merge, test_cuda_prompts and test_cuda_cases lie; WORDS: only mistakes whose names hold them. Exit status 1 if one is not found, or a text no longer
 has the lines that a mistake changes.
 """
 import os
@@ -21,7 +21,8 @@ LISTS, LISTED, MERGE = "list_tiles.cu", "listed.cuh", "merge.cu"
 SHORT, SHORT_BLOCK, SHORT_FORWARD, NUMBERS, STAGED = "backward_short_sm90.cu", "short_block_sm90.cuh", "forward_short_sm90.cu", "numbers.cuh", "gradients_sm90.cuh"
 FEW, FOLD, GROUPED, WALKED, FOLDED = "forward_few_sm90.cu", "fold.cu", "grouped_sm90.cuh", "parts_sm90.cuh", "fold_parts.cuh"
 F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES = "forward_f32_sm90.cu", "backward_f32_sm90.cu", "backward_f32_narrow_sm90.cuh", "backward_f32_wide_sm90.cuh", "planes_sm90.cu"
-PROGRAMS = dict.fromkeys((F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES), "test_cuda_f32") | dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few") | {MERGE: "test_cuda_merge"} | dict.fromkeys((MASK, OWNER, PART_ROWS), "test_cuda_prompts")  # else TEST
+COLUMNS = "backward_columns_sm80.cuh"
+PROGRAMS = dict.fromkeys((F32, F32_BACK, F32_NARROW, F32_WIDE, PLANES), "test_cuda_f32") | dict.fromkeys((LATENT, LATENT_BLOCK, LATENT_PRODUCER), "test_cuda_latent") | dict.fromkeys((FEW, FOLD, GROUPED), "test_cuda_few") | {MERGE: "test_cuda_merge", COLUMNS: "test_cuda_cases"} | dict.fromkeys((MASK, OWNER, PART_ROWS), "test_cuda_prompts")  # else TEST
 
 # Which shapes of which test show it.
 WHOLE = ("whole tiles", "every_shape*")
@@ -58,6 +59,7 @@ SHORT_FORWARD_DENSE = ("short, 64, groups", "every_short_forward*")
 SHORT_FORWARD_HALF = ("short, half a tile", "every_short_forward*")
 FEW_KEYS = ("few keys", "every_short_forward*")
 PARTS = ("parts", "every_shape*")
+WIDE_CASES = ("wide", "bf16") # a group of test_cuda_cases
 GROUPS = ("groups, causal, sinks", "every_shape*")
 GROUPS_VARLEN = ("groups, varlen, sinks", "every_shape*")
 TWO_KINDS = ("", "a_piece_among*")
@@ -301,6 +303,10 @@ MISTAKES = [
     ("four parts added in another order", MERGE, "(term[0] + term[2]) + (term[1] + term[3])", "term[0] + term[1] + term[2] + term[3]", ("four parts", "pieces*")),
     ("O of a part that is empty", MERGE, "            if (w.own[begin + n] != -infinity())\n#pragma unroll\n", "#pragma unroll\n", ("a ring's merge", "pieces*")),
     ("a merge's LSE written while others read it", MERGE, "    __syncwarp();\n    if (writes", "    if (writes", ("a ring's merge", "pieces*")),
+    ("the other warps' sums before they are there", COLUMNS, "SUMS_AT + SUMS_BYTES);\n    team_barrier();\n", "SUMS_AT + SUMS_BYTES);\n", WIDE_CASES),
+    ("P and dS before they are there", COLUMNS, "    }\n    team_barrier();\n    add_shared", "    }\n    add_shared", WIDE_CASES),
+    ("half of the columns twice", COLUMNS, "2 * BLOCKS * team_member()", "2 * BLOCKS * (team_member() & 2)", WIDE_CASES),
+    ("one warp's sums twice", COLUMNS, "sums_of(sums, team_member(), (team_member() + other) % TEAM)", "sums_of(sums, team_member(), (team_member() + (other | 1)) % TEAM)", WIDE_CASES),
     ("a piece behind a row's end", MERGE, "        if (first + p * apart < args.head_dim_v)\n            store_piece", "        store_piece", ("520", "pieces*")),
 ]
 
@@ -314,7 +320,8 @@ def run(test, emulator, folder, shapes):
     changed = next(file for file in os.listdir(folder) if file != "cache")
     program = "test_cuda_prompts" if (shapes, tests) in (WALKS, NAN_QUERY) else PROGRAMS.get(changed)
     program = os.path.join(os.path.dirname(test), program) if program else test
-    done = subprocess.run([program, "--shapes", shapes, tests], env=environment, capture_output=True, text=True, timeout=600)
+    words = [tests, "--group", shapes] if changed == COLUMNS else ["--shapes", shapes, tests]
+    done = subprocess.run([program, *words], env=environment, capture_output=True, text=True, timeout=600)
     said = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "FAILED " in line or "emulated GPU:" in line]
     return None if done.returncode == 0 else said[0] if said else f"status {done.returncode}"
 

@@ -6,7 +6,7 @@
  */
 #include "backward_rows.cuh"
 
-constexpr int PIECES       = (FA_HEAD_DIM > FA_HEAD_DIM_V ? FA_HEAD_DIM : FA_HEAD_DIM_V) / 8; /* of eight elements, one a lane */
+constexpr int PIECES       = (FA_HEAD_DIM > FA_HEAD_DIM_V ? FA_HEAD_DIM : FA_HEAD_DIM_V) / 8; /* of eight elements, up to 256 columns one a lane */
 constexpr int LANES        = PIECES > 16 ? 32 : PIECES > 8 ? 16 : PIECES > 4 ? 8 : 4;         /* that share a row */
 constexpr int ROWS_AT_ONCE = 32 * FA_WARPS / LANES;
 

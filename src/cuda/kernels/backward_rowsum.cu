@@ -6,11 +6,11 @@
 #include "backward_rows.cuh"
 #include "packed_sm90.cuh"
 
-constexpr int PIECES        = FA_HEAD_DIM_V / 8; /* of eight elements, one a lane */
+constexpr int PIECES        = FA_HEAD_DIM_V / 8; /* of eight elements */
 constexpr int LANES         = PIECES > 16 ? 32 : PIECES > 8 ? 16 : PIECES > 4 ? 8 : 4; /* that share a row */
 constexpr int ROWS_AT_ONCE  = 32 * FA_WARPS / LANES;
+constexpr int OF_LANE       = (PIECES + LANES - 1) / LANES; /* pieces of a row that a thread has: one up to 256 columns */
 constexpr int ON_THEIR_WAY  = 2; /* rows of a thread, whose loads do not wait for each other */
-static_assert(LANES * 8 >= FA_HEAD_DIM_V, "a thread has one piece of a row");
 
 /* store(i, delta) of the tile's rows, by all threads of each. */
 template <typename STORE> FA_DEVICE void delta_of_tile(const fa_args &args, const sequence &s, int head, int first, STORE store)
@@ -18,15 +18,19 @@ template <typename STORE> FA_DEVICE void delta_of_tile(const fa_args &args, cons
     row_places from = places_of_rows(args, s, head);
 #pragma unroll 1
     for (int row = threadIdx.x / LANES; row < FA_TILE_Q; row += ON_THEIR_WAY * ROWS_AT_ONCE) {
-        row_piece piece[ON_THEIR_WAY];
+        row_piece piece[ON_THEIR_WAY][OF_LANE];
         row_sums  own[ON_THEIR_WAY] = {};
         float     delta[ON_THEIR_WAY];
 #pragma unroll
         for (int n = 0; n < ON_THEIR_WAY; n++) /* some row, without a branch */
-            load_piece(piece[n], args, from, fa_max_int(0, fa_min_int(first + row + n * ROWS_AT_ONCE, s.seqlen_q - 1)), threadIdx.x % LANES * 8);
+#pragma unroll
+            for (int p = 0; p < OF_LANE; p++)
+                load_piece(piece[n][p], args, from, fa_max_int(0, fa_min_int(first + row + n * ROWS_AT_ONCE, s.seqlen_q - 1)), (threadIdx.x % LANES + p * LANES) * 8);
 #pragma unroll
         for (int n = 0; n < ON_THEIR_WAY; n++) {
-            add_piece(own[n], piece[n]);
+#pragma unroll
+            for (int p = 0; p < OF_LANE; p++)
+                add_piece(own[n], piece[n][p]);
             if (first + row + n * ROWS_AT_ONCE >= s.seqlen_q)
                 own[n] = {0.0f, 0.0f};
         }

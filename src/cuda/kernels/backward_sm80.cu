@@ -18,45 +18,16 @@
  * FA_VARIANT 1 and 2: two or four warps share their keys: each computes P^T and dS^T for a part of the queries, and dK and
  * dV for a part of the columns; they meet in shared memory. A warp then has more keys and reads less of Q and dO, and dK
  * and dV of 16 rows fit into a thread's registers for head_dim above 128.
+ * FA_VARIANT 3: four warps share their keys and all queries of a tile, each some of the columns of every product: above 256 a tile of as many queries as
+ * warps would need does not fit (backward_columns_sm80.cuh).
  * FA_STAGES: buffers of Q and dO.
  */
 #include "backward_rows.cuh"
-#include "backward_work.cuh"
-#include "softmax.cuh"
-#include "tile.cuh"
-
-/* Warps that share their keys; four only where each gets a whole number of 16 columns. */
-constexpr int TEAM      = FA_VARIANT == 2 && (FA_HEAD_DIM | FA_HEAD_DIM_V) % 64 != 0 ? 2 : 1 << FA_VARIANT;
-constexpr int KEY_WARPS = FA_WARPS / TEAM;
-constexpr int KEYS16    = FA_TILE_K / (16 * KEY_WARPS); /* blocks of 16 keys of a warp */
-constexpr int COLS8     = FA_HEAD_DIM / 8 / TEAM;       /* of dK */
-constexpr int COLS8_V   = FA_HEAD_DIM_V / 8 / TEAM;     /* of dV */
-/* A warp does its queries in two halves where S, dP, dK and dV together would not fit into the registers. */
-constexpr int PARTS     = TEAM == 1 && KEYS16 * (FA_TILE_Q + 4 * (COLS8 + COLS8_V)) > 192 ? 2 : 1;
-constexpr int QUERIES8  = FA_TILE_Q / 8 / TEAM / PARTS;       /* blocks of 8 queries of a warp's S^T */
-constexpr int QUERIES16 = FA_TILE_Q / 16;
-
-/* dQ is cut into blocks of 16 DQ_ROWS16 rows by 8 DQ_COLS8 columns, one a warp; half of the warps have none where its blocks of 16 by 16 are too few for all. */
-constexpr int DQ_WARPS      = FA_HEAD_DIM * FA_TILE_Q % (256 * FA_WARPS) == 0 ? FA_WARPS : FA_WARPS / 2;
-constexpr int DQ_ROWS16     = FA_TILE_Q >= 32 && FA_HEAD_DIM % (16 * DQ_WARPS * 32 / FA_TILE_Q) == 0 ? 2 : 1;
-constexpr int DQ_ROW_WARPS  = QUERIES16 / DQ_ROWS16;
-constexpr int DQ_COLS8      = FA_HEAD_DIM / 8 / (DQ_WARPS / DQ_ROW_WARPS);
-static_assert(DQ_WARPS % DQ_ROW_WARPS == 0 && DQ_COLS8 % 2 == 0 && QUERIES8 % 2 == 0 && COLS8 % 2 == 0 && COLS8_V % 2 == 0,
-              "the warps do not divide the tile");
-
-constexpr int K_PLANE = FA_TILE_K * 2 * FA_HEAD_DIM, V_PLANE = FA_TILE_K * 2 * FA_HEAD_DIM_V;
-constexpr int Q_PLANE = FA_TILE_Q * 2 * FA_HEAD_DIM, DO_PLANE = FA_TILE_Q * 2 * FA_HEAD_DIM_V;
-constexpr int S_PLANE = FA_TILE_K * 2 * FA_TILE_Q; /* of dS^T, or P^T */
-constexpr int K_BYTES = PLANES * K_PLANE, V_BYTES = PLANES * V_PLANE, Q_BYTES = PLANES * Q_PLANE;
-constexpr int DO_BYTES = PLANES * DO_PLANE, S_BYTES = PLANES * S_PLANE;
-constexpr int STAT_BYTES = 2 * 4 * FA_TILE_Q;      /* LSE and delta of a tile */
-
-constexpr int V_AT = K_BYTES, Q_AT = V_AT + V_BYTES, DO_AT = Q_AT + FA_STAGES * Q_BYTES;
-constexpr int DS_AT   = DO_AT + FA_STAGES * DO_BYTES;
-constexpr int P_AT    = DS_AT + 2 * S_BYTES;
-constexpr int STAT_AT = P_AT + (TEAM > 1 ? S_BYTES : 0);
-
-extern "C" __constant__ int fa_shared_bytes = STAT_AT + FA_STAGES * STAT_BYTES;
+#if FA_VARIANT == 3
+#include "backward_columns_sm80.cuh"
+#else
+#include "backward_queries_sm80.cuh"
+#endif
 
 /* Q, dO, LSE and delta of a query tile to buffer `stage`. */
 FA_DEVICE void copy_queries(const fa_args &args, const work &w, unsigned shared, int stage, place at)
@@ -88,207 +59,6 @@ FA_DEVICE void copy_queries(const fa_args &args, const work &w, unsigned shared,
         if (threadIdx.x % LANES == 0)
             shared_store(shared + STAT_AT + stage * STAT_BYTES + (FA_TILE_Q + i) * 4, delta);
     }
-}
-
-/* c = A B^T for A: KEYS16 blocks of rows of one tile, B: QUERIES8 blocks of rows of another. */
-template <int COLS, int A_PLANE, int B_PLANE>
-FA_DEVICE void multiply_rows(float (&c)[KEYS16][QUERIES8][4], const lane_addresses<COLS> &a_at,
-                             const lane_addresses<COLS> &b_at)
-{
-    clear(c);
-#pragma unroll
-    for (int d = 0; d < COLS / 16; d++) {
-        blocks_of<KEYS16> a;
-        load_rows<KEYS16, A_PLANE>(a, a_at, d);
-        multiply_step<false>(c, a, [&](unsigned(&b)[4], int n, int p) { load_matrix(b, b_at.at(n, d) + p * B_PLANE); });
-    }
-}
-
-/* Four that share keys are on four schedulers; two are on one (decision 0042). */
-FA_DEVICE int key_warp() { return TEAM == 4 ? threadIdx.x / 32 / TEAM : threadIdx.x / 32 % KEY_WARPS; }
-FA_DEVICE int team_member() { return TEAM == 4 ? threadIdx.x / 32 % TEAM : threadIdx.x / 32 / KEY_WARPS; }
-
-using operand = unsigned[PLANES][KEYS16][QUERIES8 / 2][4]; /* P^T or dS^T as A */
-
-/* c += X^T B over 16 COUNT queries. load(a, q): X^T (P^T or dS^T, keys down) of the q-th 16 of them; b_at: their rows of a
- * query tile. */
-template <int COUNT, int COLS, int B_PLANE, int N8, class LOAD>
-FA_DEVICE void add_product(float (&c)[KEYS16][N8][4], const LOAD &load, const lane_addresses<COLS> &b_at)
-{
-#pragma unroll
-    for (int q = 0; q < COUNT; q++) {
-        blocks_of<KEYS16> a;
-        load(a, q);
-        multiply_step<true>(c, a, [&](unsigned(&b)[4], int n, int p) {
-            load_matrix_transposed(b, b_at.at(q, n) + p * B_PLANE);
-        });
-    }
-}
-
-/* The same for this warp's own queries, from its registers, and for those of team member `member` and the next COUNT - 1,
- * from shared memory.
- * b: the query tile from this warp's first column on, x: this team's keys of P^T or dS^T. */
-template <int COLS, int B_PLANE, int N8>
-FA_DEVICE void add_own_product(float (&c)[KEYS16][N8][4], const operand &x, unsigned b, int share)
-{
-    lane_addresses<COLS> b_at(b + share * QUERIES8 * 16 * COLS, rows_first_row(), rows_first_half() + team_member() * N8);
-    add_product<QUERIES8 / 2, COLS, B_PLANE>(c, [&](blocks_of<KEYS16> &a, int q) {
-#pragma unroll
-        for (int p = 0; p < PLANES; p++)
-#pragma unroll
-            for (int m = 0; m < KEYS16; m++)
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    a[p][m][e] = x[p][m][q][e];
-    }, b_at);
-}
-
-template <int COUNT, int COLS, int B_PLANE, int N8>
-FA_DEVICE void add_shared_product(float (&c)[KEYS16][N8][4], unsigned x, unsigned b, int member)
-{
-    lane_addresses<COLS> b_at(b + member * QUERIES8 * 16 * COLS, rows_first_row(), rows_first_half() + team_member() * N8);
-    lane_addresses<FA_TILE_Q> x_at(x, rows_first_row(), rows_first_half() + member * QUERIES8);
-    add_product<COUNT * QUERIES8 / 2, COLS, B_PLANE>(
-        c, [&](blocks_of<KEYS16> &a, int q) { load_rows<KEYS16, S_PLANE>(a, x_at, q); }, b_at);
-}
-
-/* Which elements of P^T dropout keeps. Transposed, a lane's elements of a block of 16 keys x 16 queries come from two
- * calls of the generator, one for each parity of the query. */
-struct kept_numbers {
-    fa_philox of[2];
-    int       g;
-    /* key half b, query half a, query parity e */
-    __device__ __forceinline__ bool keeps(const fa_dropout &dropout, int b, int a, int e) const
-    {
-        fa_u32 odd = fa_dropout_number(of[e], a + 2 + 4 * b), even = fa_dropout_number(of[e], a + 4 * b);
-        return (g & 1 ? odd : even) >= dropout.threshold;
-    }
-};
-
-FA_DEVICE kept_numbers kept_numbers_of(const fa_args &args, int batch_head, int query16, int key16)
-{
-    int          lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    kept_numbers numbers;
-    numbers.g = g;
-#pragma unroll
-    for (int e = 0; e < 2; e++)
-        numbers.of[e] = fa_dropout_block(&args.dropout, batch_head, query16, key16, (2 * t + e) * 4 + g / 2);
-    return numbers;
-}
-
-/*
- * From S^T and dP^T to P^T and dS^T, in place (lines 11 and 14). In an edge tile what is masked becomes exactly 0 in
- * both, whatever Q, dO, LSE and delta hold.
- */
-template <bool MASKED>
-FA_DEVICE void probabilities(float (&s)[KEYS16][QUERIES8][4], float (&dp)[KEYS16][QUERIES8][4], const fa_args &args,
-                             const work &w, place at, int part, unsigned stats)
-{
-    int         lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    int         batch_head = w.b * args.heads_q + at.head, col8 = (team_member() + part) * QUERIES8;
-    int         first_query = at.tile * FA_TILE_Q + col8 * 8 + 2 * t;
-    score_terms terms       = score_terms_of(args, w.b, at.head);
-    seen_words  seen[KEYS16];
-#if FA_MASK == FA_MASK_LISTED
-#pragma unroll
-    for (int m = 0; m < (MASKED ? KEYS16 : 0); m++)
-        seen[m] = load_seen<FA_TILE_K>(args, at.mask, (key_warp() * KEYS16 + m) * 16 + g);
-#endif
-#pragma unroll
-    for (int n = 0; n < QUERIES8; n++) {
-        float2 lse = shared_load_float2(stats + ((col8 + n) * 8 + 2 * t) * 4);
-        float2 delta = shared_load_float2(stats + (FA_TILE_Q + (col8 + n) * 8 + 2 * t) * 4);
-#pragma unroll
-        for (int m = 0; m < KEYS16; m++) {
-            kept_numbers numbers;
-            if constexpr (FA_HAS_DROPOUT)
-                numbers = kept_numbers_of(args, batch_head, (at.tile * FA_TILE_Q + (col8 + n) * 8) / 16,
-                                          (w.first_k + (key_warp() * KEYS16 + m) * 16) / 16);
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                int        j      = w.first_k + (key_warp() * KEYS16 + m) * 16 + h * 8 + g;
-                row_limits limits = query_limits(args, w, j);
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float &p = s[m][n][2 * h + e], &ds = dp[m][n][2 * h + e];
-                    int    i = first_query + n * 8 + e;
-                    float  lse_log2 = (e ? lse.y : lse.x) * FA_LOG2E, row = e ? delta.y : delta.x, capped = 0.0f;
-                    if constexpr (MODIFIED)
-                        p = exp2_fast(modified_score(args, terms, w.seq, p, i, j, bias_of(args, terms, w.seq, i, j), capped) - lse_log2);
-                    else if constexpr (FA_DTYPE == FA_F32) /* the difference first: a large LSE in log2 would be rounded */
-                        p = exp2_fast((p * args.scale - (e ? lse.y : lse.x)) * FA_LOG2E);
-                    else
-                        p = exp2_fast(p * args.scale_log2 - lse_log2);
-                    bool visible = true;
-                    if constexpr (MASKED) {
-                        visible = LISTED ? seen[m].of[h] >> (2 * (col8 + n) + e) & 1 : i >= limits.first && i <= limits.last;
-                        if (FA_HAS_SLICES && !LISTED && visible)
-                            visible = slices_see(args, w.slices, i, j);
-                    }
-                    if (FA_HAS_BIAS) /* a row of -inf alone has LSE -inf */
-                        visible = visible && lse_log2 != -infinity();
-                    if (MASKED || FA_HAS_BIAS)
-                        p = visible ? p : 0.0f;
-                    bool keep = true;
-                    if constexpr (FA_HAS_DROPOUT) {
-                        keep = numbers.keeps(args.dropout, h, n % 2, e);
-                        ds   = keep ? ds * args.dropout.keep_scale : 0.0f;
-                    }
-                    ds = p * (ds - row);
-                    if (MASKED || FA_HAS_BIAS)
-                        ds = visible ? ds : 0.0f;
-                    if constexpr (FA_HAS_DBIAS)
-                        if (i < w.seq.seqlen_q && j < w.seq.seqlen_k && ds != 0.0f)
-                            reduce_add((float *)args.dbias.data + w.b * args.dbias.stride[0] +
-                                           at.head * args.dbias.stride[1] + i * args.dbias.stride[2] +
-                                           j * args.dbias.stride[3], ds);
-                    if constexpr (FA_HAS_SOFTCAP)
-                        ds *= 1.0f - capped * capped;
-                    if constexpr (FA_HAS_DROPOUT)
-                        p = keep ? p : 0.0f;
-                    /* Q and dO of an edge tile have lost their Inf and NaN (copies are cleared), dS gets them back by
-                     * delta; dV gets them here. */
-                    if (MASKED && !finite(row))
-                        p += visible ? row * 0.0f : 0.0f;
-                }
-            }
-        }
-    }
-}
-
-/* As A operands. */
-FA_DEVICE void pack_operand(operand &a, const float (&x)[KEYS16][QUERIES8][4])
-{
-#pragma unroll
-    for (int m = 0; m < KEYS16; m++)
-#pragma unroll
-        for (int q = 0; q < QUERIES8 / 2; q++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                unsigned plane[PLANES];
-                pack_planes(plane, x[m][2 * q + e / 2][e % 2 * 2], x[m][2 * q + e / 2][e % 2 * 2 + 1]);
-#pragma unroll
-                for (int p = 0; p < PLANES; p++)
-                    a[p][m][q][e] = plane[p];
-            }
-}
-
-/* To a tile of keys x queries in shared memory. */
-FA_DEVICE void share_operand(unsigned to, const operand &a, int part)
-{
-    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int m = 0; m < KEYS16; m++)
-#pragma unroll
-        for (int q = 0; q < QUERIES8 / 2; q++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                int row   = (key_warp() * KEYS16 + m) * 16 + (e & 1) * 8 + g;
-                int chunk = (team_member() + part) * QUERIES8 + 2 * q + (e >> 1);
-#pragma unroll
-                for (int p = 0; p < PLANES; p++)
-                    shared_store(to + p * S_PLANE + tile<FA_TILE_Q>::offset(row, chunk) + t * 4, a[p][m][q][e]);
-            }
 }
 
 /* Waits until as many key tiles have been added to this query tile of dQ as come before this block's. */
@@ -325,72 +95,32 @@ FA_DEVICE void add_dq(const fa_args &args, const work &w, unsigned shared, int b
     lane_addresses<FA_TILE_Q>   ds_at(shared + DS_AT + buffer * S_BYTES, halves_first_row(),
                                       halves_first_half() + 2 * row16);
     lane_addresses<FA_HEAD_DIM> k_at(shared, rows_first_row(), rows_first_half() + col8);
-    float                       dq[DQ_ROWS16][DQ_COLS8][4];
-    clear(dq);
-    bool makes = DQ_WARPS == FA_WARPS || warp < DQ_WARPS;
-#pragma unroll
-    for (int k = 0; makes && k < FA_TILE_K / 16; k++) {
-        blocks_of<DQ_ROWS16> a;
-#pragma unroll
-        for (int p = 0; p < PLANES; p++)
-#pragma unroll
-            for (int m = 0; m < DQ_ROWS16; m++)
-                load_matrix_transposed(a[p][m], ds_at.at(k, m) + p * S_PLANE);
-        multiply_step<false>(dq, a, [&](unsigned(&b)[4], int n, int p) {
-            load_matrix_transposed(b, k_at.at(k, n) + p * K_PLANE);
-        });
-    }
-    if (FA_DETERMINISTIC)
-        wait_for_turn(args, w, at);
     int    first = at.tile * FA_TILE_Q + row16 * 16;
     float *to    = w.dq + (head_rows(args, at.head) + first) * FA_HEAD_DIM + col8 * 8;
-    if (makes)
-        accumulate<DQ_ROWS16, DQ_COLS8>(to, FA_HEAD_DIM, dq, w.seq.seqlen_q - first);
+    bool   makes = DQ_WARPS == FA_WARPS || warp < DQ_WARPS;
+#pragma unroll
+    for (int piece = 0; piece < DQ_PIECES; piece++) {
+        float dq[DQ_ROWS16][DQ_PIECE8][4];
+        clear(dq);
+#pragma unroll
+        for (int k = 0; makes && k < FA_TILE_K / 16; k++) {
+            blocks_of<DQ_ROWS16> a;
+#pragma unroll
+            for (int p = 0; p < PLANES; p++)
+#pragma unroll
+                for (int m = 0; m < DQ_ROWS16; m++)
+                    load_matrix_transposed(a[p][m], ds_at.at(k, m) + p * S_PLANE);
+            multiply_step<false>(dq, a, [&](unsigned(&b)[4], int n, int p) {
+                load_matrix_transposed(b, k_at.at(k, piece * (DQ_PIECE8 / 2) + n) + p * K_PLANE);
+            });
+        }
+        if (FA_DETERMINISTIC && piece == 0)
+            wait_for_turn(args, w, at);
+        if (makes)
+            accumulate<DQ_ROWS16, DQ_PIECE8>(to + piece * DQ_PIECE8 * 8, FA_HEAD_DIM, dq, w.seq.seqlen_q - first);
+    }
     if (FA_DETERMINISTIC)
         end_turn(args, w, at);
-}
-
-struct block_state {
-    place at, before; /* this step's query tile; the one whose dS waits in shared memory */
-    int   step;
-    float dk[KEYS16][COLS8][4], dv[KEYS16][COLS8_V][4];
-};
-
-FA_DEVICE void team_barrier() { barrier<32 * TEAM>(1 + key_warp()); }
-
-/* Lines 11-14 and dV, dK for a part of the query tile that lies at q and dout; dS^T goes to ds. */
-template <bool MASKED>
-FA_DEVICE void step_part(block_state &state, const fa_args &args, const work &w, unsigned shared, int part, unsigned q,
-                         unsigned dout, unsigned ds, unsigned stats)
-{
-    int   key_row = key_warp() * KEYS16 * 16, query16 = (team_member() + part) * QUERIES8 / 2;
-    float s[KEYS16][QUERIES8][4], dp[KEYS16][QUERIES8][4];
-    multiply_rows<FA_HEAD_DIM, K_PLANE, Q_PLANE>(s, {shared + key_row * FA_HEAD_DIM * 2, rows_first_row(), rows_first_half()},
-                               {q + query16 * 16 * FA_HEAD_DIM * 2, halves_first_row(), halves_first_half()});
-    multiply_rows<FA_HEAD_DIM_V, V_PLANE, DO_PLANE>(dp, {shared + V_AT + key_row * FA_HEAD_DIM_V * 2, rows_first_row(), rows_first_half()},
-                                 {dout + query16 * 16 * FA_HEAD_DIM_V * 2, halves_first_row(), halves_first_half()});
-    probabilities<MASKED>(s, dp, args, w, state.at, part, stats);
-    operand p_operand, ds_operand;
-    pack_operand(p_operand, s);
-    pack_operand(ds_operand, dp);
-    share_operand(ds, ds_operand, part);
-    if (TEAM > 1)
-        share_operand(shared + P_AT, p_operand, part);
-    int share = TEAM > 1 ? team_member() : part;
-    if constexpr (TEAM == 4) {
-        team_barrier();
-        add_shared_product<TEAM, FA_HEAD_DIM_V, DO_PLANE>(state.dv, shared + P_AT + key_row * FA_TILE_Q * 2, dout, 0);
-        add_shared_product<TEAM, FA_HEAD_DIM, Q_PLANE>(state.dk, ds + key_row * FA_TILE_Q * 2, q, 0);
-        return;
-    }
-    /* What is in registers needs no barrier, and the others arrive meanwhile. */
-    add_own_product<FA_HEAD_DIM_V, DO_PLANE>(state.dv, p_operand, dout, share);
-    add_own_product<FA_HEAD_DIM, Q_PLANE>(state.dk, ds_operand, q, share);
-    if constexpr (TEAM == 2) {
-        team_barrier();
-        add_shared_product<1, FA_HEAD_DIM_V, DO_PLANE>(state.dv, shared + P_AT + key_row * FA_TILE_Q * 2, dout, 1 - share);
-        add_shared_product<1, FA_HEAD_DIM, Q_PLANE>(state.dk, ds + key_row * FA_TILE_Q * 2, q, 1 - share);
-    }
 }
 
 template <bool MASKED> FA_DEVICE void step(block_state &state, const fa_args &args, const work &w, unsigned shared)
@@ -412,7 +142,7 @@ template <bool MASKED> FA_DEVICE void step(block_state &state, const fa_args &ar
         copy_commit();
     }
     /* Of two warps on a scheduler one adds dQ while the other makes P and dS. Turns are taken by all at once. */
-    bool late = TEAM == 4 && !FA_DETERMINISTIC && threadIdx.x / 32 >= FA_WARPS / 2;
+    bool late = TEAM == 4 && KEY_WARPS > 1 && !FA_DETERMINISTIC && threadIdx.x / 32 >= FA_WARPS / 2;
     if (state.step > 0 && !late)
         add_dq(args, w, shared, buffer ^ 1, state.before);
 #pragma unroll
