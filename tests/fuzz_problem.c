@@ -3,7 +3,7 @@
  * judged as a case; a spoilt one must be refused with everything untouched, or be harmless. After each, a known good
  * call must work.
  *
- *     fuzz_problem [--seconds N] [--seed N] [--tier NAME] [--dtype NAME] [--gpu] [--hopper] [--latent] [--few]
+ *     fuzz_problem [--seconds N] [--seed N] [--tier NAME] [--dtype NAME] [--gpu] [--hopper] [--latent] [--few] [--wide]
  *
  * runs seeds 1, 2, 3, ... (from --seed on) for so many seconds, 0 meaning for ever; without --seconds, the one seed.
  * --tier, --dtype: every problem on this tier and of this type, f8e4m3 too, in place of those that were drawn.
@@ -11,6 +11,7 @@
  * --hopper: the same of such as Hopper's own kernels take, which are longer, some in the deterministic mode.
  * --latent: V is K's first columns, as in multi-head latent attention; forward, on the CPU or with --gpu.
  * --few: up to 128 queries on long keys, heads in groups, as when a sequence is decoded; likewise.
+ * --wide: more than 256 columns of Q or of V; both passes.
  * Built with clang -fsanitize=fuzzer -DFLASH_ATTN_FUZZ it is a libFuzzer target instead.
  */
 #include "case_gpu.h"
@@ -229,6 +230,30 @@ static void take_few_shape(bytes *b, test_case *c)
     }
 }
 
+/* More than 256 columns, half of them with the options of forward_wide_sm90 alone. */
+static void take_wide_shape(bytes *b, test_case *c)
+{
+    enum { NARROW = 256, MOST = 576, OWN = 512 };
+    bool own      = one_in(b, 2);
+    int  most     = own ? OWN : MOST;
+    c->head_dim   = one_in(b, 3) ? OWN : 8 * (1 + below(b, (unsigned)most / 8));
+    c->head_dim_v = one_in(b, 2) ? c->head_dim : 8 * (1 + below(b, (unsigned)most / 8));
+    if (c->head_dim <= NARROW && c->head_dim_v <= NARROW)
+        c->head_dim += NARROW;
+    if (own) {
+        c->heads_q  = c->heads_k * (1 + below(b, 20));
+        c->seqlen_q = one_in(b, 2) ? 1 + below(b, 6) : 1 + below(b, 300);
+        c->seqlen_k = one_in(b, 3) ? length(b, 200) : 1 + below(b, 700);
+        leave_packed_rows_options(b, c);
+    } else if (one_in(b, 4))
+        c->head_dim -= 1 + below(b, 7);
+    while ((int64_t)c->batch * c->heads_q * c->seqlen_q * c->seqlen_k > 50000 && c->seqlen_k > 1) {
+        c->batch    = (c->batch + 1) / 2;
+        c->seqlen_q = (3 * c->seqlen_q + 3) / 4;
+        c->seqlen_k = c->seqlen_k * 7 / 8;
+    }
+}
+
 static void describe(const test_case *c, flash_attn_dtype dtype, const tier *t, int threads)
 {
     printf("  %s on %s, %d threads: b %d, sq %d, sk %d, hq %d, hk %d, d %d, dv %d, mask %d (%d, %d), scale %g, softcap "
@@ -307,7 +332,7 @@ static void spoil(bytes *b, flash_attn_problem *p, flash_attn_grads *g, int batc
 static const case_memory *gpu_memory;     /* NULL: the CPU */
 static const tier        *one_tier;       /* NULL: any */
 static int                one_dtype = -1; /* likewise */
-static bool               hopper, latent, few;
+static bool               hopper, latent, few, wide;
 
 typedef enum outcome { RIGHT, REFUSED, UNSUPPORTED, WRONG, NUM_OUTCOMES } outcome;
 
@@ -379,6 +404,8 @@ static outcome run_bytes(bytes b)
         take_latent_shape(&b, &c);
     if (few)
         take_few_shape(&b, &c);
+    if (wide)
+        take_wide_shape(&b, &c);
     if ((latent || few) && gpu_memory && dtype == FLASH_ATTN_F32)
         dtype = FLASH_ATTN_BF16;
     case_instance *x = case_build(&c, dtype, CASE_RANDOM | CASE_BACKWARD | (spoilt ? CASE_NO_EXPECT : 0), seed, why, sizeof why);
@@ -481,6 +508,8 @@ int main(int argc, char **argv)
             latent = true;
         } else if (strcmp(argv[n], "--few") == 0) {
             few = true;
+        } else if (strcmp(argv[n], "--wide") == 0) {
+            wide = true;
         } else if (strcmp(argv[n], "--gpu") == 0 || strcmp(argv[n], "--hopper") == 0) {
             char why[200];
             hopper     = hopper || strcmp(argv[n], "--hopper") == 0;
@@ -490,7 +519,7 @@ int main(int argc, char **argv)
                 return 0;
             }
         } else {
-            fprintf(stderr, "usage: fuzz_problem [--seconds N] [--seed N] [--tier NAME] [--dtype NAME] [--gpu] [--hopper] [--latent] [--few]\n");
+            fprintf(stderr, "usage: fuzz_problem [--seconds N] [--seed N] [--tier NAME] [--dtype NAME] [--gpu] [--hopper] [--latent] [--few] [--wide]\n");
             return 2;
         }
     }

@@ -60,13 +60,15 @@ static int64_t many_queries(const fa_tune_row *row, flash_attn_dtype dtype)
 static flash_attn_status call_for(const fa_tune_row *row, flash_attn_dtype dtype, const option *with, fa_call *call)
 {
     flash_attn_dtype   wide   = dtype == FLASH_ATTN_F8E4M3 ? FLASH_ATTN_BF16 : dtype;
-    bool               few = row->only == FA_FOR_FEW || row->only == FA_FOR_FEW_TMA || row->only == FA_FOR_LATENT /* then a tile has the queries of four heads */, short_keys = fa_has_one_tile(row);
+    bool               few = row->only == FA_FOR_FEW || row->only == FA_FOR_FEW_TMA || fa_is_latent(row) /* then a tile has the queries of four heads */, short_keys = fa_has_one_tile(row);
     bool               fitting = row->only == FA_FOR_FITTING_TMA;
     int64_t            most   = fitting ? (is_backward(row) && row->masks != FA_ON_WINDOW ? 256 : 832) : row->only == FA_FOR_TMA ? row->max_queries / row->tile_q * row->tile_q : row->max_queries + (row->only == FA_FOR_LONG_TMA); /* of FA_FOR_LONG_TMA the fewest;
                                  whole tiles, or those of a fitting row cover less */
     int64_t            seqlen = few ? row->tile_q / 4 : row->only == FA_FOR_FEW_KEYS ? 3 * row->tile_q : short_keys ? row->tile_q : row->max_queries ? most : many_queries(row, dtype), keys = short_keys ? row->tile_k : is_backward(row) ? 320 /* of tiles of 64 and of 80 */ : 256, d = row->head_dim, heads_q = few ? 16 : 4, batch = row->only == FA_FOR_FEW_TMA && row->tile_q > 64 ? 17 /* of fewer the tiles would be small */ : 2;
     if (row->only == FA_FOR_SHORT_TMA || fitting)
         keys = most;
+    if (row->only == FA_FOR_WIDE) /* of two tiles of rows on so many keys causal blocks are in pairs */
+        seqlen *= 2, keys = 2048;
     flash_attn_problem p = {.device = {.type = FLASH_ATTN_CUDA},
                             .q      = {.dtype = dtype, .shape = {batch, seqlen, heads_q, d}},
                             .k      = {.dtype = dtype, .shape = {batch, keys, 4, d}},
@@ -282,7 +284,7 @@ static bool is_mask(const option *with) { return with->set == set_full || with->
  * spills more. */
 static bool has_masks(const fa_tune_row *row, const option *with)
 {
-    if (row->head_dim == 64 || row->kernel == FA_KERNEL_FORWARD_LATENT_SM90 || ((row->kernel == FA_KERNEL_FORWARD_SM90 || row->only == FA_FOR_PLANES) && row->head_dim == 128))
+    if (row->head_dim == 64 || fa_is_latent(row) || ((row->kernel == FA_KERNEL_FORWARD_SM90 || row->only == FA_FOR_PLANES) && row->head_dim == 128))
         return true;
     return !is_backward(row) && row->only != FA_FOR_FEW && with->set == set_window;
 }
@@ -367,7 +369,7 @@ static bool is_built_with(const fa_tune_row *row, int arch, const option *with)
         return with->set == set_nothing || with->set == set_softcap || with->set == set_dropout;
     if (row->only == FA_FOR_BIAS_TMA)
         return with->set == set_nothing || with->set == set_dropout || with->set == set_dbias || (is_mask(with) && row->head_dim == 64);
-    if (row->kernel == FA_KERNEL_FORWARD_LATENT_SM90)
+    if (fa_is_latent(row))
         return with->rows != FEW_ROWS && (with->rows != HEAD_DIM_64 || with->set == set_few_heads_k);
     if (row->kernel == FA_KERNEL_FORWARD_FEW_SM90)
         return !has_it_elsewhere(row, with) && ((with->rows == FEW_ROWS && with->set != set_bias_of_all_heads) || with->set == set_nothing || with->set == set_split || with->set == set_paged || (is_mask(with) && row->head_dim == 64));

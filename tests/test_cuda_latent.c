@@ -1,6 +1,8 @@
-/* Hopper's kernel for multi-head latent attention, where V is the first columns of K, against the reference, by its name, so that nothing else can answer;
- * skipped, with the reason, where there is no GPU of compute capability 9.0. */
+/* Hopper's kernel for multi-head latent attention, where V is the first columns of K, and with --wide as first argument the one for other heads above 256 columns, against the reference,
+ * by its name, so that nothing else can answer; skipped, with the reason, where there is no GPU of compute capability 9.0. */
 #include "packed_rows.h"
+
+#include <string.h>
 
 #define C FLASH_ATTN_CAUSAL
 #define W FLASH_ATTN_WINDOW
@@ -18,6 +20,8 @@ static const test_case shapes[] = {
     {.name = "queries and heads that divide nothing", .seqlen_q = 7, .seqlen_k = 200, .heads_q = 21, .mask = C},
     {.name = "more queries than keys", .seqlen_q = 90, .seqlen_k = 40, .heads_q = 4, .mask = C},
     {.name = "prefill", .seqlen_q = 200, .seqlen_k = 200, .heads_q = 4, .mask = C},
+    {.name = "prefill, long", .seqlen_q = 180, .seqlen_k = 2050, .heads_q = 8, .heads_k = 2, .head_dim = 512, .head_dim_v = 512, .mask = C, .num_splits = 1},
+    {.name = "prefill, more heads than L2 has keys of", .batch = 43, .seqlen_q = 70, .seqlen_k = 128, .heads_q = 3, .heads_k = 3, .head_dim = 512, .head_dim_v = 512, .mask = C},
     {.name = "prefill, full", .seqlen_q = 130, .seqlen_k = 257, .heads_q = 3},
     {.name = "two key heads", .batch = 2, .seqlen_q = 3, .seqlen_k = 150, .heads_q = 16, .heads_k = 2, .mask = C},
     {.name = "window", .seqlen_q = 100, .seqlen_k = 400, .heads_q = 5, .mask = W, .window_left = 130, .window_right = 20},
@@ -62,5 +66,10 @@ static const test_case shapes[] = {
 int main(int argc, char **argv)
 {
     const packed_rows latent = {"forward_latent_sm90", "cuda_latent", shapes, sizeof shapes / sizeof *shapes, 576, 512, true};
+    const packed_rows wide   = {"forward_wide_sm90", "cuda_wide", shapes, sizeof shapes / sizeof *shapes, 512, 512, false};
+    if (argc > 1 && strcmp(argv[1], "--wide") == 0) {
+        argv[1] = argv[0];
+        return packed_rows_test(&wide, argc - 1, argv + 1);
+    }
     return packed_rows_test(&latent, argc, argv);
 }

@@ -133,7 +133,7 @@ bool              fa_bias_map_fits(const fa_call *call); /* of its bias, F32 too
 bool              fa_dbias_map_fits(const fa_call *call); /* of its bias's gradient, of Q's dtype; without dropout */
 /* forward_latent_sm90, forward_few_sm90: a tile of Q's rows, queries of all heads of a key head, is one box for each 64 columns. */
 bool              fa_packed_q_boxes(const fa_call *call, int tile_q);
-/* forward_latent_sm90's blocks are in pairs, each of which asks for a half of the rows of a tile of keys. */
+/* Blocks of forward_latent_sm90 or forward_wide_sm90 are in pairs, each of which asks for a half of a tile of keys. */
 bool              fa_latent_in_pairs(const fa_call *call, const fa_tune_row *row);
 /* Rows of K and V that one box has: a tile's, or what divides a tile and a page. */
 int               fa_page_piece(const fa_call *call, int tile_k);

@@ -363,7 +363,9 @@ bool fa_packed_q_boxes(const fa_call *call, int tile_q)
 
 bool fa_latent_in_pairs(const fa_call *call, const fa_tune_row *row)
 {
-    return row->only == FA_FOR_LATENT && (call->max_seqlen_q * call->group + row->tile_q - 1) / row->tile_q % 2 == 0;
+    enum { LONG = 2048 }; /* keys: fewer, and without a mask or under a window, blocks of a pair wait longer for each other than for L2 (decision 0106) */
+    bool causal = call->window.left >= FA_UNLIMITED && call->window.right < FA_UNLIMITED, pays = row->only == FA_FOR_LATENT || (causal && call->max_seqlen_k >= LONG);
+    return fa_is_latent(row) && pays && (call->max_seqlen_q * call->group + row->tile_q - 1) / row->tile_q % 2 == 0;
 }
 
 int fa_page_piece(const fa_call *call, int tile_k)
@@ -446,7 +448,7 @@ flash_attn_status fa_maps_make(const fa_driver *driver, const fa_call *call, con
     int rows_k  = fa_page_piece(call, row->tile_k);
     memset(maps, 0, sizeof *maps);
     bool grouped = fa_groups_heads(call, row);
-    if (!grouped && row->only != FA_FOR_LATENT && row->only != FA_FOR_FEW_TMA) {
+    if (!grouped && !fa_is_latent(row) && row->only != FA_FOR_FEW_TMA) {
         FA_TRY(make(driver, &call->q, row->tile_q, columns, wide, &maps->q));
     } else if (grouped || fa_packed_q_boxes(call, row->tile_q)) {
         int heads = call->group < row->tile_q ? (int)call->group : row->tile_q;

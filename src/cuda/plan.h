@@ -12,7 +12,7 @@ static inline int64_t fa_plan_rows(const flash_attn_tensor *t) { return t->shape
 static inline int64_t largest(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Tiles whose rows are queries of all heads that share a key head. */
-static inline bool is_packed(const fa_tune_row *row) { return row->only == FA_FOR_FEW || row->only == FA_FOR_FEW_TMA || row->only == FA_FOR_LATENT; }
+static inline bool is_packed(const fa_tune_row *row) { return row->only == FA_FOR_FEW || row->only == FA_FOR_FEW_TMA || fa_is_latent(row); }
 
 /* Parts of the keys in forward_sm90: args.num_splits, and in split_keys the fewest keys of one. */
 void fa_plan_choose_own_splits(const fa_call *call, const fa_key *key, fa_plan *plan);

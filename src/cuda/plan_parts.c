@@ -117,7 +117,7 @@ static int64_t fastest_part(const fa_call *call, const fa_tune_row *row, const f
 {
     enum { MOST = 256 };
     static const double TILE = 1.12, ITEM = 0.76, OF_MEMORY = 0.9, NOT_HIDDEN = 0.05, COMBINE = 1.43, ROW = 1.14e-3, ROW_OF_PART = 1.2e-3, MERGE = 1.0, MERGED_ROW_OF_PART = 1e-3;
-    double  read = 2e-3 * (double)(call->batch * args->max_seqlen_k * call->heads_k) * (double)call->head_dim / (OF_MEMORY * chip->gigabytes);
+    double  read = 2e-3 * (double)(call->batch * args->max_seqlen_k * call->heads_k) * (double)(call->head_dim + (row->only == FA_FOR_WIDE ? call->head_dim_v : 0)) / (OF_MEMORY * chip->gigabytes);
     int64_t rows = call->max_seqlen_q * call->heads_q * call->batch, best = 1;
     int64_t tiles = packed_tiles(call, row);
     double  least = INFINITY;
@@ -242,11 +242,11 @@ void fa_plan_choose_own_splits(const fa_call *call, const fa_key *key, fa_plan *
  */
 void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
 {
-    enum { GROWTH = 32, GROWTH_OF_MANY_ROWS = 64, GROWTH_OF_MOST_ROWS = 256, GROWTH_OF_LATENT = 256, DOUBLINGS = 3, MANY_TILES = 8 };
+    enum { GROWTH = 32, GROWTH_OF_MANY_ROWS = 64, GROWTH_OF_MOST_ROWS = 256, GROWTH_OF_LATENT = 256, DOUBLINGS = 3, MANY_TILES = 8, ENOUGH_TILES = 66, KEYS_OF_TILE = 64 };
     const fa_tune_row *row  = plan->row;
     fa_args           *args = &plan->args;
     int64_t keys = args->max_seqlen_k, part = keys, heads = is_packed(row) ? call->heads_k : call->heads_q, rows = planned_rows(call, row), tiles = packed_tiles_of_one(call, rows);
-    bool    folds = row->only == FA_FOR_FEW_TMA, fastest = call->num_splits < 0 && (folds || row->only == FA_FOR_LATENT), by_shape = call->num_splits <= 0 && !fastest;
+    bool    folds = row->only == FA_FOR_FEW_TMA, fastest = call->num_splits < 0 && (folds || fa_is_latent(row)), by_shape = call->num_splits <= 0 && !fastest;
     if (keys == 0)
         return;
     if (fastest)
@@ -257,8 +257,11 @@ void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
         return;
     else if (by_shape && call->max_seqlen_q <= rows)
         part = heads <= 8 ? 256 : heads >= 64 ? 2048 : 32 * heads;
+    else if (by_shape && row->only == FA_FOR_WIDE && fa_is_piece(call) && tiles < ENOUGH_TILES)
+        part = KEYS_OF_TILE * tiles;
     if (by_shape && is_packed(row)) {
-        args->part_growth    = row->only == FA_FOR_LATENT ? GROWTH_OF_LATENT : rows == 128 ? GROWTH_OF_MOST_ROWS : rows > 16 ? GROWTH_OF_MANY_ROWS : GROWTH;
+        int64_t used = row->only == FA_FOR_WIDE ? call->max_seqlen_q * call->group : rows;
+        args->part_growth    = row->only == FA_FOR_LATENT ? GROWTH_OF_LATENT : used > 64 ? GROWTH_OF_MOST_ROWS : used > 16 && row->only != FA_FOR_WIDE ? GROWTH_OF_MANY_ROWS : GROWTH;
         args->part_doublings = folds ? DOUBLINGS + 1 : DOUBLINGS;
         if (folds && tiles < MANY_TILES)
             args->part_growth = args->part_growth * (int)tiles / MANY_TILES;

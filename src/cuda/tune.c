@@ -103,6 +103,8 @@ const fa_tune_row fa_tune_rows[] = {
      "few queries, more rows: two consumers share each tile of keys (decision 0074)"},
     {90, 90, FA_KERNEL_FORWARD_LATENT_SM90, FA_IN_16_BIT, 576, FA_ON_ANY, FA_FOR_LATENT, 0, 64, 48, 16, 3, 1, 2, 80,
      "V is K's first columns: a warpgroup makes S and P of 64 rows, two have a half of O's columns each; three slots of 48 keys (decision 0070); none of what spills is in a clean tile (0081)"},
+    {90, 90, FA_KERNEL_FORWARD_WIDE_SM90, FA_IN_16_BIT, 512, FA_ON_ANY, FA_FOR_WIDE, 0, 64, 48, 16, 2, 1, 2, 128,
+     "likewise with V elsewhere: two slots of K and two of V; most spills with pages, in pairs (decision 0106)"},
     {90, 119, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_FEW, 16, 16, 128, 4, 3, 2, 9, 0,
      "few queries: the heads of a key head in one tile, four warps with keys of their own, two tiles on their way, two blocks a multiprocessor (decision 0058)"},
     {80, 89, FA_KERNEL_FORWARD_SM80, FA_IN_16_OR_8, 64, FA_ON_ANY, FA_FOR_FEW, 16, 16, 128, 4, 2, 3, 9, 0,
@@ -417,6 +419,13 @@ static bool takes_latent(const fa_tune_row *row, const fa_call *call, const fa_k
     return fa_values_in_keys(call) && call->head_dim > NARROW && call->head_dim_v <= FA_LATENT_COLUMNS_V && takes_packed(row, call, key);
 }
 
+/* What forward_wide_sm90 asks for besides: heads too wide for forward_sm90. */
+static bool takes_wide(const fa_tune_row *row, const fa_call *call, const fa_key *key)
+{
+    enum { NARROW = 256 };
+    return widest_columns(call) > NARROW && fa_map_fits(&call->v) && takes_packed(row, call, key);
+}
+
 /* Rows of all heads of a key head fit into one tile, or into fewer than the heads are; where there is no other row for few queries, always. */
 static bool is_few(const fa_tune_row *row, const fa_call *call, bool plain)
 {
@@ -503,6 +512,8 @@ static bool is_for(const fa_tune_row *row, const fa_call *call, const fa_key *ke
                  (!(key->has_softcap || key->has_alibi || key->has_dropout || key->has_paged) || has_own_options(row, call));
     if (row->only == FA_FOR_LATENT)
         return takes_latent(row, call, key);
+    if (row->only == FA_FOR_WIDE)
+        return takes_wide(row, call, key);
     if (row->only == FA_FOR_FEW_TMA)
         return takes_few(row, call, key);
     if (row->only == FA_FOR_PLANES)
@@ -554,7 +565,7 @@ void fa_tune_columns(const fa_tune_row *row, fa_key *key)
 {
     static const int of_output[] = {64, 96, 128, 192, 256}; /* of O, as WGMMA is there (ptx_sm90.cuh) */
     static const int of_two_k[] = {192, 256}, of_two_v[] = {128, 192, 256}, of_panels[] = {64, 128, 192, 256}; /* backward: panels that two consumers share */
-    bool forward = row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_FORWARD_F32_SM90, backward = row->kernel == FA_KERNEL_BACKWARD_SM90, latent = row->kernel == FA_KERNEL_FORWARD_LATENT_SM90;
+    bool forward = row->kernel == FA_KERNEL_FORWARD_SM90 || row->kernel == FA_KERNEL_FORWARD_F32_SM90, backward = row->kernel == FA_KERNEL_BACKWARD_SM90, latent = fa_is_latent(row);
     if (!forward && !backward && !latent && row->kernel != FA_KERNEL_FORWARD_FEW_SM90 && row->kernel != FA_KERNEL_BACKWARD_F32_SM90 && !fa_has_one_tile(row))
         return;
     key->even_d = 0;

@@ -12,6 +12,7 @@
     X(FORWARD_F32_SM90, "forward_f32_sm90", "forward_f32_sm90.cu")  \
     X(FORWARD_FEW_SM90, "forward_few_sm90", "forward_few_sm90.cu")  \
     X(FORWARD_LATENT_SM90, "forward_latent_sm90", "forward_latent_sm90.cu") \
+    X(FORWARD_WIDE_SM90, "forward_wide_sm90", "forward_wide_sm90.cu") \
     X(BACKWARD_SM80, "backward_sm80", "backward_sm80.cu")           \
     X(BACKWARD_SM90, "backward_sm90", "backward_sm90.cu")           \
     X(BACKWARD_F32_SM90, "backward_f32_sm90", "backward_f32_sm90.cu") \
@@ -93,7 +94,8 @@ enum fa_row_for {
     FA_FOR_CUT_TMA,  /* as FA_FOR_TMA, with slices that cut many of the tiles that they show (fa_cuts_many) */
     FA_FOR_ONE_TILE, /* no more queries than tile_q, no more keys than tile_k, results in the inputs' dtype, rows that tensor maps describe, no options (takes_one_tile) */
     FA_FOR_FEW_KEYS, /* likewise, of any number of queries: a head has several tiles of them */
-    FA_FOR_LATENT    /* V is the first columns of K, of more than 256 and up to 512 (takes_latent). Rows of a tile as of FA_FOR_FEW */
+    FA_FOR_LATENT,   /* V is the first columns of K, of more than 256 and up to 512 (takes_latent). Rows of a tile as of FA_FOR_FEW */
+    FA_FOR_WIDE      /* more than 256 columns of Q or of V (takes_wide). Rows of a tile likewise */
 };
 
 enum { FA_NARROW_V = 128, FA_LATENT_COLUMNS_V = 512 /* that forward_latent_sm90 holds */ };
@@ -120,6 +122,9 @@ int fa_tune_arch(int device_arch);
 
 /* Whose keys are one tile. */
 static inline bool fa_has_one_tile(const fa_tune_row *row) { return row->kernel == FA_KERNEL_FORWARD_SHORT_SM90 || row->kernel == FA_KERNEL_BACKWARD_SHORT_SM90; }
+
+/* Whose kernel is one of forward_latent_sm90.cu. */
+static inline bool fa_is_latent(const fa_tune_row *row) { return row->only == FA_FOR_LATENT || row->only == FA_FOR_WIDE; }
 
 /* The two that have TMA and WGMMA in 16 bits, and every backward. */
 bool fa_is_hoppers_own(enum fa_kernel_id kernel);

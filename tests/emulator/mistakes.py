@@ -14,7 +14,7 @@ import tempfile
 FORWARD, ONE_BY_ONE, BACKWARD, PRODUCTS = "forward_sm90.cu", "one_by_one_sm90.cuh", "backward_sm90.cu", "backward_products_sm90.cuh"
 WORK, INSPECT, SOFTMAX, RARE, RESULT = "work_sm90.cuh", "inspect_sm90.cuh", "softmax_sm90.cuh", "rare_sm90.cuh", "result_sm90.cuh"
 WIDE, ROWS, BLOCK, CONVERT = "backward_wide_sm90.cuh", "backward_rows.cuh", "backward_block_sm90.cuh", "backward_convert_sm90.cu"
-LATENT, LATENT_BLOCK, LATENT_PRODUCER = "forward_latent_sm90.cu", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
+LATENT, LATENT_BLOCK, LATENT_PRODUCER = "latent_roles_sm90.cuh", "latent_block_sm90.cuh", "latent_producer_sm90.cuh"
 SCORES, BIAS, FAR, ROWSUM, DBIAS = "scores_sm90.cuh", "bias_sm90.cuh", "far_rows.cuh", "backward_rowsum.cu", "backward_dbias_sm90.cuh"
 MASK, OWNER, PART_ROWS = "mask.cuh", "row_owner.cuh", "part_rows.cuh"
 LISTS, LISTED, MERGE = "list_tiles.cu", "listed.cuh", "merge.cu"
@@ -50,6 +50,8 @@ SLICES_BACK = ("slices, documents", "every_backward*")
 SLICES_FULL = ("slices of all kinds, used lengths", "every_shape*")
 LATENT_TWO = ("two queries", "every_shape*")
 LATENT_PAGES = ("pages of 64, pairs", "every_shape*")
+APART = ("two queries", "every_shape*", "")  # --wide
+APART_LONG = ("prefill, long", "every_shape*", "")
 LATENT_ONE_PIECE = ("pages of 48", "every_shape*") # two producers fetch nothing
 SHORT_MANY = ("short, varlen, many", "every_short_backward*")
 SHORT_LARGE = ("short, 256", "every_short_backward*")
@@ -303,6 +305,11 @@ MISTAKES = [
     ("four parts added in another order", MERGE, "(term[0] + term[2]) + (term[1] + term[3])", "term[0] + term[1] + term[2] + term[3]", ("four parts", "pieces*")),
     ("O of a part that is empty", MERGE, "            if (w.own[begin + n] != -infinity())\n#pragma unroll\n", "#pragma unroll\n", ("a ring's merge", "pieces*")),
     ("a merge's LSE written while others read it", MERGE, "    __syncwarp();\n    if (writes", "    if (writes", ("a ring's merge", "pieces*")),
+    ("P before the values have read what lay there", LATENT, "    for (int part = 0; part < 2; part++)\n        barrier_wait(empty(to, part), values.phase ^ 1);\n", "", APART),
+    ("V before it is there", LATENT, "            if (APART)\n                barrier_wait(full(at.slot, group), at.phase);\n", "", APART),
+    ("K given back before S is there", LATENT, "        wgmma_wait<0>();\n        hold(s);\n        if (APART)\n            before = leave_keys(before, values);\n", "        if (APART)\n            before = leave_keys(before, values);\n        wgmma_wait<0>();\n        hold(s);\n", APART),
+    ("V of the tile that K is of", LATENT_PRODUCER, "values, before, tile + 1);\n                    go_on", "values, piece, tile + 1);\n                    go_on", APART),
+    ("longest tiles twice", GROUPED, "(k % 2 ? count - 1 - place : place)", "(k % 2 ? count - place : place)", APART_LONG),
     ("the other warps' sums before they are there", COLUMNS, "SUMS_AT + SUMS_BYTES);\n    team_barrier();\n", "SUMS_AT + SUMS_BYTES);\n", WIDE_CASES),
     ("P and dS before they are there", COLUMNS, "    }\n    team_barrier();\n    add_shared", "    }\n    add_shared", WIDE_CASES),
     ("half of the columns twice", COLUMNS, "2 * BLOCKS * team_member()", "2 * BLOCKS * (team_member() & 2)", WIDE_CASES),
@@ -315,12 +322,15 @@ def run(test, emulator, folder, shapes):
     """What the test says with the kernels of `folder` in place of the library's own; None if it passes."""
     environment = dict(os.environ, LD_LIBRARY_PATH=emulator, XDG_CACHE_HOME=os.path.join(folder, "cache"), EMULATOR_TMA="1",
                        EMULATOR_MULTIPROCESSORS="4", FLASH_ATTN_KERNEL_DIR=folder)
+    wide = shapes in (APART, APART_LONG)
     shapes, tests, *seed = shapes
-    environment.update({"EMULATOR_SEED": seed[0]} if seed else {})
+    environment.update({"EMULATOR_SEED": seed[0]} if seed and seed[0] else {})
     changed = next(file for file in os.listdir(folder) if file != "cache")
     program = "test_cuda_prompts" if (shapes, tests) in (WALKS, NAN_QUERY) else PROGRAMS.get(changed)
     program = os.path.join(os.path.dirname(test), program) if program else test
     words = [tests, "--group", shapes] if changed == COLUMNS else ["--shapes", shapes, tests]
+    if wide:
+        program, words = os.path.join(os.path.dirname(test), "test_cuda_latent"), ["--wide", *words]
     done = subprocess.run([program, *words], env=environment, capture_output=True, text=True, timeout=600)
     said = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "FAILED " in line or "emulated GPU:" in line]
     return None if done.returncode == 0 else said[0] if said else f"status {done.returncode}"

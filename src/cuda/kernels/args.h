@@ -87,7 +87,7 @@ typedef struct fa_args {
     fa_dropout dropout;                    /* of element (i, j): batch_head = batch index * heads_q + head */
 
     int order_heads;                       /* backward_sm90: key heads whose tiles are dealt together, of all sequences if they are not packed;
-                                              causal forward_sm90: heads, likewise, with all_items; 0: tiles are not taken by length (work_sm90.cuh) */
+                                              causal forward_sm90: heads, likewise, with all_items; forward_wide_sm90 under a mask: key heads; 0: tiles are not taken by length (work_sm90.cuh) */
     unsigned char *v_turned;               /* forward_sm90 in FP8 of variant 2, by values_sm90.cu: [kv_entries][heads_k][tiles_k][FA_TILE_K * FA_HEAD_DIM_V],
                                               each tile's V^T as shared memory will hold it; the ladder's K7 likewise, by k7_quantise.cu;
                                               forward_f32_sm90: V's tiles, as q_tiles */

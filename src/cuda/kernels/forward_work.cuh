@@ -12,6 +12,10 @@ constexpr bool PACKED    = FA_VARIANT > 1;                  /* rows of a tile: q
 #ifndef FA_FOLDS /* forward_few_sm90: parts are folded (fold_parts.cuh); with FA_ONE_LAUNCH 2 a block has all of a tile's, with 3 a group of them */
 #define FA_FOLDS 0
 #endif
+#ifndef FA_BY_LENGTH /* forward_wide_sm90: of args.order_heads key heads at once the tiles of all that have most keys come first */
+#define FA_BY_LENGTH 0
+#endif
+constexpr bool BY_LENGTH = FA_BY_LENGTH && FA_MASK != FA_MASK_NONE && !FA_HAS_SPLIT;
 constexpr bool TO_PARTS = FA_HAS_SPLIT && !(FA_FOLDS && FA_ONE_LAUNCH == 2); /* results are partial ones */
 constexpr int  KEY_WARPS = PACKED ? FA_VARIANT / 2 : 1;     /* warps that share a row, each with its own keys */
 
@@ -72,7 +76,14 @@ template <int WALK_ROWS = FA_TILE_Q> FA_DEVICE work work_of(const fa_args &args,
         return (int)digit;
     };
     w.split = 0;
-    if (PACKED) {
+    if (BY_LENGTH && args.order_heads > 0) {
+        constexpr int NEIGHBOURS = WALK_ROWS / FA_TILE_Q; /* tiles that walk the keys together */
+        unsigned      neighbour = n % NEIGHBOURS, of_heads = args.tiles_q * args.order_heads, first_head = n / of_heads * args.order_heads;
+        unsigned      heads = min((unsigned)args.order_heads, (unsigned)(args.heads_k * args.batch) - first_head), place = n % of_heads / NEIGHBOURS, head = first_head + place % heads;
+        tile   = place / heads * NEIGHBOURS + neighbour;
+        w.head = head % args.heads_k;
+        n      = head / args.heads_k;
+    } else if (PACKED) {
         if (RUN_BY_RUN)
             w.split = take(runs);
         tile   = take(args.tiles_q);

@@ -38,12 +38,22 @@ FA_DEVICE bool find_item(const fa_args &args, int k, unsigned n)
     return more;
 }
 
-/* Where all sequences are alike blocks stay, and go on with the item that is as far on as there are blocks; else each has one. The first has been found. */
+/* The k-th piece of work of a block that stays: as far on as there are blocks. BY_LENGTH: where the longest come first there and back by turns, so that who has a long one
+ * has a short one next; and each time further round, for lengths that begin anew with other heads would give the same blocks long ones twice each time. */
+FA_DEVICE unsigned number_of_item(const fa_args &args, int k)
+{
+    if (!BY_LENGTH || args.order_heads == 0)
+        return blockIdx.x + k * gridDim.x;
+    constexpr unsigned TOGETHER = PAIRS ? 2 : 1;
+    unsigned           count = gridDim.x / TOGETHER, place = (blockIdx.x / TOGETHER + k / 2 * (3 * count / 8)) % count;
+    return (k * count + (k % 2 ? count - 1 - place : place)) * TOGETHER + blockIdx.x % TOGETHER;
+}
+
+/* Where all sequences are alike blocks stay; else each has one piece. The first has been found. */
 FA_DEVICE void plan(const fa_args &args)
 {
-    unsigned n = blockIdx.x;
-    int      k = 0;
-    for (bool more = !item_at(0).none; more; more = find_item(args, k, n += gridDim.x)) {
+    int k = 0;
+    for (bool more = !item_at(0).none; more; more = find_item(args, k, number_of_item(args, k))) {
         barrier_arrive(found(k++));
         barrier_wait(done(k), freed(k));
     }

@@ -52,25 +52,28 @@ FA_DEVICE void expect(place at, int part, int bytes)
 {
     if (part < 2)
         barrier_wait(empty(at.slot, part), at.phase ^ 1);
-    barrier_expect(full(at.slot, part), bytes / PRODUCERS);
+    if (APART) /* parts of Q are no multiple of three */
+        barrier_expect(full(at.slot, part), producer() == 0 ? bytes : 0);
+    else
+        barrier_expect(full(at.slot, part), bytes / PRODUCERS);
 }
 
-/* The item's Q, `items` having been before it: of each part three panels. */
+/* The item's Q, `items` having been before it: of each part three panels, of the last what is left. */
 FA_DEVICE void fetch_queries(const fa_args &args, const fa_map &map, const work &w, place at, int items)
 {
     int query = w.seq.q_row + w.first_q, head = first_head(args, w);
 #pragma unroll
-    for (int part = 0; part < 3; part++) {
+    for (int part = 0; part < PARTS; part++) {
         constexpr int OF_PART = KEPT / 2;
-        if (part == 2)
+        int           first = part * OF_PART, end = part == PARTS - 1 ? PANELS : first + OF_PART;
+        if (part == PARTS - 1)
             barrier_wait(q_empty(), items & 1 ^ 1);
-        expect(at, part, has_boxes(args) ? OF_PART * ROWS_BYTES : 0);
+        expect(at, part, has_boxes(args) ? (end - first) * ROWS_BYTES : 0);
         if (has_boxes(args))
 #pragma unroll
-            for (int n = 0; n < OF_PART; n += PRODUCERS) {
-                int panel = part * OF_PART + n;
-                tma_load(q_at(at.slot, panel) + producer() * ROWS_BYTES, map, full(at.slot, part), 64 * (panel + producer()), head, query, w.seq.q_entry);
-            }
+            for (int n = first; n < end; n += PRODUCERS)
+                if (PRODUCERS == 1 || n + PRODUCERS <= end || n + producer() < end)
+                    tma_load(q_at(at.slot, n) + producer() * ROWS_BYTES, map, full(at.slot, part), 64 * (n + producer()), head, query, w.seq.q_entry);
     }
 }
 
@@ -95,12 +98,12 @@ FA_DEVICE void fetch_panels(const fa_map &map, int kv_head, place at, key_piece 
     }
 }
 
-/* This producer's pieces of the tile's keys, of which `piece` is the first. */
-FA_DEVICE void fetch_keys(const fa_args &args, const fa_map &map, const work &w, int kv_head, place at, key_piece piece, int tile)
+/* This producer's pieces of the tile's keys, or values, of which `piece` is the first. */
+FA_DEVICE void fetch_tile(const fa_args &args, const fa_map &map, const work &w, int kv_head, place at, key_piece piece, int tile)
 {
     if constexpr (!FA_HAS_PAGED) {
 #pragma unroll
-        for (int part = 0; part < 3; part++) {
+        for (int part = 0; part < PARTS; part++) {
             expect(at, part, part < 2 ? HALF_BYTES : PANEL_BYTES);
             fetch_panels(map, kv_head, at, piece, part, 0);
         }
@@ -111,7 +114,7 @@ FA_DEVICE void fetch_keys(const fa_args &args, const fa_map &map, const work &w,
 #pragma unroll 1
     do {
 #pragma unroll
-        for (int part = 0; part < 3; part++) {
+        for (int part = 0; part < PARTS; part++) {
             if (first)
                 expect(at, part, part < 2 ? HALF_BYTES : PANEL_BYTES);
             if (row < FA_TILE_K)
@@ -124,9 +127,36 @@ FA_DEVICE void fetch_keys(const fa_args &args, const fa_map &map, const work &w,
     } while (row < FA_TILE_K);
 }
 
+/* Where this producer's first piece of a tile of keys lies. */
+struct piece_finder {
+    page_place from;
+    key_piece  next;
+    __device__ __forceinline__ piece_finder(const fa_args &args, const work &w, int tile)
+    {
+        from = {0, 0};
+        next = {w.seq.kv_entry, w.seq.kv_row + tile * FA_TILE_K};
+        if (FA_HAS_PAGED) {
+            from = page_place_of(args, tile * FA_TILE_K + piece_row(args));
+            next = look_up(args, w, from);
+        }
+    }
+    /* That of the tile, and the tile to the left is next, if there is one: looked up a tile ahead, so that nobody waits for the table. */
+    __device__ __forceinline__ key_piece take(const fa_args &args, const work &w, bool more)
+    {
+        key_piece piece = next;
+        if (!FA_HAS_PAGED)
+            next.row -= FA_TILE_K;
+        else if (more) {
+            go_left(args, from);
+            next = look_up(args, w, from);
+        }
+        return piece;
+    }
+};
+
 FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
 {
-    place at = {0, 0};
+    place at = {0, 0}, values = {VALUES_FROM, 0};
     int   items = 0; /* that have keys */
     for (int k = 0;; k++) {
         barrier_wait(found(k), filled(k));
@@ -135,26 +165,27 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
             return;
         int tiles = tiles_of(w);
         if (tiles > 0) {
-            int        tile = right_tile(w), kv_head = w.kv_head;
-            page_place from = {0, 0};
-            key_piece  next = {w.seq.kv_entry, w.seq.kv_row + tile * FA_TILE_K};
-            if (FA_HAS_PAGED) {
-                from = page_place_of(args, tile * FA_TILE_K + piece_row(args));
-                next = look_up(args, w, from);
-            }
+            int          tile = right_tile(w), kv_head = w.kv_head;
+            piece_finder finder(args, w, tile);
+            key_piece    before = finder.next; /* APART: of the tile whose V is next, for K of the tile behind it is wanted first */
             fetch_queries(args, maps.q, w, at, items);
             items++;
             go_on(at);
+            bool first = true;
             for (; tiles > 0; tiles--, tile--) {
-                key_piece piece = next;
-                if (!FA_HAS_PAGED)
-                    next.row -= FA_TILE_K;
-                else if (tiles > 1) { /* a tile ahead, so that nobody waits for the table */
-                    go_left(args, from);
-                    next = look_up(args, w, from);
-                }
-                fetch_keys(args, maps.k, w, kv_head, at, piece, tile);
+                key_piece piece = finder.take(args, w, tiles > 1);
+                fetch_tile(args, maps.k, w, kv_head, at, piece, tile);
                 go_on(at);
+                if (APART && !first) {
+                    fetch_tile(args, maps.v, w, kv_head, values, before, tile + 1);
+                    go_on<VALUES_FROM>(values);
+                }
+                first  = false;
+                before = piece;
+            }
+            if (APART) {
+                fetch_tile(args, maps.v, w, kv_head, values, before, tile + 1);
+                go_on<VALUES_FROM>(values);
             }
         }
         barrier_arrive(done(k));
