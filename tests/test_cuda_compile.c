@@ -88,6 +88,8 @@ static flash_attn_status call_for(const fa_tune_row *row, flash_attn_dtype dtype
     with->set(&p, &grads);
     if (row->only == FA_FOR_LATENT)
         set_latent(&p);
+    if (row->only == FA_FOR_WIDE && with->set == set_uneven) /* with the fewest panels of K */
+        p.q.shape[3] = p.k.shape[3] = 320;
     if (is_backward(row)) {
         flash_attn_status status = fa_normalise(&p, &grads, FLASH_ATTN_BACKWARD, FA_PLAN, call);
         if (row->only == FA_FOR_BIAS_TMA) /* a plan has all gradients */

@@ -308,7 +308,7 @@ MISTAKES = [
     ("P before the values have read what lay there", LATENT, "    for (int part = 0; part < 2; part++)\n        barrier_wait(empty(to, part), values.phase ^ 1);\n", "", APART),
     ("V before it is there", LATENT, "            if (APART)\n                barrier_wait(full(at.slot, group), at.phase);\n", "", APART),
     ("K given back before S is there", LATENT, "        wgmma_wait<0>();\n        hold(s);\n        if (APART)\n            before = leave_keys(before, values);\n", "        if (APART)\n            before = leave_keys(before, values);\n        wgmma_wait<0>();\n        hold(s);\n", APART),
-    ("V of the tile that K is of", LATENT_PRODUCER, "values, before, tile + 1);\n                    go_on", "values, piece, tile + 1);\n                    go_on", APART),
+    ("V of the tile that K is of", LATENT_PRODUCER, "values, before, tile + 1, args.head_dim_v);\n                    go_on", "values, piece, tile + 1, args.head_dim_v);\n                    go_on", APART),
     ("longest tiles twice", GROUPED, "(k % 2 ? count - 1 - place : place)", "(k % 2 ? count - place : place)", APART_LONG),
     ("the other warps' sums before they are there", COLUMNS, "SUMS_AT + SUMS_BYTES);\n    team_barrier();\n", "SUMS_AT + SUMS_BYTES);\n", WIDE_CASES),
     ("P and dS before they are there", COLUMNS, "    }\n    team_barrier();\n    add_shared", "    }\n    add_shared", WIDE_CASES),

@@ -6,20 +6,20 @@
 #include "fragment_sm90.cuh"
 
 static_assert(FA_TILE_Q == 64 && FA_TILE_K == 48 && FA_WARPS == 16 && PACKED, "the scores' warpgroup owns 64 rows");
-constexpr bool APART = FA_HEAD_DIM == FA_HEAD_DIM_V; /* V is a tensor of its own: forward_wide_sm90 */
-static_assert(FA_HEAD_DIM == (APART ? 512 : 576) && FA_HEAD_DIM_V == 512, "nine panels or eight, the first eight in two halves");
+constexpr bool APART = FA_HEAD_DIM <= FA_HEAD_DIM_V; /* V is a tensor of its own: forward_wide_sm90 */
+static_assert((APART ? FA_HEAD_DIM % 64 == 0 && FA_HEAD_DIM > 256 : FA_HEAD_DIM == 576) && FA_HEAD_DIM_V == 512, "nine panels, or up to eight, the first eight in two halves");
 static_assert(FA_DTYPE == FA_F16 || FA_DTYPE == FA_BF16, "two bytes an element");
 
 constexpr bool PAIRS = FA_VARIANT & 1, MERGES = FA_HAS_SPLIT && FA_ONE_LAUNCH;
 static_assert(!(PAIRS && MERGES), "a cluster is one or the other");
-constexpr int  PANELS = APART ? 8 : 9, HALF = 4, PARTS = APART ? 2 : 3; /* of 64 columns; V's, in two halves, and one that is not V's */
+constexpr int  PANELS = FA_HEAD_DIM / 64, HALF = 4, PARTS = APART ? 2 : 3; /* of 64 columns; V's, in two halves, and one that is not V's */
 constexpr int  PANEL_BYTES = FA_TILE_K * 128, HALF_BYTES = HALF * PANEL_BYTES, ROWS_BYTES = FA_TILE_Q * 128; /* of keys; ROWS_BYTES: a panel of Q or P */
 constexpr int  PRODUCERS = FA_HAS_PAGED ? 3 : 1;                                                            /* threads, each of a warp of its own */
-constexpr int  KEPT = 6;                                                                                    /* panels of Q in registers */
-constexpr int  SLOTS = FA_STAGES, SLOT_BYTES = PANELS * PANEL_BYTES;
+constexpr int  KEPT = 6, TAKEN = PANELS < KEPT ? PANELS : KEPT;                                             /* panels of Q in registers, if there are so many */
+constexpr int  SLOTS = FA_STAGES, SLOT_BYTES = (APART ? 2 * HALF : PANELS) * PANEL_BYTES;
 constexpr int  VALUES_FROM = APART ? SLOTS : 0, ALL_SLOTS = VALUES_FROM + SLOTS; /* slots of V, and of P */
 static_assert(HALF_BYTES == KEPT / 2 * ROWS_BYTES, "what is kept of Q comes in a slot's halves, and as much besides");
-constexpr int  P_AT = ALL_SLOTS * SLOT_BYTES, Q_AT = P_AT + SLOTS * ROWS_BYTES, FACTORS_AT = Q_AT + (PANELS - KEPT) * ROWS_BYTES;
+constexpr int  P_AT = ALL_SLOTS * SLOT_BYTES, Q_AT = P_AT + SLOTS * ROWS_BYTES, FACTORS_AT = Q_AT + (PANELS - TAKEN) * ROWS_BYTES;
 constexpr int  BARRIERS_AT = FACTORS_AT + SLOTS * 64 * 4, WORKS = 2, NUM_BARRIERS = ALL_SLOTS * 7 + 1 + 3 * WORKS;
 constexpr int  PRODUCER_REGISTERS = 40, SCORES_REGISTERS = 152, VALUES_REGISTERS = 160; /* 512 a lane of four warpgroups, values' twice */
 constexpr int  S_COUNT = FA_TILE_K / 2, O_COUNT = FA_HEAD_DIM_V / 8; /* of a thread; O's of 128 columns */

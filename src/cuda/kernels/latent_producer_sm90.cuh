@@ -77,9 +77,12 @@ FA_DEVICE void fetch_queries(const fa_args &args, const fa_map &map, const work 
     }
 }
 
+/* Panels of a part of a tile that are fetched: APART those of `columns` columns. */
+FA_DEVICE int panels_of_part(int columns, int part) { return APART ? max(0, min(HALF, (columns + 63) / 64 - HALF * part)) : part == 2 ? PANELS - 2 * HALF : HALF; }
+
 /* A part of a tile's panels, from row `row` on what is in one place; of a pair's blocks one asks for those with even numbers, the other for the odd ones. Written
  * out: a loop's addresses took longer than the products. */
-FA_DEVICE void fetch_panels(const fa_map &map, int kv_head, place at, key_piece piece, int part, int row)
+FA_DEVICE void fetch_panels(const fa_map &map, int kv_head, place at, key_piece piece, int part, int row, int columns)
 {
     constexpr int EACH = PAIRS ? 2 : 1;
     int           rank = PAIRS ? (int)(blockIdx.x % 2) : 0;
@@ -90,6 +93,8 @@ FA_DEVICE void fetch_panels(const fa_map &map, int kv_head, place at, key_piece 
 #pragma unroll
     for (int n = HALF * part; n < (part == 2 ? PANELS : HALF * (part + 1)); n += EACH) {
         int      panel = n + rank;
+        if (APART && panel * 64 >= columns)
+            break;
         unsigned to    = panel_at(at.slot, panel) + row * 128;
         if constexpr (PAIRS)
             tma_load_both(to, map, full(at.slot, part), 64 * panel, piece.row, kv_head, piece.entry);
@@ -99,13 +104,13 @@ FA_DEVICE void fetch_panels(const fa_map &map, int kv_head, place at, key_piece 
 }
 
 /* This producer's pieces of the tile's keys, or values, of which `piece` is the first. */
-FA_DEVICE void fetch_tile(const fa_args &args, const fa_map &map, const work &w, int kv_head, place at, key_piece piece, int tile)
+FA_DEVICE void fetch_tile(const fa_args &args, const fa_map &map, const work &w, int kv_head, place at, key_piece piece, int tile, int columns = FA_HEAD_DIM)
 {
     if constexpr (!FA_HAS_PAGED) {
 #pragma unroll
         for (int part = 0; part < PARTS; part++) {
-            expect(at, part, part < 2 ? HALF_BYTES : PANEL_BYTES);
-            fetch_panels(map, kv_head, at, piece, part, 0);
+            expect(at, part, panels_of_part(columns, part) * PANEL_BYTES);
+            fetch_panels(map, kv_head, at, piece, part, 0, columns);
         }
         return;
     }
@@ -116,9 +121,9 @@ FA_DEVICE void fetch_tile(const fa_args &args, const fa_map &map, const work &w,
 #pragma unroll
         for (int part = 0; part < PARTS; part++) {
             if (first)
-                expect(at, part, part < 2 ? HALF_BYTES : PANEL_BYTES);
+                expect(at, part, panels_of_part(columns, part) * PANEL_BYTES);
             if (row < FA_TILE_K)
-                fetch_panels(map, kv_head, at, piece, part, row);
+                fetch_panels(map, kv_head, at, piece, part, row, columns);
         }
         row += PRODUCERS * args.page_piece;
         first = false;
@@ -177,14 +182,14 @@ FA_DEVICE void produce(const fa_args &args, const fa_maps &maps)
                 fetch_tile(args, maps.k, w, kv_head, at, piece, tile);
                 go_on(at);
                 if (APART && !first) {
-                    fetch_tile(args, maps.v, w, kv_head, values, before, tile + 1);
+                    fetch_tile(args, maps.v, w, kv_head, values, before, tile + 1, args.head_dim_v);
                     go_on<VALUES_FROM>(values);
                 }
                 first  = false;
                 before = piece;
             }
             if (APART) {
-                fetch_tile(args, maps.v, w, kv_head, values, before, tile + 1);
+                fetch_tile(args, maps.v, w, kv_head, values, before, tile + 1, args.head_dim_v);
                 go_on<VALUES_FROM>(values);
             }
         }

@@ -29,16 +29,16 @@ FA_DEVICE void copy_queries(const fa_args &args, const work &w, int slot)
 }
 
 /* What is kept of Q, out of its slot. */
-FA_DEVICE void take_queries(unsigned (&q)[4 * KEPT][4], int slot)
+FA_DEVICE void take_queries(unsigned (&q)[4 * TAKEN][4], int slot)
 {
     int      lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
 #pragma unroll
-    for (int step = 0; step < 4 * KEPT; step++)
+    for (int step = 0; step < 4 * TAKEN; step++)
         load_matrix(q[step], q_at(slot, step / 4) + row * 128 + (((step % 4 * 2 + lane / 16) ^ (row % 8)) << 4));
 }
 
 /* S = Q K^T of the tile in a slot: some of its steps are started. */
-template <int FROM, int TO> FA_DEVICE void start_scores(float (&s)[S_COUNT], unsigned (&q)[4 * KEPT][4], place at)
+template <int FROM, int TO> FA_DEVICE void start_scores(float (&s)[S_COUNT], unsigned (&q)[4 * TAKEN][4], place at)
 {
     matrix q_rest = matrix_of(q_at(0, KEPT), 0), k = matrix_of(slot_at(at.slot), 0);
     if (FROM == 0)
@@ -51,7 +51,7 @@ template <int FROM, int TO> FA_DEVICE void start_scores(float (&s)[S_COUNT], uns
         if (step == FROM || step % (4 * HALF) == 0)
             wgmma_fence();
         matrix k_step = k.from(panel * PANEL_BYTES + step % 4 * 32);
-        if (panel < KEPT)
+        if (panel < TAKEN)
             wgmma_registers<0>(s, q[step], k_step, step > 0);
         else
             wgmma_shared(s, q_rest.from((panel - KEPT) * ROWS_BYTES + step % 4 * 32), k_step, 1);
@@ -208,7 +208,7 @@ FA_DEVICE int leave_keys(int slot, place &values)
 FA_DEVICE void walk(const fa_args &args, const work &w, row_sums &r, place &at, place &values, int tiles)
 {
     constexpr int FENCE = 12, TURN = STEPS - 4;
-    unsigned      q[4 * KEPT][4];
+    unsigned      q[4 * TAKEN][4];
     float         s[S_COUNT];
     for (int part = 0; part < PARTS; part++)
         barrier_wait(full(at.slot, part), at.phase);
@@ -361,8 +361,20 @@ FA_DEVICE void store_result(const fa_args &args, item &own, const float (&o)[2][
         add_nonfinite<both_values>(args, w);
 }
 
+/* Panels that nobody fetches, for V has not so many columns: what lay there before might be NaN, for which rows would be looked through. */
+FA_DEVICE void clear_unused(const fa_args &args, int group)
+{
+    for (int slot = VALUES_FROM; slot < ALL_SLOTS; slot++)
+        for (int at = panels_of_part(args.head_dim_v, group) * PANEL_BYTES + threadIdx.x % 128 * 16; at < HALF_BYTES; at += 128 * 16)
+            shared_store(values_at(group, slot) + at, make_uint4(0, 0, 0, 0));
+    fence_async();
+    named_sync(ALONE + group, 128);
+}
+
 FA_DEVICE void value_all(const fa_args &args, int group)
 {
+    if (APART)
+        clear_unused(args, group);
     float    o[2][O_COUNT];
     place    at = {VALUES_FROM, 0};
     unsigned tellings = 0; /* bit n: the parity of those of slot n. They are of tiles alone: of Q in a slot nobody waits to hear */
