@@ -163,7 +163,7 @@ MISTAKES = [
      "    for (int n = 0; producer() == 0 && n < PRODUCERS; n++)\n        barrier_expect(full(at.slot, part), bytes / PRODUCERS);\n", LATENT_ONE_PIECE),
     ("a producer of pages that fetches nothing", LATENT_PRODUCER, "            if (row < FA_TILE_K)\n", "            if (row < FA_TILE_K && producer() != 1)\n", LATENT_PAGES),
     ("a producer of pages that announces all bytes", LATENT_PRODUCER, "bytes / PRODUCERS);\n}", "bytes);\n}", LATENT_PAGES),
-    ("a page looked up too far on the right", LATENT_PRODUCER, "                    go_left(args, from);\n", "", LATENT_PAGES),
+    ("a page looked up too far on the right", LATENT_PRODUCER, "            go_left(args, from);\n", "", LATENT_PAGES),
     ("the second of a producer's pieces where the first was", LATENT_PRODUCER, "tile * FA_TILE_K + row));\n    } while", "tile * FA_TILE_K + piece_row(args)));\n    } while",
      ("pages of 8,", "every_shape*")),
     ("Q overwritten by a producer of pages", LATENT_PRODUCER, "            barrier_wait(q_empty(), items & 1 ^ 1);\n",
