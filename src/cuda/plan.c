@@ -352,38 +352,6 @@ static bool merges_itself(const fa_key *key, fa_args *args, int64_t tiles)
     return true;
 }
 
-/* Key heads of all sequences whose tiles are taken together, about equally many each time: those that have K and V in L2 (as heads_dealt_together). */
-static int64_t key_heads_in_l2(const fa_call *call, const fa_key *key)
-{
-    enum { L2_BYTES = 32 << 20 };
-    int64_t bytes = largest(call->max_seqlen_k * (key->head_dim + key->head_dim_v) * (int64_t)fa_dtype_bytes((flash_attn_dtype)key->dtype), 1);
-    int64_t heads = call->heads_k * call->batch, times = ceil_div(heads, largest(L2_BYTES / bytes, 1));
-    return largest(ceil_div(heads, largest(times, 1)), 1);
-}
-
-/* Hopper's own. Few parts of few tiles of latent attention: the parts are clusters, which merge them. Else blocks stay where all sequences are alike; where they are not,
- * the hardware deals them out better. */
-static flash_attn_status add_packed(const fa_call *call, fa_plan *plan, fa_key *key, int64_t tiles)
-{
-    fa_args *args   = &plan->args;
-    bool     latent = fa_is_latent(plan->row);
-    key->one_launch = !key->has_split ? 0 : latent ? fa_packed_merges(tiles, args->num_splits, &plan->chip) : fa_plan_fold(call, plan, tiles);
-    args->run_parts = key->one_launch == 2 ? args->num_splits : key->one_launch == 3 ? FA_FOLD_GROUP : 1;
-    bool    merges = latent && key->one_launch, pairs = !merges && fa_latent_in_pairs(call, plan->row);
-    int64_t blocks = tiles * ceil_div(args->num_splits, args->run_parts);
-    key->variant    |= pairs;
-    plan->has_maps   = true;
-    args->page_piece = fa_page_piece(call, key->tile_k);
-    args->q_boxes    = fa_packed_q_boxes(call, key->tile_q);
-    FA_TRY(fa_plan_add_clusters(plan, key, blocks, merges ? args->num_splits : pairs ? 2 : 1));
-    plan->launch[plan->main].stays = !merges && fa_plan_is_alike(call);
-    if (plan->row->only == FA_FOR_WIDE && fa_plan_is_alike(call))
-        args->order_heads = (int)key_heads_in_l2(call, key);
-    if (!key->has_split || merges || key->one_launch == 2)
-        return FLASH_ATTN_OK;
-    return latent ? fa_plan_add_combine(call, plan, key) : fa_plan_add_fold(call, plan, key);
-}
-
 static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key *key)
 {
     fa_args *args = &plan->args;
@@ -410,7 +378,7 @@ static flash_attn_status plan_forward(const fa_call *call, fa_plan *plan, fa_key
         return fa_plan_add_clusters(plan, key, tiles * runs, (int)runs);
     }
     if (fa_is_latent(plan->row) || key->kernel == FA_KERNEL_FORWARD_FEW_SM90)
-        return add_packed(call, plan, key, tiles);
+        return fa_plan_packed(call, plan, key, tiles);
     FA_TRY(fa_plan_add(plan, key, tiles * args->num_splits));
     return key->has_split ? fa_plan_add_combine(call, plan, key) : FLASH_ATTN_OK;
 }

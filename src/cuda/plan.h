@@ -30,6 +30,10 @@ bool fa_packed_merges(int64_t tiles, int64_t parts, const fa_chip *chip);
  * the same. */
 int fa_plan_fold(const fa_call *call, const fa_plan *plan, int64_t tiles);
 
+/* Hopper's own for packed rows, `tiles` of them in all. Few parts of few tiles of latent attention: the parts are clusters, which merge them. Else blocks stay where all
+ * sequences are alike; where they are not, the hardware deals them out better. */
+flash_attn_status fa_plan_packed(const fa_call *call, fa_plan *plan, fa_key *key, int64_t tiles);
+
 /* One launch more; of clusters. An error: more blocks than CUDA allows. */
 flash_attn_status fa_plan_add(fa_plan *plan, const fa_key *key, int64_t blocks);
 flash_attn_status fa_plan_add_clusters(fa_plan *plan, const fa_key *key, int64_t blocks, int cluster);

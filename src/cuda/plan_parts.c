@@ -308,3 +308,33 @@ flash_attn_status fa_plan_add_fold(const fa_call *call, fa_plan *plan, const fa_
         args->fold_rows = results > FEW_RESULTS / 2 ? 2 : 4;
     return fa_plan_add(plan, &fold, by_block ? rows : ceil_div(rows, FA_COMBINE_WARPS * largest(args->fold_rows, 1)));
 }
+
+/* Key heads of all sequences whose tiles are taken together, about equally many each time: those that have K and V in L2 (as heads_dealt_together). */
+static int64_t key_heads_together(const fa_call *call, const fa_key *key)
+{
+    enum { L2_BYTES = 32 << 20 };
+    int64_t bytes = largest(call->max_seqlen_k * (key->head_dim + key->head_dim_v) * (int64_t)fa_dtype_bytes((flash_attn_dtype)key->dtype), 1);
+    int64_t heads = call->heads_k * call->batch, times = ceil_div(heads, largest(L2_BYTES / bytes, 1));
+    return largest(ceil_div(heads, largest(times, 1)), 1);
+}
+
+flash_attn_status fa_plan_packed(const fa_call *call, fa_plan *plan, fa_key *key, int64_t tiles)
+{
+    fa_args *args   = &plan->args;
+    bool     latent = fa_is_latent(plan->row);
+    key->one_launch = !key->has_split ? 0 : latent ? fa_packed_merges(tiles, args->num_splits, &plan->chip) : fa_plan_fold(call, plan, tiles);
+    args->run_parts = key->one_launch == 2 ? args->num_splits : key->one_launch == 3 ? FA_FOLD_GROUP : 1;
+    bool    merges = latent && key->one_launch, pairs = !merges && fa_latent_in_pairs(call, plan->row);
+    int64_t blocks = tiles * ceil_div(args->num_splits, args->run_parts);
+    key->variant    |= pairs;
+    plan->has_maps   = true;
+    args->page_piece = fa_page_piece(call, key->tile_k);
+    args->q_boxes    = fa_packed_q_boxes(call, key->tile_q);
+    FA_TRY(fa_plan_add_clusters(plan, key, blocks, merges ? args->num_splits : pairs ? 2 : 1));
+    plan->launch[plan->main].stays = !merges && fa_plan_is_alike(call);
+    if (plan->row->only == FA_FOR_WIDE && fa_plan_is_alike(call))
+        args->order_heads = (int)key_heads_together(call, key);
+    if (!key->has_split || merges || key->one_launch == 2)
+        return FLASH_ATTN_OK;
+    return latent ? fa_plan_add_combine(call, plan, key) : fa_plan_add_fold(call, plan, key);
+}

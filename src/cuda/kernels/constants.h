@@ -7,7 +7,7 @@
  * fa_args and are tested at run time (a null pointer there means absent).
  *
  * Kernel text includes this file for the names below. All constants are plain integers: usable in #if, if constexpr
- * and as array sizes. To add one, add a line here and set the member in tune.c.
+ * and as array sizes. To add one, add a line here and set the member in tune_rows.c.
  */
 #ifndef FA_CONSTANTS_H
 #define FA_CONSTANTS_H
