@@ -47,9 +47,9 @@ class Compile(Case):
         self.assertLess(one, every)  # such calls alone
         self.assertLess(one, self.compile("one", *BF16, "--seqlen", 1))  # and what is there stays
 
-    def test_latent_attention_has_a_kernel_of_its_own(self):
+    def test_latent_attention_and_wide_heads_have_kernels_of_their_own(self):
         wide = [*BF16, "--heads", 16, "--heads-k", 1, "--head-dim-v", 512, "--seqlen-q", 1, "--seqlen-k", 48]
-        for head_dim, words, kernel in ((512, [], b"forward_sm80"), (512, ["--latent"], b"forward_latent_sm90"), (576, ["--latent"], b"forward_latent_sm90")):
+        for head_dim, words, kernel in ((576, [], b"forward_sm80"), (512, [], b"forward_wide_sm90"), (512, ["--latent"], b"forward_latent_sm90"), (576, ["--latent"], b"forward_latent_sm90")):
             folder = f"{head_dim} {words}"
             (name,) = self.compile(folder, *wide, *words, head_dim=head_dim, environment={})
             with open(os.path.join(self.path(folder), name), "rb") as cubin:
