@@ -11,7 +11,7 @@
  * --hopper: the same of such as Hopper's own kernels take, which are longer, some in the deterministic mode.
  * --latent: V is K's first columns, as in multi-head latent attention; forward, on the CPU or with --gpu.
  * --few: up to 128 queries on long keys, heads in groups, as when a sequence is decoded; likewise.
- * --wide: more than 256 columns of Q or of V; both passes.
+ * --wide: more than 256 columns of Q or of V; both passes, some in the deterministic mode.
  * Built with clang -fsanitize=fuzzer -DFLASH_ATTN_FUZZ it is a libFuzzer target instead.
  */
 #include "case_gpu.h"
@@ -395,7 +395,7 @@ static outcome run_bytes(bytes b)
     take_scores(&b, &c);
     take_lengths(&b, &c);
     spoilt             = spoilt && !gpu_memory;
-    bool deterministic = hopper && one_in(&b, 3);
+    bool deterministic = (hopper || wide) && one_in(&b, 3);
     if (hopper)
         take_hoppers_shape(&b, &c);
     if (hopper && dtype == FLASH_ATTN_F32)
