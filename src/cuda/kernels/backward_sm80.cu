@@ -95,9 +95,7 @@ FA_DEVICE void add_dq(const fa_args &args, const work &w, unsigned shared, int b
     lane_addresses<FA_TILE_Q>   ds_at(shared + DS_AT + buffer * S_BYTES, halves_first_row(),
                                       halves_first_half() + 2 * row16);
     lane_addresses<FA_HEAD_DIM> k_at(shared, rows_first_row(), rows_first_half() + col8);
-    int    first = at.tile * FA_TILE_Q + row16 * 16;
-    float *to    = w.dq + (head_rows(args, at.head) + first) * FA_HEAD_DIM + col8 * 8;
-    bool   makes = DQ_WARPS == FA_WARPS || warp < DQ_WARPS;
+    bool makes = DQ_WARPS == FA_WARPS || warp < DQ_WARPS;
 #pragma unroll
     for (int piece = 0; piece < DQ_PIECES; piece++) {
         float dq[DQ_ROWS16][DQ_PIECE8][4];
@@ -116,6 +114,8 @@ FA_DEVICE void add_dq(const fa_args &args, const work &w, unsigned shared, int b
         }
         if (FA_DETERMINISTIC && piece == 0)
             wait_for_turn(args, w, at);
+        int    first = at.tile * FA_TILE_Q + row16 * 16;
+        float *to    = w.dq + (head_rows(args, at.head) + first) * FA_HEAD_DIM + col8 * 8;
         if (makes)
             accumulate<DQ_ROWS16, DQ_PIECE8>(to + piece * DQ_PIECE8 * 8, FA_HEAD_DIM, dq, w.seq.seqlen_q - first);
     }
