@@ -237,8 +237,10 @@ static void accumulate_few(float *o, int ldo, const float *rescale, const float 
     for (int r = 0; r < rows; r++)
         for (int col = 0; col < v->cols; col += VL)
             v_store(o + (int64_t)r * ldo + col, v_mul(v_load(o + (int64_t)r * ldo + col), v_set1(rescale[r])));
-    for (int begin = 0; begin < v->count; begin += FEW_CHUNK) {
-        int end = fa_min_int(begin + FEW_CHUNK, v->count), r;
+    /* Columns are passes over the chunk: what is asked for is the next one's, or it would come only shortly before its turn. */
+    int chunk = soon->far && !soon->each && rows_ahead(v, soon) < FEW_CHUNK ? FEW_CHUNK / 2 : FEW_CHUNK;
+    for (int begin = 0; begin < v->count; begin += chunk) {
+        int end = fa_min_int(begin + chunk, v->count), r;
         if (rows >= FEW_BLOCK)
             few_columns(o, ldo, p, ldp, v, soon, begin, end, FEW_BLOCK, true);
         for (r = FEW_BLOCK; r + FEW_BLOCK <= rows; r += FEW_BLOCK)
