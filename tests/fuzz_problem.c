@@ -236,8 +236,8 @@ static void take_wide_shape(bytes *b, test_case *c)
     enum { NARROW = 256, MOST = 576, OWN = 512 };
     bool own      = one_in(b, 2);
     int  most     = own ? OWN : MOST;
-    c->head_dim   = one_in(b, 3) ? OWN : 8 * (1 + below(b, (unsigned)most / 8));
-    c->head_dim_v = one_in(b, 2) ? c->head_dim : 8 * (1 + below(b, (unsigned)most / 8));
+    c->head_dim   = one_in(b, 3) ? OWN : 8 * (1 + below(b, most / 8));
+    c->head_dim_v = one_in(b, 2) ? c->head_dim : 8 * (1 + below(b, most / 8));
     if (c->head_dim <= NARROW && c->head_dim_v <= NARROW)
         c->head_dim += NARROW;
     if (own) {

@@ -217,15 +217,20 @@ static bool turns_v_ahead(const fa_key *key) { return key->kernel == FA_KERNEL_F
 /* Where there are no more tiles than blocks, each has its own. */
 static bool has_next_item(const fa_plan *plan, const fa_key *key) { return plan->args.all_items > plan->chip.multiprocessors * key->min_blocks; }
 
+int64_t fa_plan_heads_in_l2(const fa_call *call, const fa_key *key)
+{
+    enum { L2_BYTES = 32 << 20 };
+    int64_t bytes = call->max_seqlen_k * (key->head_dim + key->head_dim_v) * (int64_t)fa_dtype_bytes((flash_attn_dtype)key->dtype);
+    return bytes > 0 ? L2_BYTES / bytes : call->heads_k * largest(call->batch, 1);
+}
+
 /*
  * Heads whose tiles are dealt together. Under a causal mask as many as have K and V in L2, about equally many each time: a sequence's longest tiles come first, so the more
  * heads there are the less is left to wait for at the end. Elsewhere tiles are about as long as each other (decision 0082).
  */
 static int64_t heads_dealt_together(const fa_call *call, const fa_key *key)
 {
-    enum { L2_BYTES = 32 << 20 };
-    int64_t bytes = call->max_seqlen_k * (key->head_dim + key->head_dim_v) * (int64_t)fa_dtype_bytes((flash_attn_dtype)key->dtype);
-    int64_t most  = key->mask != FA_MASK_CAUSAL ? 1 : bytes > 0 ? L2_BYTES / bytes * call->group : call->heads_q;
+    int64_t most  = key->mask != FA_MASK_CAUSAL ? 1 : fa_plan_heads_in_l2(call, key) * call->group;
     int64_t heads = call->heads_q, times = most <= 1 ? heads : (heads + most - 1) / most;
     return times > 1 ? heads / times : heads;
 }

@@ -34,6 +34,9 @@ int fa_plan_fold(const fa_call *call, const fa_plan *plan, int64_t tiles);
  * sequences are alike; where they are not, the hardware deals them out better. */
 flash_attn_status fa_plan_packed(const fa_call *call, fa_plan *plan, fa_key *key, int64_t tiles);
 
+/* Key heads that L2 holds K and V of beside each other; of no keys all. */
+int64_t fa_plan_heads_in_l2(const fa_call *call, const fa_key *key);
+
 /* One launch more; of clusters. An error: more blocks than CUDA allows. */
 flash_attn_status fa_plan_add(fa_plan *plan, const fa_key *key, int64_t blocks);
 flash_attn_status fa_plan_add_clusters(fa_plan *plan, const fa_key *key, int64_t blocks, int cluster);

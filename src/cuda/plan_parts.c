@@ -232,6 +232,17 @@ void fa_plan_choose_own_splits(const fa_call *call, const fa_key *key, fa_plan *
     args->num_splits = (int)parts;
 }
 
+/* How fast parts grow with a sequence, by the rows of a tile; of wide heads, whose tiles are of one size, by those that are used (decision 0106). */
+static int growth_of_parts(const fa_call *call, const fa_tune_row *row, int64_t rows)
+{
+    enum { GROWTH = 32, GROWTH_OF_MANY_ROWS = 64, GROWTH_OF_MOST_ROWS = 256, GROWTH_OF_LATENT = 256 };
+    if (row->only == FA_FOR_LATENT)
+        return GROWTH_OF_LATENT;
+    if (row->only == FA_FOR_WIDE)
+        return call->max_seqlen_q * call->group > row->tile_q ? GROWTH_OF_MOST_ROWS : GROWTH;
+    return rows == 128 ? GROWTH_OF_MOST_ROWS : rows > 16 ? GROWTH_OF_MANY_ROWS : GROWTH;
+}
+
 /*
  * Parts of the keys, by absolute position. A caller's number is taken as it is. Otherwise only calls with few queries
  * are split, into parts of a length that depends on the number of heads and on the sequence's own length alone, never on the batch or on how
@@ -242,7 +253,7 @@ void fa_plan_choose_own_splits(const fa_call *call, const fa_key *key, fa_plan *
  */
 void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
 {
-    enum { GROWTH = 32, GROWTH_OF_MANY_ROWS = 64, GROWTH_OF_MOST_ROWS = 256, GROWTH_OF_LATENT = 256, DOUBLINGS = 3, MANY_TILES = 8, ENOUGH_TILES = 66, KEYS_OF_TILE = 64 };
+    enum { DOUBLINGS = 3, MANY_TILES = 8, ENOUGH_TILES = 66, KEYS_OF_TILE = 64 };
     const fa_tune_row *row  = plan->row;
     fa_args           *args = &plan->args;
     int64_t keys = args->max_seqlen_k, part = keys, heads = is_packed(row) ? call->heads_k : call->heads_q, rows = planned_rows(call, row), tiles = packed_tiles_of_one(call, rows);
@@ -260,8 +271,7 @@ void fa_plan_choose_splits(const fa_call *call, fa_plan *plan)
     else if (by_shape && row->only == FA_FOR_WIDE && fa_is_piece(call) && tiles < ENOUGH_TILES)
         part = KEYS_OF_TILE * tiles;
     if (by_shape && is_packed(row)) {
-        int64_t used = row->only == FA_FOR_WIDE ? call->max_seqlen_q * call->group : rows;
-        args->part_growth    = row->only == FA_FOR_LATENT ? GROWTH_OF_LATENT : used > 64 ? GROWTH_OF_MOST_ROWS : used > 16 && row->only != FA_FOR_WIDE ? GROWTH_OF_MANY_ROWS : GROWTH;
+        args->part_growth    = growth_of_parts(call, row, rows);
         args->part_doublings = folds ? DOUBLINGS + 1 : DOUBLINGS;
         if (folds && tiles < MANY_TILES)
             args->part_growth = args->part_growth * (int)tiles / MANY_TILES;
@@ -309,12 +319,10 @@ flash_attn_status fa_plan_add_fold(const fa_call *call, fa_plan *plan, const fa_
     return fa_plan_add(plan, &fold, by_block ? rows : ceil_div(rows, FA_COMBINE_WARPS * largest(args->fold_rows, 1)));
 }
 
-/* Key heads of all sequences whose tiles are taken together, about equally many each time: those that have K and V in L2 (as heads_dealt_together). */
+/* Key heads of all sequences whose tiles are taken together, about equally many each time: those that have K and V in L2. */
 static int64_t key_heads_together(const fa_call *call, const fa_key *key)
 {
-    enum { L2_BYTES = 32 << 20 };
-    int64_t bytes = largest(call->max_seqlen_k * (key->head_dim + key->head_dim_v) * (int64_t)fa_dtype_bytes((flash_attn_dtype)key->dtype), 1);
-    int64_t heads = call->heads_k * call->batch, times = ceil_div(heads, largest(L2_BYTES / bytes, 1));
+    int64_t heads = call->heads_k * call->batch, times = ceil_div(heads, largest(fa_plan_heads_in_l2(call, key), 1));
     return largest(ceil_div(heads, largest(times, 1)), 1);
 }
 
@@ -332,7 +340,7 @@ flash_attn_status fa_plan_packed(const fa_call *call, fa_plan *plan, fa_key *key
     args->q_boxes    = fa_packed_q_boxes(call, key->tile_q);
     FA_TRY(fa_plan_add_clusters(plan, key, blocks, merges ? args->num_splits : pairs ? 2 : 1));
     plan->launch[plan->main].stays = !merges && fa_plan_is_alike(call);
-    if (plan->row->only == FA_FOR_WIDE && fa_plan_is_alike(call))
+    if (plan->row->only == FA_FOR_WIDE && plan->launch[plan->main].stays)
         args->order_heads = (int)key_heads_together(call, key);
     if (!key->has_split || merges || key->one_launch == 2)
         return FLASH_ATTN_OK;

@@ -311,8 +311,11 @@ void fa_tune_columns(const fa_tune_row *row, fa_key *key)
         key->head_dim   = width_of(key->head_dim, of_panels);
         key->head_dim_v = width_of(key->head_dim_v, of_panels);
     } else {
-        enum { FEWEST = 320 }; /* of panels of Q and K */
-        key->head_dim   = row->only != FA_FOR_WIDE ? row->head_dim : key->head_dim < FEWEST ? FEWEST : key->head_dim;
+        enum { FEWEST_OF_WIDE = 320 }; /* a panel of Q and K in the second half */
+        if (row->only != FA_FOR_WIDE)
+            key->head_dim = row->head_dim;
+        else if (key->head_dim < FEWEST_OF_WIDE)
+            key->head_dim = FEWEST_OF_WIDE;
         key->head_dim_v = latent ? FA_LATENT_COLUMNS_V : row->head_dim;
     }
 }

@@ -123,7 +123,7 @@ int fa_tune_arch(int device_arch);
 /* Whose keys are one tile. */
 static inline bool fa_has_one_tile(const fa_tune_row *row) { return row->kernel == FA_KERNEL_FORWARD_SHORT_SM90 || row->kernel == FA_KERNEL_BACKWARD_SHORT_SM90; }
 
-/* Whose kernel is one of forward_latent_sm90.cu. */
+/* Whose kernel is of latent_roles_sm90.cuh. */
 static inline bool fa_is_latent(const fa_tune_row *row) { return row->only == FA_FOR_LATENT || row->only == FA_FOR_WIDE; }
 
 /* The two that have TMA and WGMMA in 16 bits, and every backward. */

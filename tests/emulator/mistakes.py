@@ -50,8 +50,8 @@ SLICES_BACK = ("slices, documents", "every_backward*")
 SLICES_FULL = ("slices of all kinds, used lengths", "every_shape*")
 LATENT_TWO = ("two queries", "every_shape*")
 LATENT_PAGES = ("pages of 64, pairs", "every_shape*")
-APART = ("two queries", "every_shape*", "")  # --wide
-APART_LONG = ("prefill, long", "every_shape*", "")
+APART = ("two queries", "every*")  # --wide
+APART_LONG = ("prefill, long", "every*")
 LATENT_ONE_PIECE = ("pages of 48", "every_shape*") # two producers fetch nothing
 SHORT_MANY = ("short, varlen, many", "every_short_backward*")
 SHORT_LARGE = ("short, 256", "every_short_backward*")
@@ -324,7 +324,7 @@ def run(test, emulator, folder, shapes):
                        EMULATOR_MULTIPROCESSORS="4", FLASH_ATTN_KERNEL_DIR=folder)
     wide = shapes in (APART, APART_LONG)
     shapes, tests, *seed = shapes
-    environment.update({"EMULATOR_SEED": seed[0]} if seed and seed[0] else {})
+    environment.update({"EMULATOR_SEED": seed[0]} if seed else {})
     changed = next(file for file in os.listdir(folder) if file != "cache")
     program = "test_cuda_prompts" if (shapes, tests) in (WALKS, NAN_QUERY) else PROGRAMS.get(changed)
     program = os.path.join(os.path.dirname(test), program) if program else test

@@ -6,8 +6,8 @@
 #include "softmax.cuh"
 #include "tile.cuh"
 
-/* Warps that share their keys; four only where each gets a whole number of 16 columns. */
 constexpr bool BY_COLUMNS = FA_VARIANT == 3;
+/* Warps that share their keys; four only where each gets a whole number of 16 columns. */
 constexpr int  TEAM       = BY_COLUMNS ? 4 : FA_VARIANT == 2 && (FA_HEAD_DIM | FA_HEAD_DIM_V) % 64 != 0 ? 2 : 1 << FA_VARIANT;
 constexpr int  KEY_WARPS  = FA_WARPS / TEAM;
 constexpr int  KEYS16     = FA_TILE_K / (16 * KEY_WARPS); /* blocks of 16 keys of a warp */
@@ -79,6 +79,8 @@ FA_DEVICE void add_product(float (&c)[KEYS16][N8][4], const LOAD &load, const la
     }
 }
 
+/* The same for queries of team member `member` and the next COUNT - 1, from shared memory. b: the query tile from this warp's first column on, x: this team's keys of P^T or
+ * dS^T. */
 template <int COUNT, int COLS, int B_PLANE, int N8>
 FA_DEVICE void add_shared_product(float (&c)[KEYS16][N8][4], unsigned x, unsigned b, int member)
 {

@@ -6,9 +6,7 @@
 
 using operand = unsigned[PLANES][KEYS16][QUERIES8 / 2][4]; /* P^T or dS^T as A */
 
-/* The same for this warp's own queries, from its registers, and for those of team member `member` and the next COUNT - 1,
- * from shared memory.
- * b: the query tile from this warp's first column on, x: this team's keys of P^T or dS^T. */
+/* add_product for this warp's own queries, from its registers. b: the query tile from this warp's first column on, x: this team's keys of P^T or dS^T. */
 template <int COLS, int B_PLANE, int N8>
 FA_DEVICE void add_own_product(float (&c)[KEYS16][N8][4], const operand &x, unsigned b, int share)
 {
